@@ -126,7 +126,7 @@ def _make(argv: list[str]) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    from diffvision.training.recipes import with_recipes
+    from diffvision.training.recipes import resolve_recipes
 
     if any(arg in ("-h", "--help") for arg in argv):
         from diffvision.training.help import text
@@ -135,7 +135,7 @@ def _train(argv: list[str]) -> int:
         return 0
 
     try:
-        argv = with_recipes(argv)
+        argv = resolve_recipes(argv)
     except (ValueError, OSError) as error:
         print(f"diffvision: error: {error}", file=sys.stderr)
         return 2

@@ -17,14 +17,14 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.data.shards.report import Report
-from diffvision.training.fault_tolerance import gathered
+from diffvision.training.fault_tolerance import gather
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
 KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # fields of a report that are saved
 
 
-def logged(trainer: Any) -> bool:
+def is_logging_step(trainer: Any) -> bool:
     """Return whether the step that was just made is one that the trainer logs."""
     every = trainer.log_every_n_steps
     return every > 0 and trainer.global_step % every == 0
@@ -48,7 +48,7 @@ class LambdaMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the lambdas of a logging step."""
-        if not logged(trainer):
+        if not is_logging_step(trainer):
             return
         from diffvision.analysis.lambdas import layer_lambdas
 
@@ -158,7 +158,7 @@ class Throughput(pl.Callback):
         self.samples += len(data) * trainer.world_size  # every rank has the same number
         if "tokens" in batch:
             self.tokens += len(data) * (data.shape[1] - 1) * trainer.world_size  # that the model reads
-        if logged(trainer):
+        if is_logging_step(trainer):
             pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=not self.tokens)
             if self.tokens:
                 pl_module.log("train/tokens_per_second", self.tokens / self.seconds, prog_bar=True)
@@ -183,7 +183,7 @@ class DataReport(pl.Callback):
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Save what was counted of the epoch."""
         if trainer.state.fn == TrainerFn.FITTING and (reports := _reports(trainer)):
-            total = together([*self._earlier(reports[0].epoch), *reports])
+            total = add_reports([*self._earlier(reports[0].epoch), *reports])
             fields = {name: getattr(total, name) for name in KEPT}
             checkpoint[COUNTED] = fields | {"skipped": dict(total.skipped)}
 
@@ -215,7 +215,7 @@ class DataReport(pl.Callback):
         if not (reports := _reports(trainer)):
             return  # an ordinary loader keeps no account
         earlier = self._earlier(reports[0].epoch)
-        text, counts = account(reports, consumed=batches * loader.batch_size, earlier=earlier)
+        text, counts = describe_epoch(reports, consumed=batches * loader.batch_size, earlier=earlier)
         # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         pl_module.print(text)
@@ -239,10 +239,10 @@ def describe_tail(report: Report, batch_size: int) -> str:
 def _reports(trainer: pl.Trainer) -> list[Report]:
     """Return each rank's report of the current epoch; an empty list for a loader without reports."""
     report = getattr(trainer.train_dataloader, "report", None)
-    return [] if report is None else gathered(trainer, report)
+    return [] if report is None else gather(trainer, report)
 
 
-def together(reports: Sequence[Report]) -> Report:
+def add_reports(reports: Sequence[Report]) -> Report:
     """Return the sum of reports of one epoch, earlier ones first."""
     skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
     examples = {reason: [e for r in reports for e in r.examples.get(reason, [])][:3] for reason in skipped}
@@ -250,7 +250,9 @@ def together(reports: Sequence[Report]) -> Report:
     return replace(reports[-1], seen=seen, skipped=skipped, substituted=substituted, examples=examples)
 
 
-def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] = ()) -> tuple[str, dict[str, int]]:
+def describe_epoch(
+    reports: Sequence[Report], consumed: int, earlier: Sequence[Report] = ()
+) -> tuple[str, dict[str, int]]:
     """Return one epoch's account from the reports of all ranks.
 
     Args:
@@ -264,7 +266,7 @@ def account(reports: Sequence[Report], consumed: int, earlier: Sequence[Report] 
     Raises:
         RuntimeError: the loaders' counts and the loop's do not agree.
     """
-    first, whole = reports[0], together([*earlier, *reports])
+    first, whole = reports[0], add_reports([*earlier, *reports])
     seen, skipped, bad = whole.seen, whole.skipped, whole.bad
     counts = {"seen": seen, "skipped": bad, "substituted": whole.substituted, "tail": first.tail}
     counted = sum(r.seen + r.bad for r in earlier)

@@ -19,7 +19,7 @@ from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.training.module import TrainingModule
+from diffvision.training.module import TrainingModule, plain
 from diffvision.training.optim import OptimizerSettings, param_groups, without_decay
 
 DEFAULT = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8)
@@ -194,15 +194,16 @@ class ClassificationModule(TrainingModule):
         """Raise ValueError where a checkpoint is of another architecture; `fit` calls it before it reads data."""
         check(checkpoint.get("diffvision", {}), self.model, "the checkpoint")
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save what is needed to rebuild the model, as plain Python values."""
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in self.data_config.items()}
-        args = {**self.model_args, "num_classes": self.num_classes}
-        about = {"model": self.name, "model_args": args, "preprocess": plain, KEY: architecture(self.model)}
-        checkpoint["diffvision"] = about
-        super().on_save_checkpoint(checkpoint)
+    def describe(self) -> dict[str, Any]:
+        """Return the model's name, arguments, preprocessing and architecture."""
+        return {
+            "model": self.name,
+            "model_args": {**self.model_args, "num_classes": self.num_classes},
+            "preprocess": plain(self.data_config),
+            KEY: architecture(self.model),
+        }
 
-    def rebuilt(self) -> dict[str, Any]:
-        """Return arguments that replace the module's where it gets its weights from a checkpoint."""
+    def arguments_without_weights(self) -> dict[str, Any]:
+        """Return the model's arguments without those that load weights."""
         args = {key: value for key, value in self.model_args.items() if key != "checkpoint_path"}
         return {"model_args": args | {"pretrained": False}}

@@ -28,10 +28,10 @@ from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
-from diffvision.training.fault_tolerance import spread
-from diffvision.training.module import TrainingModule
+from diffvision.training.fault_tolerance import spread_nan
+from diffvision.training.module import TrainingModule, plain
 from diffvision.training.optim import OptimizerSettings
-from diffvision.training.progress import followed
+from diffvision.training.progress import follow
 
 FEATURES = ("image_features", "text_features")
 # By model: what to know before it is trained.
@@ -143,8 +143,8 @@ class ContrastiveModule(TrainingModule):
         self._make_losses()
 
     def _make_losses(self) -> None:
-        self.loss = contrastive_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
-        self.batch_loss = contrastive_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
+        self.loss = create_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
+        self.batch_loss = create_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 
     def forward(
         self, image: Tensor | None = None, text: Tensor | list[str] | tuple[str, ...] | None = None
@@ -164,8 +164,8 @@ class ContrastiveModule(TrainingModule):
         if isinstance(batch, EvaluationFolder):
             return batch
         if not self.in_fabric and self.trainer.predicting:
-            return self.with_tokens(named(batch, self.keys))
-        batch = self.with_tokens(super().as_read(batch))
+            return self.tokenize(named(batch, self.keys))
+        batch = self.tokenize(super().as_read(batch))
         if batch["text"].ndim != 2:
             raise ValueError(
                 f"a batch's text has the shape {list(batch['text'].shape)}: give captions as strings, or as token ids "
@@ -173,7 +173,7 @@ class ContrastiveModule(TrainingModule):
             )
         return batch
 
-    def with_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def tokenize(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with captions as token ids."""
         text = batch.get("text")
         return batch | {"text": self.tokenizer(list(text))} if is_captions(text) else batch
@@ -231,9 +231,9 @@ class ContrastiveModule(TrainingModule):
                 states.append(random_state(self.device))
                 outputs.append(self.model(image, text))
         whole = {k: torch.cat([out[k] for out in outputs]) if k in FEATURES else v for k, v in outputs[0].items()}
-        whole = {k: at_least_float32(v.detach()).requires_grad_() for k, v in whole.items()}
+        whole = {k: widen(v.detach()).requires_grad_() for k, v in whole.items()}
         loss = self.loss_of(whole)
-        spread(loss)
+        spread_nan(loss)
         gradients = dict(zip(whole, torch.autograd.grad(loss, list(whole.values())), strict=True))
         chunk_gradients = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
         # The scale and the bias belong to no chunk: their gradients are applied once, with the last one.
@@ -247,16 +247,14 @@ class ContrastiveModule(TrainingModule):
                 restore_random_state(self.device, states[i])
                 with hold() if i < len(chunks) - 1 else nullcontext():
                     out = self.model(image, text)
-                    self.manual_backward(
-                        sum((at_least_float32(out[k]) * g).sum() for k, g in chunk_gradients[i].items())
-                    )
+                    self.manual_backward(sum((widen(out[k]) * g).sum() for k, g in chunk_gradients[i].items()))
         return loss.detach()
 
     def loss_of(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
         """Return the loss of features and scale, in float32: bfloat16 has no decimals left for logits near 100."""
         with torch.autocast(self.device.type, enabled=False):
-            whole = {k: at_least_float32(v) for k, v in out.items()}
-            return (loss or self.loss)(**{k: of_some_length(v) if k in FEATURES else v for k, v in whole.items()})
+            whole = {k: widen(v) for k, v in out.items()}
+            return (loss or self.loss)(**{k: detach_zero_rows(v) if k in FEATURES else v for k, v in whole.items()})
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the StepGuard; raise ValueError where the trainer's settings are for what this module does itself.
@@ -316,7 +314,7 @@ class ContrastiveModule(TrainingModule):
             transform=self.eval_transform,
             tokenizer=self.tokenizer,
             device=self.device,
-            progress=followed(self.trainer),
+            progress=follow(self.trainer),
         )
         for key, value in metrics.items():
             # Every rank has the same value; sync_dist only tells Lightning so.
@@ -352,16 +350,13 @@ class ContrastiveModule(TrainingModule):
             raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")
         check(checkpoint.get("diffvision", {}), self.model, "the checkpoint", self.model_cfg)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save what `evaluate` needs to rebuild the model, as plain Python values."""
-        config = self.model.visual.preprocess_cfg
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
-        built = architecture(self.model, self.model_cfg)
-        checkpoint["diffvision"] = {"model": self.name, "preprocess": plain, KEY: built}
-        super().on_save_checkpoint(checkpoint)
+    def describe(self) -> dict[str, Any]:
+        """Return the model's name, preprocessing and architecture."""
+        preprocess = plain(self.model.visual.preprocess_cfg)
+        return {"model": self.name, "preprocess": preprocess, KEY: architecture(self.model, self.model_cfg)}
 
-    def rebuilt(self) -> dict[str, Any]:
-        """Return arguments that replace the module's where it gets its weights from a checkpoint."""
+    def arguments_without_weights(self) -> dict[str, Any]:
+        """Return `pretrained`, left out."""
         return {"pretrained": None}
 
 
@@ -370,7 +365,7 @@ def is_captions(text: Any) -> TypeGuard[Sequence[str]]:
     return isinstance(text, list | tuple) and all(isinstance(caption, str) for caption in text)
 
 
-def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
+def create_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
     """Return OpenCLIP's loss by name, for one rank of a world."""
     from open_clip.loss import ClipLoss, SigLipLoss
 
@@ -379,12 +374,12 @@ def contrastive_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
     return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return a tensor in float32, or in its dtype where that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def of_some_length(features: Tensor) -> Tensor:
+def detach_zero_rows(features: Tensor) -> Tensor:
     """Return normalised features [B, D] without a gradient for rows whose embedding was zero.
 
     Such a row has no direction that could be changed. F.normalize divides it by 1e-12, and so would multiply its

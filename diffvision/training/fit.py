@@ -46,7 +46,7 @@ from diffvision.training.fault_tolerance import Ranks, Resume, StepGuard, lightn
 from diffvision.training.language import LanguageModule
 from diffvision.training.module import TrainingModule
 from diffvision.training.progress import ProgressLine
-from diffvision.training.recipes import with_recipes
+from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, table
 
 __all__ = [
@@ -147,7 +147,7 @@ class FitCLI(LightningCLI):
         self.more_callbacks = list(callbacks)
         lightning_internals.require()
         jsonargparse_internals.require()
-        with limit_imports(sys.argv[1:] if args is None else args) as limited, unsaid():
+        with limit_imports(sys.argv[1:] if args is None else args) as limited, silence_lightning():
             super().__init__(
                 args=limited,
                 run=run,
@@ -252,7 +252,7 @@ class FitCLI(LightningCLI):
 
 
 @contextmanager
-def unsaid() -> Iterator[None]:
+def silence_lightning() -> Iterator[None]:
     """Suppress Lightning's messages in `UNSAID`, and warnings of PyTorch and Lightning that no user can act on."""
     speakers = [logging.getLogger(name) for name in SPEAKERS]
     for speaker in speakers:
@@ -352,7 +352,7 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
         callbacks: besides those of the configuration.
     """
     try:
-        return FitCLI(with_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
+        return FitCLI(resolve_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
     except (MisconfigurationException, ValueError, TypeError) as error:
         text = _refusal(" ".join(str(error).split()))
         if text is None and not isinstance(error, MisconfigurationException):

@@ -95,10 +95,10 @@ def fit(
         owner = name if name in _TOP or "." in name else f"trainer.{name}"
         words += options({owner: value})
     words += [f"--allow={prefix}" for prefix in allow]
-    from diffvision.training.recipes import with_recipes
+    from diffvision.training.recipes import resolve_recipes
     from diffvision.training.settings import check
 
-    args = with_recipes(["fit", *words])
+    args = resolve_recipes(["fit", *words])
     check(args)
     from diffvision.training.fit import fit as run_command
 

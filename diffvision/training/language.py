@@ -182,7 +182,7 @@ class LanguageModule(TrainingModule):
 
     def sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
-        inputs, targets, documents = shifted(batch)
+        inputs, targets, documents = shift(batch)
         hidden = self.model.hidden(inputs, documents=documents)
         penalty = self.z_loss if self.training else 0.0
         teacher = self._teacher if self.training else None
@@ -288,7 +288,7 @@ class LanguageModule(TrainingModule):
 
         They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
         """
-        inputs, targets, documents = shifted(batch)
+        inputs, targets, documents = shift(batch)
         hidden = self.model.hidden(inputs, documents=documents)
         pieces = zip(hidden.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
         weight = self.model.head_weight
@@ -324,25 +324,22 @@ class LanguageModule(TrainingModule):
         ):  # older files have only the configuration, compared above
             check(about, self.model, name)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save what `language.load` needs to rebuild the model, as plain Python values."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["hyper_parameters"]["config"] = asdict(self.model.config)
-        about = {"model": self.name, "tokenizer": self.tokenizer, KEY: architecture(self.model)}
-        checkpoint["diffvision"] = about
+    def describe(self) -> dict[str, Any]:
+        """Return the model's name, tokenizer and architecture."""
+        return {"model": self.name, "tokenizer": self.tokenizer, KEY: architecture(self.model)}
 
-    def rebuilt(self) -> dict[str, Any]:
-        """Return arguments that replace the module's where it gets its weights from a checkpoint.
+    def arguments_without_weights(self) -> dict[str, Any]:
+        """Return `pretrained`, left out, and the configuration, which `language.load` reads.
 
-        For a saved model these are all fields of its configuration, with which a model of any name is the same.
+        A saved model is rebuilt from all fields of its configuration, with which a model of any name is the same.
         """
+        config = asdict(self.model.config)
         if not self.name.startswith(FOLDER):
-            return {"pretrained": None}
-        name = language.model_names()[0]
-        return {"pretrained": None, "model": name, "model_args": asdict(self.model.config)}
+            return {"pretrained": None, "config": config}
+        return {"pretrained": None, "config": config, "model": language.model_names()[0], "model_args": config}
 
 
-def shifted(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+def shift(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a batch's inputs, their targets (or IGNORED), and the documents of the inputs."""
     tokens, documents, learned = batch["tokens"], batch.get("documents"), batch.get("learned")
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -60,7 +60,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         optimizer = arguments["optimizer"]
         self.settings = optimizer if isinstance(optimizer, OptimizerSettings) else replace(default, **optimizer)
         hyperparameters = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
-        self.save_hyperparameters(hyperparameters | {"optimizer": plain(self.settings)})
+        self.save_hyperparameters(hyperparameters | {"optimizer": plain(asdict(self.settings))})
 
     def setup(self, stage: str) -> None:
         """Silence warnings about other libraries' code, and check Lightning's version before a fit."""
@@ -77,7 +77,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     @lr.setter
     def lr(self, lr: float) -> None:
         self.settings = replace(self.settings, lr=lr)
-        self.hparams["optimizer"] = plain(self.settings)
+        self.hparams["optimizer"] = plain(asdict(self.settings))
         for scheduler in self.schedules():
             scheduler.set_lr(lr)
 
@@ -222,14 +222,19 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         self.check_checkpoint(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save hyperparameters that need no other file of weights, because the checkpoint holds them."""
-        checkpoint["hyper_parameters"] = dict(self.hparams) | self.rebuilt()
+        """Save what rebuilds the model, and hyperparameters that need no other file of weights."""
+        checkpoint["diffvision"] = self.describe()
+        checkpoint["hyper_parameters"] = dict(self.hparams) | self.arguments_without_weights()
 
-    def rebuilt(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
+        """Return what rebuilds the model, as plain values."""
+        raise NotImplementedError
+
+    def arguments_without_weights(self) -> dict[str, Any]:
         """Return arguments that replace the module's where it gets its weights from a checkpoint."""
         raise NotImplementedError
 
 
-def plain(settings: OptimizerSettings) -> dict[str, Any]:
-    """Return settings as values that a checkpoint may hold."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(settings).items()}
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as values that a checkpoint may hold: lists in place of tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}

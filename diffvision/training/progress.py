@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.training.fault_tolerance import asking
+from diffvision.training.fault_tolerance import watch_signals
 from diffvision.training.schedule import epoch_steps, run_steps
 from diffvision.training.terminal import CellScreen, Screen
 
@@ -168,7 +168,7 @@ class ProgressLine(ProgressBar):
             return
         self._shown = time.monotonic()
         if metrics:
-            self._parts = shown(trainer.progress_bar_metrics)
+            self._parts = format_metrics(trainer.progress_bar_metrics)
         whole = trainer.state.fn == "fit" and not trainer.sanity_checking
         if whole:
             total = total_steps(trainer)
@@ -189,15 +189,15 @@ class ProgressLine(ProgressBar):
         return min((limit for limit in limits if limit is not None), default=None)
 
 
-def followed(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
+def follow(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
     """Return the function through which an evaluation in a run passes its batches.
 
     Between two of them the run acts on signals, and its line shows how many are done.
     """
-    ask, bar = asking(trainer), trainer.progress_bar_callback
+    bar = trainer.progress_bar_callback
 
     def through(batches: Any, description: str) -> Iterator[Any]:
-        for number, batch in enumerate(batches if ask is None else ask(batches, description)):
+        for number, batch in enumerate(watch_signals(trainer, batches)):
             yield batch
             if isinstance(bar, ProgressLine):
                 bar.evaluated((number + 1) / len(batches), description)
@@ -300,7 +300,7 @@ def line(
     return text
 
 
-def shown(metrics: Mapping[str, Any]) -> list[str]:
+def format_metrics(metrics: Mapping[str, Any]) -> list[str]:
     """Return metrics in short, the most important first: "loss 2.41", "digits acc1 0.953", "812 img/s".
 
     A data set's name comes before the alias where there are metrics of several.

@@ -37,7 +37,7 @@ def recipes() -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.yaml"))
 
 
-def with_recipes(args: Sequence[str]) -> list[str]:
+def resolve_recipes(args: Sequence[str]) -> list[str]:
     """Return a command line with the path of each recipe instead of its name. A file of that path comes first.
 
     Raises:

@@ -68,7 +68,7 @@ class RunSummary(pl.Callback):
         if trainer.is_global_zero:
             resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
             prompts = pl_module.prompts if isinstance(pl_module, ContrastiveModule) else []
-            print(described(trainer, pl_module) + resumed, *prompts, sep="\n", flush=True)
+            print(describe_run(trainer, pl_module) + resumed, *prompts, sep="\n", flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note which metrics there are before a validation; a resumed run has those of earlier ones."""
@@ -94,16 +94,16 @@ class RunSummary(pl.Callback):
         is_average = any(isinstance(callback, WeightAveraging) for callback in cast(Any, trainer).callbacks)
         title = "last evaluation, averaged weights (EMA)" if is_average else "last evaluation"
         final = table(metrics, title) if metrics else ""
-        paths = "\n".join(kept(trainer, pl_module))
+        paths = "\n".join(list_checkpoints(trainer, pl_module))
         print(trained)
         if metrics:
             Console().print(final)
         if paths:
             print(paths, flush=True)
-        keep(trainer, [described(trainer, pl_module), trained, final, paths])
+        write_summary(trainer, [describe_run(trainer, pl_module), trained, final, paths])
 
 
-def keep(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
+def write_summary(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
     """Write a run's last words and its curves into its directory; a failure is a warning, since the run is done."""
     logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
     if logger is None or "://" in logger.log_dir:
@@ -118,7 +118,7 @@ def keep(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
         warnings.warn(f"{directory / CURVES} could not be written: {error}", stacklevel=2)
 
 
-def described(trainer: pl.Trainer, module: pl.LightningModule) -> str:
+def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """Describe a model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true"."""
     parameters = [p for p in module.parameters() if not is_lazy(p)]
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -148,7 +148,7 @@ def table(metrics: dict[str, float], title: str) -> Table:
     return rows
 
 
-def kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Return lines with the best and the last checkpoint, and the command that evaluates the first of them."""
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     best = [saver for saver in savers if saver.monitor and saver.best_model_path]
@@ -161,11 +161,11 @@ def kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
         lines.append(f"last checkpoint: {_relative(path)}")
         paths.append(path)
     if paths:
-        lines.append(f"evaluate it: {shlex.join(evaluating(trainer, module, _relative(paths[0])))}")
+        lines.append(f"evaluate it: {shlex.join(evaluation_command(trainer, module, _relative(paths[0])))}")
     return lines
 
 
-def evaluating(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str) -> list[str]:
+def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str) -> list[str]:
     """Return the command that evaluates a checkpoint on the data of the run's validation."""
     data: Any = getattr(trainer, "datamodule", None)
     folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []

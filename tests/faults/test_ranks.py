@@ -24,7 +24,7 @@ from command_line import KEPT, fit, run, write_data
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.fault_tolerance.equal_steps import EvenRanks
 from diffvision.training.fault_tolerance.preemption import Preemption
-from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
+from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watch_launcher
 from ranks import Ranks, alive, alone, kill, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]
@@ -66,7 +66,7 @@ def train(module: Line, **saving: Any) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with watched_launcher(), peers.errors_reported():
+    with watch_launcher(), peers.report_errors():
         trainer.fit(module, DataLoader(torch.ones(12, 3)))
 
 

@@ -39,7 +39,7 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
 from diffvision.training.fault_tolerance.layout import RUN_KEY
-from diffvision.training.fault_tolerance.resume import Ranks, prepared
+from diffvision.training.fault_tolerance.resume import Ranks, prepare
 from diffvision.training.fault_tolerance.run_state import RunState
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
@@ -299,7 +299,7 @@ def once(
     callbacks: list[Any] = [state, LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
     trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task)], memory, settings)
     try:
-        with prepared(trainer, module, state, how="auto", ranks=ranks, ckpt_path=None) as path:
+        with prepare(trainer, module, state, how="auto", ranks=ranks, ckpt_path=None) as path:
             outcome.resumed += [Path(path).name] if path else []
             trainer.fit(module, data_of(data, module, setting.task, workers), ckpt_path=path)
         trainer.save_checkpoint(kept.with_suffix(".end"))

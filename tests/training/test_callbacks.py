@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.data.shards.report import Report
 from diffvision.training import callbacks
-from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput, account, together
+from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput, add_reports, describe_epoch
 
 
 class Module(SimpleNamespace):
@@ -42,7 +42,7 @@ def reports():
 
 
 def test_account_sums_ranks_and_adds_up():
-    text, counts = account(reports(), consumed=96)
+    text, counts = describe_epoch(reports(), consumed=96)
     assert counts == {"seen": 93, "skipped": 3, "substituted": 3, "tail": 4}
     assert text.splitlines() == [
         "epoch 4: 93 seen + 3 skipped = 96 of 100 samples",
@@ -53,7 +53,7 @@ def test_account_sums_ranks_and_adds_up():
 
 def test_account_of_an_epoch_resumed_and_cut_short():
     report = Report(100, epoch=0, tail=4, before=32, seen=32, extra_counts={"padding_tokens": 4272, "empty": 0})
-    text, _ = account([report], consumed=32)
+    text, _ = describe_epoch([report], consumed=32)
     assert text == (
         "epoch 1: 32 seen + 0 skipped + 32 before the run was resumed + 32 not reached = 96 of 100 samples\n"
         "  besides: 4,272 padding tokens"
@@ -66,13 +66,13 @@ def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
     parts = [reports(), [Report(200, epoch=3, tail=8, before=96, seen=31, skipped=Counter({"empty caption": 1}))]]
     parts[1][0].examples = {"empty caption": ["2.tar: d"]}
     for part in parts:
-        report, loader = DataReport(), SimpleNamespace(report=together(part))
+        report, loader = DataReport(), SimpleNamespace(report=add_reports(part))
         run = trainer(train_dataloader=loader, state=SimpleNamespace(fn=TrainerFn.FITTING))
         report.on_load_checkpoint(run, None, checkpoint)
         report.on_save_checkpoint(run, None, checkpoint)
     report.on_load_checkpoint(run, None, checkpoint)
     last = Report(200, epoch=3, tail=8, before=128, seen=64)
-    text, counts = account([last], consumed=64, earlier=[report.earlier])
+    text, counts = describe_epoch([last], consumed=64, earlier=[report.earlier])
     assert counts == {"seen": 188, "skipped": 4, "substituted": 3, "tail": 8}
     assert text.splitlines()[:2] == [
         "epoch 4: 188 seen + 4 skipped = 192 of 200 samples",
@@ -84,7 +84,7 @@ def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
 @pytest.mark.parametrize("consumed", [95, 128])
 def test_an_account_that_does_not_add_up_stops_the_run(consumed):
     with pytest.raises(RuntimeError, match="93 seen, 3 skipped of 100"):
-        account(reports(), consumed=consumed)
+        describe_epoch(reports(), consumed=consumed)
 
 
 @pytest.mark.parametrize(

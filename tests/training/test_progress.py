@@ -11,7 +11,16 @@ from rich.text import Text
 
 from diffvision.evaluation.retrieval import recalls
 from diffvision.training import progress, terminal
-from diffvision.training.progress import Clock, ProgressLine, duration, line, number, position, shown, total_steps
+from diffvision.training.progress import (
+    Clock,
+    ProgressLine,
+    duration,
+    format_metrics,
+    line,
+    number,
+    position,
+    total_steps,
+)
 from diffvision.training.terminal import CLEAR, Screen
 
 EVERYTHING = {
@@ -38,7 +47,7 @@ def trainer(**settings):
 def test_aliases_in_order_of_importance():
     metrics = {key: value for key, value in EVERYTHING.items() if "imagenet" not in key and "rather" not in key}
     metrics.pop("composition/digits/acc")
-    assert shown(metrics) == [
+    assert format_metrics(metrics) == [
         "loss 2.41",
         "t2i R@1 0.512",
         "i2t R@1 0.498",
@@ -51,7 +60,7 @@ def test_aliases_in_order_of_importance():
 
 
 def test_the_data_sets_are_named_where_there_are_several():
-    assert shown(EVERYTHING)[1:5] == [
+    assert format_metrics(EVERYTHING)[1:5] == [
         "imagenet acc1 0.641",
         "a-rather-long-name-of-a-data-set acc1 0.200",
         "flickr30k t2i R@1 0.512",
@@ -63,7 +72,7 @@ def test_t2i_finds_images_by_text():
     """Two images and three texts of the first, two of which find the second: 1 of 3 texts, and 1 of 2 images."""
     images, texts = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     metrics = recalls(images, texts, torch.tensor([0, 0, 0]), [1])
-    named = shown({f"retrieval/pairs/{key}": value for key, value in metrics.items()})
+    named = format_metrics({f"retrieval/pairs/{key}": value for key, value in metrics.items()})
     assert named == ["t2i R@1 0.333", "i2t R@1 0.500"]
 
 
@@ -71,7 +80,7 @@ def test_t2i_finds_images_by_text():
 @pytest.mark.parametrize("doing", [[], ["evaluating zero_shot/a-rather-long-name-of-a-data-set classes 40%"]])
 @pytest.mark.parametrize("head", ["epoch 2/6 step 120/786", "epoch 1234/10000 step 123456789/999999999", "step 1"])
 def test_the_line_is_never_wider_and_its_names_are_whole(head, doing, width):
-    parts = [*doing, *shown(EVERYTHING)]
+    parts = [*doing, *format_metrics(EVERYTHING)]
     for share, left in ((0.15, 192.0), (1.0, 0.0), (0.0, 9e6), (None, None), (0.5, None)):
         text = line(head, share, left, parts, width)
         assert text.cell_len <= width
@@ -81,7 +90,9 @@ def test_the_line_is_never_wider_and_its_names_are_whole(head, doing, width):
 
 
 def test_the_line_at_80_and_100_columns():
-    parts = shown({key: value for key, value in EVERYTHING.items() if key.startswith(("train", "zero_shot/i"))})
+    parts = format_metrics(
+        {key: value for key, value in EVERYTHING.items() if key.startswith(("train", "zero_shot/i"))}
+    )
     at_80, at_100 = (line("epoch 1/6 step 120/786", 120 / 786, 192.0, parts, width).plain for width in (77, 97))
     assert at_80.startswith("epoch 1/6 step 120/786 ━")
     assert at_80.endswith(" 15% 3:12 left  loss 2.41  acc1 0.641  812 img/s")

@@ -28,14 +28,14 @@ def test_a_clone_has_its_recipes_next_to_the_package(monkeypatch, tmp_path):
     path = recipes.recipe("clip/debug.yaml")
     assert path.is_file()
     assert path == recipes.recipe("configs/clip/debug.yaml")
-    assert recipes.with_recipes(["fit", "--config", "clip/debug.yaml", "--seed_everything", "1"]) == [
+    assert recipes.resolve_recipes(["fit", "--config", "clip/debug.yaml", "--seed_everything", "1"]) == [
         *("fit", "--config", str(path), "--seed_everything", "1")
     ]
 
 
 def test_a_wheel_has_its_recipes_inside(wheel):
     path = wheel / "configs/clip/debug.yaml"
-    assert recipes.with_recipes(["fit", "--config=clip/debug.yaml", "-c", "configs/clip/debug.yaml"]) == [
+    assert recipes.resolve_recipes(["fit", "--config=clip/debug.yaml", "-c", "configs/clip/debug.yaml"]) == [
         *("fit", f"--config={path}", "-c", str(path))
     ]
     with pytest.raises(FileNotFoundError, match="no configuration file"):
@@ -46,14 +46,14 @@ def test_a_file_of_the_working_directory_comes_first(wheel, tmp_path):
     file = tmp_path / "elsewhere/clip/debug.yaml"
     file.parent.mkdir()
     file.write_text("model: Mine\n")
-    assert recipes.with_recipes(["--config", "clip/debug.yaml"]) == ["--config", "clip/debug.yaml"]
+    assert recipes.resolve_recipes(["--config", "clip/debug.yaml"]) == ["--config", "clip/debug.yaml"]
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest(wheel):
     with pytest.raises(FileNotFoundError, match=r"clip/debgu\.yaml: the nearest"):
-        recipes.with_recipes(["--config", "clip/debgu.yaml"])
+        recipes.resolve_recipes(["--config", "clip/debgu.yaml"])
     with pytest.raises(FileNotFoundError, match=r"nope\.yaml: give a path, or"):
-        recipes.with_recipes(["--config", "nope.yaml"])
+        recipes.resolve_recipes(["--config", "nope.yaml"])
 
 
 def test_what_is_no_name_of_a_file_stays(wheel):
@@ -67,8 +67,8 @@ def test_what_is_no_name_of_a_file_stays(wheel):
         "--data.train",
         "a.yaml",
     ]
-    assert recipes.with_recipes(words) == words
-    assert recipes.with_recipes(["--config"]) == ["--config"]
+    assert recipes.resolve_recipes(words) == words
+    assert recipes.resolve_recipes(["--config"]) == ["--config"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_is_no_configuration_is_named_with_its_line(text, message, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
-        recipes.with_recipes(["--config", "file.yaml"])
+        recipes.resolve_recipes(["--config", "file.yaml"])
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
@@ -94,22 +94,22 @@ def test_an_empty_configuration_is_named(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"file\.yaml is empty:"):
-        recipes.with_recipes(["--config", "file.yaml"])
+        recipes.resolve_recipes(["--config", "file.yaml"])
 
 
 def test_a_checkpoint_in_place_of_a_configuration_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")
     with pytest.raises(ValueError, match=r"last\.ckpt is not YAML"):
-        recipes.with_recipes(["--config", "last.ckpt"])
+        recipes.resolve_recipes(["--config", "last.ckpt"])
     long = "model: " + "x" * 5000
-    assert recipes.with_recipes(["--config", long]) == ["--config", long]
+    assert recipes.resolve_recipes(["--config", long]) == ["--config", long]
 
 
 @pytest.mark.parametrize("value", ["digits", ""])
 def test_a_word_that_names_no_file_is_no_configuration(value):
     with pytest.raises(FileNotFoundError, match=f"no configuration file {value or repr(value)}:"):
-        recipes.with_recipes(["fit", "--config", value])
+        recipes.resolve_recipes(["fit", "--config", value])
 
 
 def test_a_pipe_is_read_once(tmp_path):
@@ -118,7 +118,7 @@ def test_a_pipe_is_read_once(tmp_path):
     text = "---\nseed_everything: 7\n"
     writer = threading.Thread(target=pipe.write_text, args=(text,))
     writer.start()
-    words = recipes.with_recipes(["fit", "--config", str(pipe), "--print_config"])
+    words = recipes.resolve_recipes(["fit", "--config", str(pipe), "--print_config"])
     writer.join()
-    assert recipes.with_recipes(words) == words == ["fit", "--config", f"\n{text}", "--print_config"]
+    assert recipes.resolve_recipes(words) == words == ["fit", "--config", f"\n{text}", "--print_config"]
     assert yaml.safe_load(words[2]) == {"seed_everything": 7}

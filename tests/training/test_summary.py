@@ -19,7 +19,7 @@ from diffvision.training.classification import ClassificationModule
 from diffvision.training.fit import fit
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
-from diffvision.training.summary import evaluating
+from diffvision.training.summary import evaluation_command
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_the_configuration_that_a_fit_saved_is_taken_by_validate(data, tmp_path,
     """Its settings `resume` and `resume_ranks` are of fit alone; another's module is evaluated in this way."""
     monkeypatch.chdir(tmp_path)
     cli = run(data, Path("runs"), *CONTRASTIVE, f"--data.evaluations+={data / 'noise'}")
-    command = evaluating(cli.trainer, BoringModel(), "runs/fit/version_0/checkpoints/best.ckpt")
+    command = evaluation_command(cli.trainer, BoringModel(), "runs/fit/version_0/checkpoints/best.ckpt")
     assert command[-2:] == ["--allow", "lightning"]
     capfd.readouterr()
     assert main(command[1:-2]) == 0
@@ -159,7 +159,7 @@ def test_images_as_they_lie_are_evaluated_by_the_command(tmp_path):
         (tmp_path / "photos" / split / "cat" / "1.png").write_bytes(b"")
     photos = str(tmp_path / "photos")
     trainer = SimpleNamespace(datamodule=SimpleNamespace(evaluation=photos), log_dir=None)
-    command = evaluating(trainer, ClassificationModule("diff_vit_debug", num_classes=2), "best.ckpt")
+    command = evaluation_command(trainer, ClassificationModule("diff_vit_debug", num_classes=2), "best.ckpt")
     assert command == ["diffvision", "evaluate", "best.ckpt", "--data", photos, "--tasks", "classification"]
 
 
@@ -170,7 +170,9 @@ def test_only_text_of_which_all_is_learned_is_evaluated_by_the_command(chat, tmp
     (tmp_path / "tokens.json").write_text(account.text())
     (tmp_path / "000000.tar").write_bytes(b"")
     data = SimpleNamespace(evaluation=str(tmp_path))
-    command = evaluating(SimpleNamespace(datamodule=data, log_dir="r"), LanguageModule("diff-debug"), "best.ckpt")
+    command = evaluation_command(
+        SimpleNamespace(datamodule=data, log_dir="r"), LanguageModule("diff-debug"), "best.ckpt"
+    )
     expected = ["validate", "--config", "r/config.yaml", "--ckpt_path", "best.ckpt"]
     if chat is None:
         expected = ["evaluate-language", "best.ckpt", "--data", str(tmp_path), "--tasks", "perplexity"]

@@ -13,8 +13,8 @@ from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
     from diffvision.training.fault_tolerance.files import refuse_link
-    from diffvision.training.fault_tolerance.finite import StepGuard, gathered, spread
-    from diffvision.training.fault_tolerance.preemption import Preempted, asking
+    from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
+    from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
     from diffvision.training.fault_tolerance.protection import protect
     from diffvision.training.fault_tolerance.rank_monitor import LostRank
     from diffvision.training.fault_tolerance.records import record_path
@@ -26,12 +26,12 @@ _MODULES = {
     "Ranks": "resume",
     "Resume": "resume",
     "StepGuard": "finite",
-    "asking": "preemption",
-    "gathered": "finite",
+    "watch_signals": "preemption",
+    "gather": "finite",
     "protect": "protection",
     "record_path": "records",
     "refuse_link": "files",
-    "spread": "finite",
+    "spread_nan": "finite",
 }
 __all__ = [
     "LostRank",
@@ -39,12 +39,12 @@ __all__ = [
     "Ranks",
     "Resume",
     "StepGuard",
-    "asking",
-    "gathered",
+    "gather",
     "protect",
     "record_path",
     "refuse_link",
-    "spread",
+    "spread_nan",
+    "watch_signals",
 ]
 
 if not TYPE_CHECKING:

@@ -12,7 +12,7 @@ from diffvision.nn.attention import AttentionLayer
 from diffvision.ops.attention import tuned
 
 
-def kept(trainer: pl.Trainer) -> str:
+def describe_tuning(trainer: pl.Trainer) -> str:
     """Return the choices that a run uses, and what they were measured on, as text for its checkpoints."""
     device = trainer.strategy.root_device.type
     if device not in tuned.DEVICES:
@@ -21,7 +21,7 @@ def kept(trainer: pl.Trainer) -> str:
     return json.dumps({"machine": tuned.machine_of(device), "tuning": None if tuning is None else tuning.to_json()})
 
 
-def agree(trainer: pl.Trainer, module: pl.LightningModule, run: dict[str, Any] | None) -> None:
+def agree_on_tuning(trainer: pl.Trainer, module: pl.LightningModule, run: dict[str, Any] | None) -> None:
     """Let every rank use the choices of the run that is resumed, or of rank 0.
 
     Args:

@@ -18,8 +18,14 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from diffvision.files import sha256
-from diffvision.training.fault_tolerance.content import malformed, opened, states_not_finite, weights_not_finite
-from diffvision.training.fault_tolerance.files import is_remote, sync_directory, tensor_bytes, unwritable, write_file
+from diffvision.training.fault_tolerance.content import find_bad_states, find_bad_weights, find_fault, read_checkpoint
+from diffvision.training.fault_tolerance.files import (
+    explain_unwritable,
+    is_remote,
+    sync_directory,
+    tensor_bytes,
+    write_file,
+)
 from diffvision.training.fault_tolerance.records import (
     RECORD,
     SUFFIX,
@@ -55,7 +61,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             ValueError: it holds objects that cannot be loaded with weights_only=True.
             FloatingPointError: it holds weights that are NaN or infinite; a file that was there before is untouched.
         """
-        if bad := weights_not_finite(checkpoint):
+        if bad := find_bad_weights(checkpoint):
             raise FloatingPointError(
                 f"no checkpoint is written to {path}: {bad} has NaN or infinity: resume an earlier one with a lower "
                 "optimizer.lr"
@@ -72,7 +78,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             _refuse_objects(temporary, path)
             self._put_in_place(temporary, path, describe(checkpoint, size, digest))
         except OSError as error:
-            raise unwritable(error, path, needed=tensor_bytes(checkpoint)) from error
+            raise explain_unwritable(error, path, needed=tensor_bytes(checkpoint)) from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -200,11 +206,11 @@ def _fault(path: Path, record: Record) -> str:
 def _fault_inside(path: Path, record: Record) -> str:
     """Say what is wrong with the content of a file whose bytes are those that were saved; return "" for no fault."""
     try:
-        content = opened(path)
+        content = read_checkpoint(path)
     except DamagedCheckpoint as error:
         return str(error)
-    if fault := malformed(content):
+    if fault := find_fault(content):
         return fault
     if (step := content["global_step"]) != record.step:
         return f"is of step {step}, and its record of step {record.step}"
-    return f"holds NaN or infinity in {bad}" if (bad := states_not_finite(content)) else ""
+    return f"holds NaN or infinity in {bad}" if (bad := find_bad_states(content)) else ""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.training.fault_tolerance.layout import EXACT, LIGHTNING, OPTIONAL, RUN, RUN_KEY, STATES, misfit
+from diffvision.training.fault_tolerance.layout import EXACT, LIGHTNING, OPTIONAL, RUN, RUN_KEY, STATES, find_misfit
 from diffvision.training.fault_tolerance.records import DamagedCheckpoint
 
 
-def opened(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Open a checkpoint; its tensors are read only when they are used.
 
     Raises:
@@ -34,15 +34,15 @@ def opened(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def malformed(content: dict[str, Any]) -> str:
+def find_fault(content: dict[str, Any]) -> str:
     """Say why a checkpoint cannot be read as what Lightning and `RunState` write; return "" where it can."""
     run = content.get(RUN_KEY, {})
     weights = {name: content[name] for name in ("state_dict", "current_model_state") if name in content}
     optional = {name: dict for name in OPTIONAL if name in content}
-    faults = [misfit(content, LIGHTNING | optional), misfit(run, {}, RUN_KEY)]
+    faults = [find_misfit(content, LIGHTNING | optional), find_misfit(run, {}, RUN_KEY)]
     if not any(faults):
         expected = {name: kind for name, kind in RUN.items() if name in run} | (EXACT if "place" in run else {})
-        faults = [misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]
+        faults = [find_misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]
     if not any(faults):
         faults = [_unusual(state, "optimizer_states") for state in _moments(content)]
         faults += [
@@ -75,17 +75,19 @@ def _moments(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {f"{name} of parameter {index}": value for name, value in state.items()}
 
 
-def states_not_finite(content: dict[str, Any]) -> str:
-    """Apply `not_finite` to a checkpoint's weights and optimizers, whose layout `malformed` has checked."""
-    return weights_not_finite(content) or next(filter(None, map(not_finite, _moments(content))), "")
+def find_bad_states(content: dict[str, Any]) -> str:
+    """Apply `find_bad_tensors` to a checkpoint's weights and optimizers, whose layout `find_fault` has checked."""
+    return find_bad_weights(content) or next(filter(None, map(find_bad_tensors, _moments(content))), "")
 
 
-def weights_not_finite(checkpoint: dict[str, Any]) -> str:
-    """Apply `not_finite` to a checkpoint's weights; with EMA there are two sets of them."""
-    return not_finite(checkpoint.get("state_dict", {})) or not_finite(checkpoint.get("current_model_state", {}))
+def find_bad_weights(checkpoint: dict[str, Any]) -> str:
+    """Apply `find_bad_tensors` to a checkpoint's weights; with EMA there are two sets of them."""
+    return find_bad_tensors(checkpoint.get("state_dict", {})) or find_bad_tensors(
+        checkpoint.get("current_model_state", {})
+    )
 
 
-def not_finite(weights: dict[str, Any], few: int = 3) -> str:
+def find_bad_tensors(weights: dict[str, Any], few: int = 3) -> str:
     """Name the first few tensors of a state_dict that hold NaN or infinity; return "" where all are finite.
 
     A mask of zeros and -inf, which some models keep among their buffers, counts as finite.

@@ -45,7 +45,7 @@ class EvenRanks(pl.Callback):
             ValueError: ranks read different shards, or one has no batch.
         """
         if self.peers.world > 1:
-            same_shards(self.peers.gathered(shards_of(trainer)))
+            check_shards(self.peers.gather(shards_of(trainer)))
             self._shorten(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -55,7 +55,7 @@ class EvenRanks(pl.Callback):
             self._shorten(trainer)
 
     def _shorten(self, trainer: pl.Trainer) -> None:
-        lengths = self.peers.gathered(trainer.num_training_batches)
+        lengths = self.peers.gather(trainer.num_training_batches)
         self._asks = math.inf in lengths
         if min(lengths) == max(lengths):
             return
@@ -110,7 +110,7 @@ def shards_of(trainer: pl.Trainer) -> tuple[str, str] | None:
     return f"{fingerprint} {content}", f"{len(shards):,} samples in {len(shards.counts):,} shards ({content})"
 
 
-def same_shards(seen: list[tuple[str, str] | None]) -> None:
+def check_shards(seen: list[tuple[str, str] | None]) -> None:
     """Raise ValueError where ranks see different shards."""
     if len(set(seen)) == 1:
         return

@@ -84,7 +84,7 @@ def sync_directory(directory: Path) -> None:
         os.close(opened)
 
 
-def unwritable(error: OSError, path: Path, *, needed: int) -> OSError:
+def explain_unwritable(error: OSError, path: Path, *, needed: int) -> OSError:
     """Return the error to raise where a checkpoint cannot be written: which, why, the bytes it takes and a remedy."""
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} are free"

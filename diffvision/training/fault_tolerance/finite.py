@@ -87,7 +87,7 @@ class StepGuard(pl.Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Note the loss, and let one that is not finite spread to all ranks."""
         self._losses.append(loss.detach())
-        spread(loss)
+        spread_nan(loss)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -114,13 +114,13 @@ class StepGuard(pl.Callback):
 
     def _skip(self, trainer: pl.Trainer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        blame = max(gathered(trainer, own_blame := self._blame()))
+        blame = max(gather(trainer, own_blame := self._blame()))
         if scaler is not None and not blame and scaler.get_scale() >= LEAST_SCALE:
             return
         for parameter in parameters:
             parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
         description = self._describe(trainer) if own_blame == blame else None
-        blamed = [rank for rank in gathered(trainer, description) if rank]
+        blamed = [rank for rank in gather(trainer, description) if rank]
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         self._rotation.step_skipped()
         step = {"step": trainer.global_step, "epoch": trainer.current_epoch, "batches": self._batches}
@@ -186,7 +186,7 @@ class Statistics:
             live.copy_(kept)
 
 
-def spread(loss: Tensor) -> None:
+def spread_nan(loss: Tensor) -> None:
     """Make all gradients of a loss that is not finite NaN, so that their reduction shows it to every rank.
 
     They could be finite otherwise. Gradients of a finite loss are multiplied by one, which changes no bit. The GPU
@@ -203,7 +203,7 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds a part of the norm
 
 
-def gathered(trainer: pl.Trainer, value: Any) -> list[Any]:
+def gather(trainer: pl.Trainer, value: Any) -> list[Any]:
     """Return each rank's value, by rank."""
     values = [value] * trainer.world_size
     if trainer.world_size > 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 RUN_KEY = "diffvision_run"  # in a checkpoint: what the trainer knows and Lightning's keys leave out
 COUNT = range(1 << 62)
-# Layouts that `misfit` reads: a type; a range of whole numbers; a pattern of a str; a tuple of the known values; a
+# Layouts that `find_misfit` reads: a type; a range of whole numbers; a pattern of a str; a tuple of the known values; a
 # list of one kind of item; a dict with these keys, or, where its key is str, with any names and one kind of value.
 # The names are in files that were written by earlier versions: never rename them.
 LIGHTNING = {  # what Lightning reads of every checkpoint
@@ -36,7 +36,7 @@ RUN = {  # what is read under RUN_KEY, if present
     "place": ("step", "validation", "validated", "epoch"),
     "tuning": str,  # JSON, which `backends` reads
 }
-GENERATORS = {  # of one process, as `random_state.captured` gives them
+GENERATORS = {  # of one process, as `random_state.capture` gives them
     "python": {"version": COUNT, "words": Tensor, "gauss": float | None},
     "numpy": {"keys": Tensor, "place": COUNT, "has_gauss": COUNT, "cached": float},
     "torch": Tensor,
@@ -54,7 +54,7 @@ STATES = {"optimizers": "optimizer_states", "schedulers": "lr_schedulers"}  # na
 KINDS = {range: int, re.Pattern: str, tuple: str}
 
 
-def misfit(value: Any, layout: Any, name: str = "its content") -> str:
+def find_misfit(value: Any, layout: Any, name: str = "its content") -> str:
     """Say where a value differs from a layout such as LIGHTNING; return "" where it does not."""
     kind: Any = layout if isinstance(layout, type | UnionType) else KINDS.get(type(layout), type(layout))
     if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (get_args(kind) or (kind,))):
@@ -74,4 +74,4 @@ def misfit(value: Any, layout: Any, name: str = "its content") -> str:
         if missing := [key for key in layout if key not in value]:
             return f"{name} has no {missing[0]}"
         parts = ((f"{key} in {name}", value[key], layout[key]) for key in layout)
-    return next(filter(None, (misfit(item, expected, part) for part, item, expected in parts)), "")
+    return next(filter(None, (find_misfit(item, expected, part) for part, item, expected in parts)), "")

@@ -22,7 +22,7 @@ VALIDATED = "epoch_loop.val_loop.batch_progress"  # key in the state of a fit's 
 Moment = Literal["step", "validation", "validated", "epoch"]  # values in checkpoints: never rename them
 
 
-def unfinished(trainer: pl.Trainer) -> str:
+def describe_unfinished(trainer: pl.Trainer) -> str:
     """Say why a checkpoint of this moment could not be resumed exactly; return "" where it can be.
 
     The gradients of a step that is not yet made are in no checkpoint, and its samples count as consumed.
@@ -33,7 +33,7 @@ def unfinished(trainer: pl.Trainer) -> str:
     return ACCUMULATING if batch.ready and lightning_internals.is_accumulating(trainer) else ""
 
 
-def moment(trainer: pl.Trainer, *, validating: bool) -> Moment:
+def find_moment(trainer: pl.Trainer, *, validating: bool) -> Moment:
     """Return between which hooks a fit is: after a step, in its validation, after that, or at an epoch's end.
 
     A validation that has not ended is repeated as a whole.
@@ -69,7 +69,7 @@ def reopen_epoch(loops: dict[str, Any]) -> None:
         counts["completed"] = counts["processed"]
 
 
-def recorded(loops: dict[str, Any], at: Moment) -> Moment:
+def read_moment(loops: dict[str, Any], at: Moment) -> Moment:
     """Return the moment that a checkpoint was taken at, from the state of a fit's loops and its record.
 
     Earlier versions recorded the end of a run, where no part of the last epoch is left to do, as "validated".
@@ -86,7 +86,7 @@ def settle(loops: dict[str, Any], at: Moment) -> None:
 
 
 @contextmanager
-def one_more(trainer: pl.Trainer) -> Iterator[None]:
+def raise_limits(trainer: pl.Trainer) -> Iterator[None]:
     """Raise the limits of epochs and steps by one in a block, so that a run at its end does what is left to do."""
     fit = trainer.fit_loop
     limits = fit.max_epochs, fit.epoch_loop.max_steps

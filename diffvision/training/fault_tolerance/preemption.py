@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.rank_monitor import Peers
-from diffvision.training.fault_tolerance.workers import shielded
+from diffvision.training.fault_tolerance.workers import shield_workers
 
 SAVED = "preempted.ckpt"
 SAVE = signal.SIGUSR2  # the run continues
@@ -72,7 +72,7 @@ class Preemption(pl.Callback):
             self._known = (SAVE, self._requeues, signal.SIGINT, signal.SIGTERM)
         lightning_internals.disable_signal_handlers(trainer)
         if threading.current_thread() is threading.main_thread():
-            self._shield.enter_context(shielded())
+            self._shield.enter_context(shield_workers())
             for number in self._known:
                 before = signal.getsignal(number)
                 if number in IGNORED_TO_THE_END:  # the process did not end but fits again, as a notebook may
@@ -145,7 +145,7 @@ class Preemption(pl.Callback):
             self._turns -= 1
             self._interrupt(trainer)
 
-    def asking(self, batches: Any, description: str = "") -> Iterator[Any]:
+    def watch_signals(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of a long evaluation on all ranks; between two of them a run may end."""
         turns = self.peers.least(len(batches))
         for number, batch in enumerate(batches):
@@ -166,7 +166,7 @@ class Preemption(pl.Callback):
 
     def _act(self, trainer: pl.Trainer, number: int) -> None:
         name = signal.Signals(number).name
-        path = saved_path(trainer)
+        path = preempted_path(trainer)
         if path is None:
             report = f"{name}: no ModelCheckpoint says where to save, so nothing is saved"
         else:
@@ -198,7 +198,7 @@ def ignore_until_the_end(numbers: Iterable[int]) -> None:
         IGNORED_TO_THE_END.add(number)
 
 
-def saved_path(trainer: pl.Trainer) -> str | None:
+def preempted_path(trainer: pl.Trainer) -> str | None:
     """Return where a signal's checkpoint is saved: next to those of the first ModelCheckpoint."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
@@ -206,13 +206,11 @@ def saved_path(trainer: pl.Trainer) -> str | None:
     return None
 
 
-def asking(trainer: pl.Trainer) -> Callable[[Any, str], Iterable] | None:
-    """Return the function through which a long evaluation in a fit passes its batches, to act on signals between two.
-
-    None: the trainer has no `Preemption`.
-    """
+def watch_signals(trainer: pl.Trainer, batches: Any) -> Iterable:
+    """Return the batches of a long evaluation in a fit, between which the run acts on signals if it is protected."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-    return next((callback.asking for callback in callbacks if isinstance(callback, Preemption)), None)
+    watching = (callback.watch_signals(batches) for callback in callbacks if isinstance(callback, Preemption))
+    return next(watching, batches)
 
 
 def requeue() -> None:
@@ -229,7 +227,7 @@ def requeue() -> None:
 
 
 @contextmanager
-def forwarded(trainer: pl.Trainer) -> Iterator[None]:
+def forward_signals(trainer: pl.Trainer) -> Iterator[None]:
     """Forward signals to the ranks that this process has forked and only waits for, and end as they do."""
     launcher: Any = trainer.strategy.launcher
     waits = lightning_internals.forks_ranks(launcher) and threading.current_thread() is threading.main_thread()

@@ -1,7 +1,7 @@
 """The one function that protects a fit, and what happens in such a fit between two batches.
 
-A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `in_order`,
-then that of the module; a hook that is not named here is empty.
+A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of
+`order_callbacks`, then that of the module; a hook that is not named here is empty.
 
     the loader's next batch
     as_read                     TrainingModule    a dictionary, checked
@@ -64,9 +64,9 @@ from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.equal_steps import EvenRanks
 from diffvision.training.fault_tolerance.last_state import LastState
-from diffvision.training.fault_tolerance.preemption import Preemption, forwarded
-from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watched_launcher
-from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepared
+from diffvision.training.fault_tolerance.preemption import Preemption, forward_signals
+from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watch_launcher
+from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare
 from diffvision.training.fault_tolerance.run_state import RunState
 
 _OURS = (FailureNews, LastState, RunState, EvenRanks, Preemption)
@@ -109,24 +109,26 @@ def protect(
         LostRank: another process of the run has failed.
     """
     lightning_internals.require()
-    refuse_sharded(trainer.strategy)
+    refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     state, peers = RunState(settings), Peers()
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
     warn_of_old_last(callbacks)
-    callbacks[:] = in_order([callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers)
+    callbacks[:] = order_callbacks(
+        [callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers
+    )
     with (
         tuned.restore_at_end(),
-        watched_launcher(),
-        peers.errors_reported(),
-        forwarded(trainer),
-        prepared(trainer, module, state, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,
+        watch_launcher(),
+        peers.report_errors(),
+        forward_signals(trainer),
+        prepare(trainer, module, state, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,
     ):
         yield path
 
 
-def in_order(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
+def order_callbacks(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
     """Return callbacks with ours among them, in the order that each needs.
 
     News of a failure come first. The last state is saved before other callbacks change it. The state is restored after
@@ -153,7 +155,7 @@ def warn_of_old_last(callbacks: list[Any]) -> None:
         )
 
 
-def refuse_sharded(strategy: Any) -> None:
+def refuse_sharded_checkpoints(strategy: Any) -> None:
     """Refuse a strategy that saves sharded checkpoints: they are read back by unpickling whatever is in them.
 
     They are also written past our plugin for checkpoints.

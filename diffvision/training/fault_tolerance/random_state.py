@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-def captured(device: torch.device) -> dict[str, Any]:
+def capture(device: torch.device) -> dict[str, Any]:
     """Return the states of this process's generators: tensors and numbers, which load with weights_only=True.
 
     Args:
@@ -33,8 +33,8 @@ def captured(device: torch.device) -> dict[str, Any]:
     }
 
 
-def put_back(state: dict[str, Any], device: torch.device) -> None:
-    """Set this process's generators to what `captured` gave; a state taken on a CPU leaves the GPU's unchanged."""
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Set this process's generators to what `capture` gave; a state taken on a CPU leaves the GPU's unchanged."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

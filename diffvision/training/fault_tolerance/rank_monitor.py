@@ -77,7 +77,7 @@ class Peers:
         """Return the smallest number over all ranks."""
         return -self.most([-number])[0]
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
         if self._group is None:
             return [value]
@@ -97,7 +97,7 @@ class Peers:
         self._watch = self._group = None
 
     @contextmanager
-    def errors_reported(self) -> Iterator[None]:
+    def report_errors(self) -> Iterator[None]:
         """Raise an error of this rank as it was raised first, or `LostRank` where it follows from another's."""
         watch: Watch | None = None
         try:
@@ -215,7 +215,7 @@ def launcher_process() -> int | None:
 
 
 @contextmanager
-def watched_launcher() -> Iterator[None]:
+def watch_launcher() -> Iterator[None]:
     """End this process with the one that started it, also before it is connected to the other ranks.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from diffvision.training.fault_tolerance.files import sync_directory, write_file
-from diffvision.training.fault_tolerance.layout import RUN_KEY, misfit
+from diffvision.training.fault_tolerance.layout import RUN_KEY, find_misfit
 
 SCHEMA = 1
 SUFFIX, RECORD = ".ckpt", ".json"
@@ -90,7 +90,7 @@ def read_records(path: Path) -> list[Record]:
             f"has a record of schema {str(schema)[:20]}, not {SCHEMA}: use its version of diffvision"
         )
     layout = {"schema": int, "records": [get_type_hints(Record)]}
-    if fault := misfit(content, layout) or ("" if content["records"] else "records in it is empty"):
+    if fault := find_misfit(content, layout) or ("" if content["records"] else "records in it is empty"):
         raise DamagedCheckpoint(f"has an unreadable record {name} next to it: {fault}")
     fields = Record.__dataclass_fields__
     return [Record(**{name: record[name] for name in fields}) for record in content["records"]]

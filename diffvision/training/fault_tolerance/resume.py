@@ -29,8 +29,8 @@ from torch import Tensor
 from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import checkpoints_in, clean, newest_valid, verify
-from diffvision.training.fault_tolerance.content import malformed, opened, states_not_finite
-from diffvision.training.fault_tolerance.files import descriptor, is_remote, module_bytes, unwritable
+from diffvision.training.fault_tolerance.content import find_bad_states, find_fault, read_checkpoint
+from diffvision.training.fault_tolerance.files import descriptor, explain_unwritable, is_remote, module_bytes
 from diffvision.training.fault_tolerance.layout import RUN_KEY
 from diffvision.training.fault_tolerance.records import SUFFIX, TEMPORARY, DamagedCheckpoint, record_path
 from diffvision.training.fault_tolerance.run_state import RunState, few
@@ -43,7 +43,7 @@ SEPARATE = "a separate directory (the logger's version, or ModelCheckpoint's dir
 
 
 @contextmanager
-def prepared(
+def prepare(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     state: RunState,
@@ -107,7 +107,7 @@ def _lock_directories(locks: ExitStack, directories: list[Path], *, needed: int)
     """
     for directory in directories:
         _refuse_unwritable(directory, needed=needed)
-        locks.enter_context(locked(directory))
+        locks.enter_context(lock(directory))
         if removed := clean(directory):
             rank_zero_info(f"removed what a killed run left: {few(map(str, removed))}")
 
@@ -250,11 +250,11 @@ def _refuse_unwritable(directory: Path, needed: int) -> None:
         if shutil.disk_usage(directory).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
-        raise unwritable(error, directory, needed=needed) from error
+        raise explain_unwritable(error, directory, needed=needed) from error
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock(directory: Path) -> Iterator[None]:
     """Lock a directory for this process; the lock ends with the process, however that ends.
 
     Raises:
@@ -301,7 +301,7 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
     checkpoint = _opened(path)
     if "optimizer_states" not in checkpoint:
         raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
-    if fault := malformed(checkpoint):
+    if fault := find_fault(checkpoint):
         raise ValueError(f"cannot resume from {path}: it {fault}; give another, or --resume auto")
     mismatch = _model_mismatch(module, checkpoint)
     differing = _differences(checkpoint["state_dict"], module, complete=bool(mismatch))
@@ -309,7 +309,7 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
         keys = f"it is of another architecture, {len(differing)} keys of the state_dict differ: {few(differing, '; ')}"
         remedy = mismatch or "Set the model that it is of, or start anew"
         raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
-    if bad := states_not_finite(checkpoint):
+    if bad := find_bad_states(checkpoint):
         raise ValueError(
             f"cannot resume from {path}: it holds NaN or infinity in {bad}; give another, or --resume auto"
         )
@@ -330,7 +330,7 @@ def _opened(path: str) -> dict[str, Any]:
     try:
         if record_path(path).exists():
             verify(path)
-        return opened(path)
+        return read_checkpoint(path)
     except DamagedCheckpoint as error:
         raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
 

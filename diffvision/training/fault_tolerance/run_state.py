@@ -24,9 +24,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.training.fault_tolerance import backends, lightning_internals, loops
-from diffvision.training.fault_tolerance.finite import gathered
+from diffvision.training.fault_tolerance.finite import gather
 from diffvision.training.fault_tolerance.layout import RUN_KEY
-from diffvision.training.fault_tolerance.random_state import captured, put_back
+from diffvision.training.fault_tolerance.random_state import capture, restore
 
 LONG = 200  # characters of a setting's two values, from which on only their differing parts are named
 # Settings of a configuration that make no difference to weights or samples.
@@ -94,12 +94,12 @@ class RunState(pl.Callback):
         }
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        unfinished = loops.unfinished(trainer)
-        at = loops.moment(trainer, validating=self._before_validation is not None)
+        unfinished = loops.describe_unfinished(trainer)
+        at = loops.find_moment(trainer, validating=self._before_validation is not None)
         if loops.ends_within_epoch(trainer):
             at = "validated"
             loops.reopen_epoch(checkpoint["loops"]["fit_loop"])
-        random = captured(trainer.strategy.root_device)
+        random = capture(trainer.strategy.root_device)
         if at == "validation" and self._before_validation is not None:
             random, checkpoint["loops"]["fit_loop"][loops.VALIDATED] = self._before_validation
         for logger in trainer.loggers:
@@ -107,7 +107,7 @@ class RunState(pl.Callback):
         checkpoint[RUN_KEY] |= {
             "place": at,
             "unfinished": unfinished,
-            "random": gathered(trainer, random),
+            "random": gather(trainer, random),
             "metrics": {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
             "saves": {
                 c.state_key: {k: getattr(c, k) for k in lightning_internals.SAVE_STATE}
@@ -115,7 +115,7 @@ class RunState(pl.Callback):
             },
             "row": lightning_internals.metrics_to_log(trainer) if at == "step" else {},
             "settings": self._described(trainer),
-            "tuning": backends.kept(trainer),
+            "tuning": backends.describe_tuning(trainer),
         }
         if unfinished and not self._warned:
             self._warned = True
@@ -130,7 +130,7 @@ class RunState(pl.Callback):
         self._beginning.close()
         if trainer.state.fn == TrainerFn.FITTING:
             progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.state_dict()
-            self._before_validation = captured(trainer.strategy.root_device), progress
+            self._before_validation = capture(trainer.strategy.root_device), progress
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the state before the validation."""
@@ -180,7 +180,7 @@ class RunState(pl.Callback):
         if "place" in run:
             state = checkpoint["loops"]["fit_loop"]
             self._loader_states = state.get("combined_loader", [])
-            self._run = run = run | {"place": loops.recorded(state, run["place"])}
+            self._run = run = run | {"place": loops.read_moment(state, run["place"])}
             loops.settle(state, run["place"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -189,9 +189,9 @@ class RunState(pl.Callback):
         Raises:
             ValueError: they are of others.
         """
-        backends.agree(trainer, pl_module, self._run)
+        backends.agree_on_tuning(trainer, pl_module, self._run)
         if self._run is not None and "place" in self._run:
-            self._beginning.enter_context(loops.one_more(trainer))
+            self._beginning.enter_context(loops.raise_limits(trainer))
         if self.path is None:
             return
         saved, current = self.saved.get("optimizers"), names_of(trainer.optimizers)
@@ -226,14 +226,14 @@ class RunState(pl.Callback):
         if "place" not in run:
             return
         states = run["random"]
-        put_back(states[trainer.global_rank % len(states)], trainer.strategy.root_device)
+        restore(states[trainer.global_rank % len(states)], trainer.strategy.root_device)
         trainer.callback_metrics.update(run["metrics"])
         _restore_saves(trainer, run["saves"])
         if run["row"]:  # the metrics of a step are logged after its checkpoint is taken
             lightning_internals.log_metrics(trainer, run["row"])
         loops.resume(trainer, run["place"])
         if run["place"] != "epoch" and loops.is_at_last_step(trainer):
-            self._beginning.enter_context(loops.one_more(trainer))  # until what follows that step has begun
+            self._beginning.enter_context(loops.raise_limits(trainer))  # until what follows that step has begun
 
     def _warn(self, trainer: pl.Trainer, run: dict[str, Any]) -> None:
         """Warn once for each way in which the resumed run differs from the one that was interrupted."""
@@ -250,14 +250,14 @@ class RunState(pl.Callback):
                 f"{origin}: {len(run['random'])} processes trained it and here are {trainer.world_size}: every sample "
                 "comes as it would have, random numbers (dropout) do not"
             )
-        if "settings" in run and (lines := list(changed(run["settings"], self._described(trainer)))):
+        if "settings" in run and (lines := list(describe_changes(run["settings"], self._described(trainer)))):
             rank_zero_warn(f"{origin}: it continues with other settings than before: {few(lines, limit=NAMED)}")
 
     def _described(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return what a run's numbers depend on, by name."""
         device = trainer.strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        settings = flattened(self.settings) or {name: str(getattr(trainer, name)) for name in COMPARED}
+        settings = flatten(self.settings) or {name: str(getattr(trainer, name)) for name in COMPARED}
         return settings | {
             "torch": str(torch.__version__),
             "lightning": pl.__version__,
@@ -266,17 +266,17 @@ class RunState(pl.Callback):
         }
 
 
-def flattened(settings: Any, name: str = "") -> dict[str, str]:
+def flatten(settings: Any, name: str = "") -> dict[str, str]:
     """Return nested settings as {"model.init_args.lr": "0.1"}, without those that make no difference."""
     if name.startswith(HARMLESS):
         return {}
     if not isinstance(settings, dict):
         return {name: str(settings)}
-    parts = [flattened(value, f"{name}.{key}" if name else str(key)) for key, value in settings.items()]
+    parts = [flatten(value, f"{name}.{key}" if name else str(key)) for key, value in settings.items()]
     return {key: value for part in parts for key, value in part.items()}
 
 
-def changed(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
+def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
     """Describe each setting that is not the same as when the checkpoint was saved."""
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name, "not set"), current.get(name, "not set")

@@ -18,7 +18,7 @@ _shielding = False
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
+def shield_workers() -> Iterator[None]:
     """Let processes that are forked inside end on SIGTERM only where their parent sends it, and with their parent."""
     global _shielding
     _shielding = True

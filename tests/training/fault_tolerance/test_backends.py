@@ -71,9 +71,9 @@ def test_a_resumed_run_is_bit_equal_across_a_new_tuning(tmp_path):
 
 def test_a_run_without_measurements_stays_without():
     tuned.use("cpu", None)
-    run = {"place": "step", "tuning": backends.kept(trainer())}
+    run = {"place": "step", "tuning": backends.describe_tuning(trainer())}
     tuned.use("cpu", measured("blocked"))
-    backends.agree(trainer(), torch.nn.Identity(), run)
+    backends.agree_on_tuning(trainer(), torch.nn.Identity(), run)
     assert tuned.tuning_of("cpu") is None
 
 
@@ -82,17 +82,17 @@ def test_a_run_without_measurements_stays_without():
 )
 def test_earlier_versions_had_no_choices_and_other_programs_and_devices_say_nothing(run, is_kept):
     tuned.use("cpu", measured("blocked"))
-    backends.agree(trainer(), torch.nn.Identity(), run)
+    backends.agree_on_tuning(trainer(), torch.nn.Identity(), run)
     assert (tuned.tuning_of("cpu") is not None) == is_kept
 
 
 def test_on_another_machine_the_choices_are_taken_anew_with_one_warning():
     tuned.use("cpu", measured("sdpa"))
-    saved = json.loads(backends.kept(trainer()))
+    saved = json.loads(backends.describe_tuning(trainer()))
     saved["machine"]["name"] = "Another CPU"
     tuned.use("cpu", measured("blocked"))
     with pytest.warns(UserWarning, match=r"resumed from last.ckpt") as news:
-        backends.agree(trainer(), torch.nn.Identity(), {"place": "step", "tuning": json.dumps(saved)})
+        backends.agree_on_tuning(trainer(), torch.nn.Identity(), {"place": "step", "tuning": json.dumps(saved)})
     assert len(news) == 1
     [choice] = tuned.tuning_of("cpu").choices.values()
     assert choice.backend == "blocked"
@@ -102,16 +102,16 @@ def test_on_another_machine_the_choices_are_taken_anew_with_one_warning():
 def test_choices_that_cannot_be_read_are_taken_anew(text):
     tuned.use("cpu", measured("blocked"))
     with pytest.warns(UserWarning, match="its choices of attention backends"):
-        backends.agree(trainer(), torch.nn.Identity(), {"place": "step", "tuning": text})
+        backends.agree_on_tuning(trainer(), torch.nn.Identity(), {"place": "step", "tuning": text})
     assert tuned.tuning_of("cpu") is not None
 
 
 def test_all_ranks_use_what_rank_0_has():
     tuned.use("cpu", None)
-    backends.agree(trainer(of_rank_0=measured("sdpa").to_json()), torch.nn.Identity(), None)
+    backends.agree_on_tuning(trainer(of_rank_0=measured("sdpa").to_json()), torch.nn.Identity(), None)
     [choice] = tuned.tuning_of("cpu").choices.values()
     assert choice.backend == "sdpa"
-    backends.agree(trainer(of_rank_0=None), torch.nn.Identity(), None)
+    backends.agree_on_tuning(trainer(of_rank_0=None), torch.nn.Identity(), None)
     assert tuned.tuning_of("cpu") is None
 
 
@@ -125,11 +125,11 @@ def test_a_gpu_that_was_not_measured_is_named_once_with_the_command(module, is_s
     monkeypatch.setenv("DIFFVISION_TUNING", "tuning.json")
     tuned.use("cuda", None)
     gpu = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda:0"), broadcast=lambda plain: plain))
-    backends.agree(gpu, module, None)
+    backends.agree_on_tuning(gpu, module, None)
     assert len(said) == is_said
     assert all("not measured on NVIDIA H200: `diffvision tune`" in text for text in said)
     monkeypatch.setenv("DIFFVISION_TUNING", "off")
-    backends.agree(gpu, module, None)
+    backends.agree_on_tuning(gpu, module, None)
     assert len(said) == is_said
 
 

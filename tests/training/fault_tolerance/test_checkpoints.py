@@ -28,7 +28,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
     newest_valid,
     verify,
 )
-from diffvision.training.fault_tolerance.random_state import captured
+from diffvision.training.fault_tolerance.random_state import capture
 from diffvision.training.fault_tolerance.records import DamagedCheckpoint
 from diffvision.training.fault_tolerance.resume import RunState
 from diffvision.training.fault_tolerance.rotation import Rotation
@@ -243,7 +243,7 @@ def test_a_record_of_other_types_is_an_unreadable_one(values, reason, tmp_path):
 OPTIMIZER = {"state": {}, "param_groups": []}
 EXACT = {
     "place": "step",
-    "random": [captured(torch.device("cpu"))],
+    "random": [capture(torch.device("cpu"))],
     "metrics": {"loss": torch.ones(())},
     "saves": {},
     "row": {},

@@ -14,9 +14,9 @@ from diffvision.models import language
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import run_state
 from diffvision.training.fault_tolerance.checkpoints import newest_valid, verify
-from diffvision.training.fault_tolerance.random_state import captured, put_back
+from diffvision.training.fault_tolerance.random_state import capture, restore
 from diffvision.training.fault_tolerance.resume import compare
-from diffvision.training.fault_tolerance.run_state import RunState, changed, flattened
+from diffvision.training.fault_tolerance.run_state import RunState, describe_changes, flatten
 from resume_matrix import CUTS, Case, outcome_of, verdict
 from tiny_runs import Cut, Outcome, Setting, once, quietly
 
@@ -161,17 +161,17 @@ def test_a_warning_names_what_differs(root, kept, tmp_path):
 
 def test_settings_that_make_no_difference_are_not_compared():
     settings = {"model": {"lr": 0.1, "sizes": [1]}, "resume": "auto", "trainer": {"logger": {"x": 1}, "max_steps": 3}}
-    assert flattened(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
-    one, other = (flattened({"seed_everything": seed}) for seed in (0, 3))
-    (line,) = changed(one, other)
+    assert flatten(settings) == {"model.lr": "0.1", "model.sizes": "[1]", "trainer.max_steps": "3"}
+    one, other = (flatten({"seed_everything": seed}) for seed in (0, 3))
+    (line,) = describe_changes(one, other)
     assert line.startswith("seed_everything 3 (was 0")
-    assert not list(changed({}, other))  # earlier versions did not save it
+    assert not list(describe_changes({}, other))  # earlier versions did not save it
     before, now = {"batches": "3", "share": "1"}, {"batches": "3.0", "share": "1.0"}
-    assert list(changed(before, now)) == ["share 1.0 (was 1)"]
-    assert not list(changed({}, {"eval_columns": "None"}))  # a later version's setting, by default none
+    assert list(describe_changes(before, now)) == ["share 1.0 (was 1)"]
+    assert not list(describe_changes({}, {"eval_columns": "None"}))  # a later version's setting, by default none
     several = "[{'class_path': 'Throughput'}, {'class_path': 'ModelCheckpoint', 'init_args': {'monitor': 'MONITOR'}}]"
     before, now = ({"callbacks": several.replace("MONITOR", one)} for one in ("zero_shot/digits/acc1", "headline"))
-    (line,) = changed(before, now)
+    (line,) = describe_changes(before, now)
     assert "'monitor': 'headline'}}] (was 'init_args'" in line
     assert len(line) < 120
 
@@ -179,7 +179,7 @@ def test_settings_that_make_no_difference_are_not_compared():
 def test_generators_continue_where_they_were(tmp_path):
     tiny_runs.seed(3)
     torch.randn(3), __import__("random").gauss(0, 1), __import__("numpy").random.normal()  # leave one half of a pair
-    torch.save(captured(torch.device("cpu")), tmp_path / "state.pt")
+    torch.save(capture(torch.device("cpu")), tmp_path / "state.pt")
 
     def drawn():
         random, numpy = __import__("random"), __import__("numpy").random
@@ -187,5 +187,5 @@ def test_generators_continue_where_they_were(tmp_path):
 
     expected = drawn()
     tiny_runs.seed(4)
-    put_back(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
+    restore(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
     assert drawn() == expected

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from diffvision.training.clip import ContrastiveModule, of_some_length
+from diffvision.training.clip import ContrastiveModule, detach_zero_rows
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, verify
-from diffvision.training.fault_tolerance.content import not_finite
+from diffvision.training.fault_tolerance.content import find_bad_tensors
 from diffvision.training.fault_tolerance.finite import FILE, StepGuard
 from diffvision.training.fault_tolerance.resume import compare
 from diffvision.training.optim import OptimizerSettings
@@ -117,7 +117,7 @@ def test_a_skipped_step_changes_nothing_and_is_reported(tmp_path):
     assert equal(states.after[1], states.after[2])
     assert equal(states.after[3], states.after[4])
     assert not equal(states.after[2], states.after[3])
-    assert not not_finite(states.after[-1][0])
+    assert not find_bad_tensors(states.after[-1][0])
 
     good, untouched = Tiny(clip_norm=1.0), States()
     fit(good, batches()[[0, 1, 3, 5]], tmp_path / "good", untouched)
@@ -175,7 +175,7 @@ def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays
     assert path.name == "step=4.ckpt"
     assert not faults
     stored = torch.load(path, weights_only=True)
-    assert not not_finite(stored["state_dict"])
+    assert not find_bad_tensors(stored["state_dict"])
     again = Tiny(max_skipped=2)
     again.guard.load_state_dict(stored["callbacks"]["StepGuard"])
     assert (again.guard.in_a_row, again.guard.skipped) == (2, 2)
@@ -276,7 +276,7 @@ def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
     fit(RankOne(), batches(), tmp_path, states, **two)
     (one, skipped), (other, too) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert skipped == too == 2
-    assert not not_finite(one)
+    assert not find_bad_tensors(one)
     assert equal([one["net.1.weight"], one["net.1.bias"]], [other["net.1.weight"], other["net.1.bias"]])
     assert [(line["step"], [rank["rank"] for rank in line["ranks"]]) for line in lines(tmp_path)] == [
         (1, [1]),
@@ -314,7 +314,7 @@ def learn(module, rows, size, **settings):
     defaults = {"accelerator": "cpu", "devices": 1, "max_steps": len(rows) // size, "enable_checkpointing": False}
     trainer = pl.Trainer(**defaults | quiet | settings)
     trainer.fit(module, DataLoader(rows, batch_size=size))
-    assert not not_finite(module.state_dict())
+    assert not find_bad_tensors(module.state_dict())
     moments = list(trainer.optimizers[0].state.values())
     assert all(torch.isfinite(value).all() for state in moments for value in state.values())
     return trainer
@@ -368,7 +368,7 @@ def test_a_zero_embedding_has_no_gradient_and_others_keep_theirs():
         x[1] = 0
     target = torch.randn(3, 8)
     (plain,) = torch.autograd.grad((F.normalize(x, dim=-1) * target).sum(), x)
-    (safe,) = torch.autograd.grad((of_some_length(F.normalize(x, dim=-1)) * target).sum(), x)
+    (safe,) = torch.autograd.grad((detach_zero_rows(F.normalize(x, dim=-1)) * target).sum(), x)
     assert plain[1].abs().max() > 1e11
     assert not safe[1].any()
     assert torch.equal(plain[[0, 2]], safe[[0, 2]])
@@ -406,6 +406,6 @@ def test_what_counts_as_finite():
         "none": torch.empty(0),
         "eight": torch.ones(2).to(torch.float8_e4m3fn),
     }
-    assert not_finite(fine) == ""
+    assert find_bad_tensors(fine) == ""
     bad = {name: torch.tensor([1.0, value]) for name, value in zip("abcde", [NAN, INF, -INF, NAN, NAN], strict=True)}
-    assert not_finite(fine | bad) == "a, b, c and 2 more"
+    assert find_bad_tensors(fine | bad) == "a, b, c and 2 more"

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
-from diffvision.training.fault_tolerance.equal_steps import EvenRanks, same_shards, shards_of
-from diffvision.training.fault_tolerance.preemption import SAVED, Preempted, Preemption, asking
-from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watched_launcher
+from diffvision.training.fault_tolerance.equal_steps import EvenRanks, check_shards, shards_of
+from diffvision.training.fault_tolerance.preemption import SAVED, Preempted, Preemption, watch_signals
+from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watch_launcher
 from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
@@ -190,7 +190,7 @@ def test_in_validation_a_run_ends_between_batches(tmp_path):
 def test_a_long_evaluation_is_left_between_its_batches(tmp_path):
     class Evaluating(Tiny):
         def validation_step(self, batch, index):
-            for number in asking(self.trainer)(range(100), "images"):
+            for number in watch_signals(self.trainer, range(100)):
                 self.last = number
                 if number == 7:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -198,7 +198,8 @@ def test_a_long_evaluation_is_left_between_its_batches(tmp_path):
     module = Evaluating()
     assert fitted(tmp_path, module)[1] == 143
     assert module.last == 7
-    assert asking(pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)) is None
+    plain = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert watch_signals(plain, range(3)) == range(3)
 
 
 def test_before_training_there_is_nothing_to_save(tmp_path):
@@ -288,7 +289,7 @@ def two(root, module, data=None, **settings) -> list[Ended]:
 
     def work():
         peers = Peers()
-        with watched_launcher(), peers.errors_reported():
+        with watch_launcher(), peers.report_errors():
             callbacks = [FailureNews(peers), ModelCheckpoint(root, filename="{step}", every_n_train_steps=2)]
             trainer = trainer_of(root, peers, devices=2, strategy="ddp", callbacks=callbacks, **settings)
             trainer.fit(module, batches, DataLoader(torch.ones(8, 3)))
@@ -377,12 +378,12 @@ def test_a_rank_without_batches_is_an_error(tmp_path, kind):
 
 def test_ranks_that_see_other_shards_are_named():
     whole, part = ("a", "12 samples in 3 shards"), ("b", "8 samples in 2 shards")
-    same_shards([whole, whole])
-    same_shards([None, None])
+    check_shards([whole, whole])
+    check_shards([None, None])
     with pytest.raises(ValueError, match="different shards: ranks 0, 2 have"):
-        same_shards([whole, part, whole])
+        check_shards([whole, part, whole])
     with pytest.raises(ValueError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1"):
-        same_shards([None] * 9 + [part])
+        check_shards([None] * 9 + [part])
 
 
 def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path):
@@ -392,7 +393,7 @@ def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path):
         write_shards(directory, [{"__key__": f"{number}", "txt": text} for number in range(4)])
         seen.append(shards_of(SimpleNamespace(train_dataloader=SimpleNamespace(shards=ShardSet(directory)))))
     with pytest.raises(ValueError, match=r"ranks 0, 1 have 4 .*\(sha256"):
-        same_shards(seen)
+        check_shards(seen)
 
 
 @pytest.mark.forks
@@ -407,7 +408,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 
     def work():
         peers = Peers()
-        with watched_launcher(), peers.errors_reported():
+        with watch_launcher(), peers.report_errors():
             trainer = trainer_of(tmp_path, peers, devices=2, strategy="ddp", max_epochs=-1, limit_val_batches=0)
             data = DataLoader(torch.ones(99, 3), num_workers=1, multiprocessing_context="fork")
             trainer.fit(Tiny(3, (tmp_path / "trains").touch), data)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from diffvision.training.fault_tolerance import resume
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.records import record_path
-from diffvision.training.fault_tolerance.resume import compare, locked, prepared, run_directories
+from diffvision.training.fault_tolerance.resume import compare, lock, prepare, run_directories
 from diffvision.training.fault_tolerance.run_state import RunState
 
 # Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
@@ -80,10 +80,10 @@ def trainer_of(root, *, version=None, steps=2, state=None, **settings):
 
 
 def run(root, how="never", *, ckpt_path=None, ranks="same", module=None, data=None, **settings):
-    """The steps that were trained, after `prepared` as `fit` of the command line has it."""
+    """The steps that were trained, after `prepare` as `fit` of the command line has it."""
     module, state = module or Tiny(), RunState()
     trainer = trainer_of(root, state=state, **settings)
-    with prepared(trainer, module, state, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
+    with prepare(trainer, module, state, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
         trainer.fit(module, data or Data(module.width), ckpt_path=path)
     return module.first_batches
 
@@ -219,7 +219,7 @@ def test_accumulation_continues_as_its_epoch_began(tmp_path):
         state, module = RunState(), Tiny()
         trainer = trainer_of(tmp_path, steps=steps, state=state)
         trainer.callbacks.insert(0, GradientAccumulationScheduler({0: 1, 1: 2}))  # as the command line has it
-        with prepared(trainer, module, state, how=how, ranks="same", ckpt_path=None) as path:
+        with prepare(trainer, module, state, how=how, ranks="same", ckpt_path=None) as path:
             trainer.fit(module, Data(), ckpt_path=path)
     assert module.first_batches == [9, 9, 10, 10, 11, 11]
 
@@ -232,7 +232,7 @@ def test_lightning_looks_for_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
     trainer, state, module = trainer_of(tmp_path, version=1), RunState(), Tiny()
     trainer.callbacks.append(OnExceptionCheckpoint(tmp_path))
-    with prepared(trainer, module, state, how="auto", ranks="same", ckpt_path=None) as path:
+    with prepare(trainer, module, state, how="auto", ranks="same", ckpt_path=None) as path:
         trainer.fit(module, Data(), ckpt_path=path)
     assert module.first_batches == [0, 1]
 
@@ -369,7 +369,7 @@ def test_what_is_no_checkpoint_is_refused(content, message, tmp_path):
 
 
 def hold(directory, ready, done):
-    with locked(directory):
+    with lock(directory):
         ready.set()
         done.wait(20)
 
@@ -401,7 +401,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, l
     else:
         (directory / ".lock").symlink_to(other)
     with pytest.raises(OSError, match=r"\.lock (is a link to|has another)"):
-        locked(directory).__enter__()
+        lock(directory).__enter__()
     assert not other.exists() if link == "dangling" else other.read_text() == "years of work"
 
 
@@ -409,7 +409,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, l
 def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / ".lock")
     with pytest.raises(OSError, match=r"\.lock is no regular file"):
-        locked(tmp_path).__enter__()
+        lock(tmp_path).__enter__()
 
 
 def test_complex_weights_are_not_taken_for_real_ones(tmp_path):
@@ -438,7 +438,7 @@ def test_a_filesystem_without_locks_is_warned_of(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(resume.fcntl, "lockf", unable)
-    with pytest.warns(UserWarning, match="cannot be locked"), locked(tmp_path):
+    with pytest.warns(UserWarning, match="cannot be locked"), lock(tmp_path):
         pass
 
 
