@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from diffvision.training.fault_tolerance import StepGuard
     from diffvision.training.language import LanguageModule
     from diffvision.training.optim import OptimizerSettings
+    from diffvision.training.progress import ProgressLine
 
 _MODULES = {
     "EMA": "ema",
@@ -37,6 +38,7 @@ _MODULES = {
     "LambdaWarmup": "callbacks",
     "LanguageModule": "language",
     "OptimizerSettings": "optim",
+    "ProgressLine": "progress",
     "StepGuard": "fault_tolerance",
     "Throughput": "callbacks",
     "TrainOnlyNew": "callbacks",
@@ -52,6 +54,7 @@ __all__ = [
     "LambdaWarmup",
     "LanguageModule",
     "OptimizerSettings",
+    "ProgressLine",
     "StepGuard",
     "Throughput",
     "TrainOnlyNew",

@@ -25,50 +25,20 @@ from rich.console import Console
 from diffvision import jsonargparse_internals
 from diffvision.allow import Refusing, limit_imports
 from diffvision.analysis.curves import METRICS
-
-# Imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
-from diffvision.data.images.module import ImageLabelData, ImageTextData
-from diffvision.data.text.module import TextData
+from diffvision.data.images.module import ImageLabelData
+from diffvision.data.text.module import TextData  # noqa: F401  # with the others, so that `class_path` may be a name
 from diffvision.mistakes import did_you_mean
 from diffvision.models.files import refuse_urls
-from diffvision.training.callbacks import (
-    DataReport,
-    LambdaAnnealing,
-    LambdaMonitor,
-    LambdaWarmup,
-    Throughput,
-    TrainOnlyNew,
-)
+from diffvision.training.callbacks import DataReport  # noqa: F401
 from diffvision.training.classification import ClassificationModule
-from diffvision.training.clip import ContrastiveModule
-from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance import Ranks, Resume, StepGuard, lightning_internals, protect, refuse_link
-from diffvision.training.language import LanguageModule
-from diffvision.training.module import TrainingModule
+from diffvision.training.clip import ContrastiveModule  # noqa: F401
+from diffvision.training.ema import EMA  # noqa: F401
+from diffvision.training.fault_tolerance import Ranks, Resume, lightning_internals, protect, refuse_link
+from diffvision.training.language import LanguageModule  # noqa: F401
+from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, table
-
-__all__ = [
-    "EMA",
-    "ClassificationModule",
-    "ContrastiveModule",
-    "DataReport",
-    "FitCLI",
-    "ImageLabelData",
-    "ImageTextData",
-    "LambdaAnnealing",
-    "LambdaMonitor",
-    "LambdaWarmup",
-    "LanguageModule",
-    "ProgressLine",
-    "RunSummary",
-    "StepGuard",
-    "TextData",
-    "Throughput",
-    "TrainOnlyNew",
-    "fit",
-]
 
 HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
@@ -100,11 +70,11 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "val_check_interval": (lambda n: n > 0, "it must be above 0: a share of an epoch, or a number of batches"),
 }
 # Lightning's messages that advertise, or repeat what RunSummary says.
-UNSAID = re.compile(
+SILENCED = re.compile(
     r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
     r"|Restored all states from |`Trainer\.fit` stopped: `max_|`weights_only` was not set|Found current_model_state )"
 )
-SPEAKERS = (
+LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "lightning.fabric.utilities.seed",
@@ -216,8 +186,7 @@ class FitCLI(LightningCLI):
         if config["trainer"]["enable_progress_bar"] is not False and not has_bar:
             callbacks.append(ProgressLine())
         trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
-        _refuse_alone(trainer)
-        _refuse_crowd(trainer)
+        _check_processes(trainer)
         return trainer
 
     def before_fit(self) -> None:
@@ -253,36 +222,36 @@ class FitCLI(LightningCLI):
 
 @contextmanager
 def silence_lightning() -> Iterator[None]:
-    """Suppress Lightning's messages in `UNSAID`, and warnings of PyTorch and Lightning that no user can act on."""
-    speakers = [logging.getLogger(name) for name in SPEAKERS]
-    for speaker in speakers:
-        speaker.addFilter(_is_shown)
+    """Suppress Lightning's messages in `SILENCED`, and warnings of PyTorch and Lightning that no user can act on."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(_is_shown)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-            # A run without evaluations.
-            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
-            # The interval counts the steps of the whole run, and may well be longer than an epoch.
-            warnings.filterwarnings(
-                "ignore", r"The number of training batches \(\d+\) is smaller than the logging interval"
-            )
+            for message in IGNORED_WARNINGS:
+                warnings.filterwarnings("ignore", message)
             yield
     finally:
-        for speaker in speakers:
-            speaker.removeFilter(_is_shown)
+        for logger in loggers:
+            logger.removeFilter(_is_shown)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return not UNSAID.match(record.getMessage())
+    return not SILENCED.match(record.getMessage())
 
 
-def _refuse_alone(trainer: pl.Trainer) -> None:
-    """Refuse `devices: 1` under torchrun, where Lightning would make each process a separate run."""
+def _check_processes(trainer: pl.Trainer) -> None:
+    """Refuse a number of processes under which each would train alone, or that this machine cannot run."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if trainer.world_size != started:
         raise ValueError(
             f"torchrun started {started} processes, but trainer.devices x num_nodes are {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}"
+        )
+    cores = os.cpu_count() or 1
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
+        raise ValueError(
+            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: set it to {cores} or less"
         )
 
 
@@ -308,15 +277,6 @@ def _refuse_numbers(settings: Any) -> None:
         value = settings.get(name)
         if isinstance(value, int | float) and not is_possible(value):
             raise ValueError(f"trainer.{name} is {value}: {remedy}")
-
-
-def _refuse_crowd(trainer: pl.Trainer) -> None:
-    """Raise a ValueError for many more processes than this machine has cores, before one of them starts."""
-    cores = os.cpu_count() or 1
-    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
-        raise ValueError(
-            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: set it to {cores} or less"
-        )
 
 
 def _load_tensors_only(config: Any) -> None:

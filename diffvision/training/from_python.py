@@ -13,7 +13,7 @@ import yaml
 
 from diffvision.bounded_yaml import load_yaml
 from diffvision.data.made import missing_data
-from diffvision.training.recipes import recipe
+from diffvision.training.recipes import recipe, resolve_recipes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -89,13 +89,13 @@ def fit(
     _check_callbacks(callbacks)
     configs = [config] if isinstance(config, str | Path) else list(config)
     words = [f"--config={path}" for path in configs]
-    words += _model_options(model)
+    if model is not None:
+        words += options({"model": model} if isinstance(model, Mapping) else {"model.init_args.model": model})
     words += _data_options(data, evaluation, configs)
     for name, value in settings.items():
         owner = name if name in _TOP or "." in name else f"trainer.{name}"
         words += options({owner: value})
     words += [f"--allow={prefix}" for prefix in allow]
-    from diffvision.training.recipes import resolve_recipes
     from diffvision.training.settings import check
 
     args = resolve_recipes(["fit", *words])
@@ -152,14 +152,6 @@ def _as_json(key: str, value: Any) -> str:
     return str(value) if isinstance(value, Path) else json.dumps(value, default=plain)
 
 
-def _model_options(model: Any) -> list[str]:
-    if model is None:
-        return []
-    if isinstance(model, Mapping):
-        return options({"model": model})
-    return options({"model.init_args.model": model})
-
-
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +169,8 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
             )
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
         for source in sources:
-            if not _may_be(source):
+            # A pattern, a URL and another library's dataset may exist.
+            if not any(mark in source for mark in "*?[{:") and not Path(source).exists():
                 raise missing_data("data", source)
         train = [str(Path(source, "train")) if _is_made(Path(source)) else source for source in sources]
         words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
@@ -186,11 +179,6 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
         return words
     paths = [str(evaluation)] if isinstance(evaluation, str | Path) else [str(path) for path in evaluation]
     return words + _evaluation_options(paths, content)
-
-
-def _may_be(source: str) -> bool:
-    """Return whether a source exists, or may: a pattern, a URL or another library's dataset."""
-    return any(mark in source for mark in "*?[{:") or Path(source).exists()
 
 
 def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[str]:
@@ -206,12 +194,9 @@ def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[st
     # What monitored a metric now saves the same as the one that saves the last steps.
     different: dict[str | int, Any] = {}
     for number, callback in enumerate(without):
-        different.setdefault(_filename(callback) or number, callback)
+        settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
+        different.setdefault(settings.get("filename") or number, callback)
     return words + options({"trainer.callbacks": list(different.values())})
-
-
-def _filename(callback: Any) -> str:
-    return str(callback.get("init_args", {}).get("filename", "")) if isinstance(callback, Mapping) else ""
 
 
 def _without_evaluation(callback: Any) -> Any:

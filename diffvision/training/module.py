@@ -23,12 +23,14 @@ from diffvision.training.optim import OptimizerSettings, adamw, param_groups
 from diffvision.training.schedule import WarmupDecay
 
 # Warnings of other libraries about code that is not the user's.
-OTHERS = (
+IGNORED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # about OpenCLIP's loss, at every step
     "Total length of `list` across ranks is zero",  # about our data without an evaluation
     # Lightning advises to save the weights from before the step; ours resume after it, as usual.
     "Using ModelCheckpoint with manual optimization",
+    # The interval counts the steps of the whole run, and may well be longer than an epoch.
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 HEADLINE = "headline"
 """A callback's monitor that stands for the first metric of the first evaluation, such as zero_shot/digits/acc1."""
@@ -66,7 +68,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         """Silence warnings about other libraries' code, and check Lightning's version before a fit."""
         if stage == "fit":
             lightning_internals.require()
-        for message in OTHERS:
+        for message in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
 
     @property

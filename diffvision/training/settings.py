@@ -29,7 +29,11 @@ CLASSES = {
 }
 """A setting that takes a class -> our classes for it, by their short names."""
 LISTED = {
-    "trainer.callbacks": lambda: [*read_names("lightning.pytorch.callbacks"), *read_names("diffvision.training.fit")],
+    "trainer.callbacks": lambda: [
+        *read_names("lightning.pytorch.callbacks"),
+        *read_names("diffvision.training"),
+        "RunSummary",
+    ],
     "trainer.logger": lambda: read_names("lightning.pytorch.loggers"),
 }
 """A setting that takes classes by their short names -> these names."""

@@ -122,15 +122,16 @@ def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """Describe a model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true"."""
     parameters = [p for p in module.parameters() if not is_lazy(p)]
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    of_them = "" if trained == count else f", of which {_millions(trained)} are trained"
+    of_them = "" if trained == count else f", of which {format_count(trained)} are trained"
     device = str(trainer.strategy.root_device)
     if trainer.world_size > 1:
         device = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
     name = getattr(module, "name", type(module).__name__)
-    return f"{name}: {_millions(count)} parameters{of_them}, on {device} in {trainer.precision}"
+    return f"{name}: {format_count(count)} parameters{of_them}, on {device} in {trainer.precision}"
 
 
-def _millions(count: int) -> str:
+def format_count(count: int) -> str:
+    """Return a count with three digits, such as 3.52 M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,6 +1,6 @@
 """Which checkpoint a run resumes from, and what would stop the run, checked before any data is read.
 
-How the run then continues exactly is in `run_state`.
+How the run then continues exactly is in `run_state`; `protect` in `protection` has the arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diffvision.training.fault_tolerance.content import find_bad_states, find_fa
 from diffvision.training.fault_tolerance.files import descriptor, explain_unwritable, is_remote, module_bytes
 from diffvision.training.fault_tolerance.layout import RUN_KEY
 from diffvision.training.fault_tolerance.records import SUFFIX, TEMPORARY, DamagedCheckpoint, record_path
-from diffvision.training.fault_tolerance.run_state import RunState, few
+from diffvision.training.fault_tolerance.run_state import RunState, list_few
 
 Resume = Literal["auto", "must", "never"]
 Ranks = Literal["same", "any"]
@@ -54,15 +54,6 @@ def prepare(
 ) -> Iterator[str | None]:
     """Lock, clean and check the directories of a run; yield the checkpoint that it resumes from, or None.
 
-    Args:
-        trainer: what will fit the module inside.
-        module: what is trained.
-        state: one of the trainer's callbacks.
-        how: "auto": resume from the newest valid checkpoint of the run's directory, or begin where there is none;
-            "must": it is an error that there is none; "never": begin, and it is an error that there is one.
-        ranks: "any": a checkpoint of another number of processes will do.
-        ckpt_path: the checkpoint that was given; then `how` is "never".
-
     Raises:
         ValueError: there is nothing to resume from, or something that must not be resumed from; or the checkpoint is
             of another architecture or number of processes.
@@ -80,36 +71,28 @@ def prepare(
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
         path = ckpt_path if ckpt_path or fast_dev_run or how == "never" else _find_checkpoint(trainer, how)
         directories = [] if fast_dev_run else run_directories(trainer)
-        if how == "never" and not ckpt_path:
-            _refuse_occupied(directories)
+        for directory in directories if how == "never" and not ckpt_path else ():
+            if earlier := checkpoints_in(directory):
+                raise ValueError(
+                    f"{directory} already holds checkpoints: resume with --resume auto, or give this run {SEPARATE} "
+                    f"({len(earlier)}: {list_few(p.name for p in earlier)})"
+                )
         needed = module_bytes(module)
         if path and not is_remote(path):
             state.path, state.saved = path, compare(path, module, world_size=trainer.world_size, ranks=ranks)
             needed = max(needed, os.path.getsize(path))
             if ckpt_path:
                 _refuse_later(directories, path, state.saved["step"])
-        if trainer.is_global_zero:
-            _lock_directories(stack, directories, needed=needed)
-            for logger in trainer.loggers:
-                if isinstance(logger, CSVLogger):
-                    keep_metrics(Path(logger.log_dir))
+        for directory in directories if trainer.is_global_zero else ():
+            _refuse_unwritable(directory, needed=needed)
+            stack.enter_context(lock(directory))
+            if removed := clean(directory):
+                rank_zero_info(f"removed what a killed run left: {list_few(map(str, removed))}")
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, CSVLogger):
+                keep_metrics(Path(logger.log_dir))
         stack.enter_context(lightning_internals.checkpoint_to_load(trainer, path, partial(_load_states, path)))
         yield path
-
-
-def _lock_directories(locks: ExitStack, directories: list[Path], *, needed: int) -> None:
-    """Lock directories until `locks` is closed, and remove what killed runs left in them.
-
-    Args:
-        locks: gets the lock of each directory.
-        directories: where the run's checkpoints are written.
-        needed: bytes that must be free, as a checkpoint takes them.
-    """
-    for directory in directories:
-        _refuse_unwritable(directory, needed=needed)
-        locks.enter_context(lock(directory))
-        if removed := clean(directory):
-            rank_zero_info(f"removed what a killed run left: {few(map(str, removed))}")
 
 
 def _load_states(path: str | None, load: Callable[..., None], *args: Any, **settings: Any) -> None:
@@ -176,7 +159,7 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
     if path is not None:
         rank_zero_info(f"resuming from {path}")
         return str(path)
-    searched = few(map(str, directories)) or "ModelCheckpoint's directories, none of which is on this machine"
+    searched = list_few(map(str, directories)) or "ModelCheckpoint's directories, none of which is on this machine"
     if how == "must":
         skipped = "".join(f"; {damaged.name} {reason}" for damaged, reason in faults.items())
         raise ValueError(
@@ -185,8 +168,13 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
     if adopted:
         lightning_internals.set_version(logger, None)  # leave alone a directory with damaged checkpoints only
         directories = run_directories(trainer)
-    _refuse_overwriting({path: reason for path, reason in faults.items() if path.parent in directories})
-    others = few([version.name for version in _versions_with_checkpoints(logger)])
+    for damaged, reason in faults.items():
+        if damaged.parent in directories:
+            raise ValueError(
+                f"no checkpoint in {damaged.parent} can be resumed from: move them away, or set another logger version "
+                f"({damaged.name} {reason})"
+            )
+    others = list_few([version.name for version in _versions_with_checkpoints(logger)])
     elsewhere = f" (there are checkpoints of {others} in {logger.root_dir})" if others else ""
     rank_zero_info(f"nothing to resume from in {searched}: a new run{elsewhere}")
     return None
@@ -207,26 +195,6 @@ def _versions_with_checkpoints(logger: Any) -> list[Path]:
     root = getattr(logger, "root_dir", None)
     versions = Path(root).glob("*") if root else ()
     return sorted(version for version in versions if any((version / "checkpoints").rglob(f"*{SUFFIX}")))
-
-
-def _refuse_overwriting(faults: dict[Path, str]) -> None:
-    """Raise ValueError where a run that begins would overwrite checkpoints, none of which can be resumed from."""
-    if faults:
-        path, reason = next(iter(faults.items()))
-        raise ValueError(
-            f"no checkpoint in {path.parent} can be resumed from: move them away, or set another logger version "
-            f"({path.name} {reason})"
-        )
-
-
-def _refuse_occupied(directories: list[Path]) -> None:
-    """Raise ValueError where a directory already holds checkpoints."""
-    for directory in directories:
-        if earlier := checkpoints_in(directory):
-            raise ValueError(
-                f"{directory} already holds {len(earlier)} checkpoints ({few(p.name for p in earlier)}) and resume is "
-                f"never: resume from them with --resume auto, or give this run {SEPARATE}"
-            )
 
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
@@ -298,7 +266,12 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
     if Path(path).is_dir():
         # Sharded: Lightning reports differences when it loads them.
         return {"optimizer_states": [], "optimizers": [], "step": 0}
-    checkpoint = _opened(path)
+    try:
+        if record_path(path).exists():
+            verify(path)
+        checkpoint = read_checkpoint(path)
+    except DamagedCheckpoint as error:
+        raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
     if "optimizer_states" not in checkpoint:
         raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
     if fault := find_fault(checkpoint):
@@ -306,7 +279,7 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
     mismatch = _model_mismatch(module, checkpoint)
     differing = _differences(checkpoint["state_dict"], module, complete=bool(mismatch))
     if differing or mismatch:
-        keys = f"it is of another architecture, {len(differing)} keys of the state_dict differ: {few(differing, '; ')}"
+        keys = f"it is of another architecture, {len(differing)} keys differ: {list_few(differing, '; ')}"
         remedy = mismatch or "Set the model that it is of, or start anew"
         raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
     if bad := find_bad_states(checkpoint):
@@ -323,16 +296,6 @@ def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ra
             "(trainer.devices x num_nodes), or --resume_ranks any"
         )
     return {**run, "optimizer_states": checkpoint["optimizer_states"], "step": checkpoint["global_step"]}
-
-
-def _opened(path: str) -> dict[str, Any]:
-    """Open a checkpoint, after its bytes are compared with its record if it has one."""
-    try:
-        if record_path(path).exists():
-            verify(path)
-        return read_checkpoint(path)
-    except DamagedCheckpoint as error:
-        raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
 
 
 def _differences(saved: dict[str, Any], module: pl.LightningModule, *, complete: bool) -> list[str]:

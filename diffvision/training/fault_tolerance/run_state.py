@@ -203,8 +203,8 @@ class RunState(pl.Callback):
         if saved == current or (not saved and (saved_settings <= settings or settings <= saved_settings)):
             return
         differing = (
-            f"settings only in the checkpoint: {few(saved_settings - settings) or 'none'}; "
-            f"only in this run: {few(settings - saved_settings) or 'none'}"
+            f"settings only in the checkpoint: {list_few(saved_settings - settings) or 'none'}; "
+            f"only in this run: {list_few(settings - saved_settings) or 'none'}"
         )
         raise ValueError(
             f"cannot resume from {self.path}: its optimizer is {', '.join(saved or ['another'])} and here it is "
@@ -251,7 +251,7 @@ class RunState(pl.Callback):
                 "comes as it would have, random numbers (dropout) do not"
             )
         if "settings" in run and (lines := list(describe_changes(run["settings"], self._described(trainer)))):
-            rank_zero_warn(f"{origin}: it continues with other settings than before: {few(lines, limit=NAMED)}")
+            rank_zero_warn(f"{origin}: it continues with other settings than before: {list_few(lines, limit=NAMED)}")
 
     def _described(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return what a run's numbers depend on, by name."""
@@ -338,7 +338,7 @@ def names_of(optimizers: list[Any]) -> list[str]:
     return [type(optimizer).__name__ for optimizer in optimizers]
 
 
-def few(items: Any, joint: str = ", ", limit: int = 3) -> str:
+def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:
     """Return the first few of many items as text, with the number of the others."""
     items = sorted(items) if isinstance(items, set) else list(items)
     return joint.join(items[:limit]) + (f"{joint}and {len(items) - limit} more" if len(items) > limit else "")

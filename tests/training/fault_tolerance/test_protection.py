@@ -64,7 +64,7 @@ def test_a_script_resumes_from_whole_checkpoints(tmp_path):
     again, trainer, checkpoint = train(tmp_path, 4, "auto")
     assert checkpoint == str(tmp_path / "kept" / "step=2.ckpt")
     assert again.steps == [2, 3]
-    with pytest.raises(ValueError, match="already holds 4 checkpoints"):
+    with pytest.raises(ValueError, match="already holds checkpoints"):
         train(tmp_path, 4, "never")
     assert "_parse_ckpt_path" not in vars(trainer._checkpoint_connector)  # restored after the fit
 

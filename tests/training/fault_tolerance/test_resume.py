@@ -160,7 +160,7 @@ def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
     assert run(tmp_path) == [0, 1]
     assert sorted(p.name for p in (tmp_path / "fit").iterdir()) == ["version_0", "version_1"]
     data = Data()
-    with pytest.raises(ValueError, match="checkpoints already holds 2"):
+    with pytest.raises(ValueError, match="checkpoints already holds"):
         run(tmp_path, version=1, data=data)
     assert not data.asked
     assert run(tmp_path, "auto", version=0, steps=3) == [2]
@@ -277,7 +277,7 @@ def checkpoint(tmp_path_factory) -> Path:
     [
         (
             Tiny(width=4, layers=2),
-            r"4 keys of the state_dict differ: layers.0.weight \[3, 3\] in the checkpoint and \[4, 4\] in the model; ",
+            r"4 keys differ: layers.0.weight \[3, 3\] in the checkpoint and \[4, 4\] in the model; ",
         ),
         (
             Tiny(layers=1),
