@@ -124,6 +124,9 @@ NAMES: dict[str, str] = {
     "diffvision.data.made.needle_text:training_documents": (
         "diffvision.lab.datasets.needle_documents:training_documents"
     ),
+    "diffvision.training.fault_tolerance:gathered": "diffvision.training.fault_tolerance:gather",
+    "diffvision.training.fault_tolerance:spread": "diffvision.training.fault_tolerance:spread_nan",
+    "diffvision.training.optim:WarmupDecay": "diffvision.training.schedule:WarmupDecay",
 }
 """old "module:name" -> new "module:name" """
 

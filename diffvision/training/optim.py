@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+
+from diffvision.moved import get_renamed
 
 Decay = Literal["cosine", "linear"]
 
@@ -103,3 +105,7 @@ def adamw(
     scaled = trainer is not None and getattr(trainer.precision_plugin, "scaler", None) is not None
     fused = (not scaled and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)) or None
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = get_renamed(__name__)

@@ -167,7 +167,7 @@ def test_no_step_is_logged_with_an_interval_of_zero(shards, tmp_path):
 def test_under_torchrun_no_process_trains_by_itself(shards, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="torchrun started 2 processes, but"):
+    with pytest.raises(ValueError, match="torchrun started 2 processes"):
         run(shards, tmp_path)
 
 
