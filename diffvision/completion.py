@@ -14,7 +14,7 @@ from diffvision.cli import JSON, MAKE, TABLES, TRAINER_COMMANDS, command_names, 
 from diffvision.data.made import datasets
 from diffvision.signatures import list_choices, parameter_types, read_settings
 from diffvision.training.recipes import recipes
-from diffvision.training.settings import CLASSES, known
+from diffvision.training.settings import CLASSES, read_known
 
 MODELS = Path(__file__).with_name("models") / "parameters.json"
 _PATHS = ("--config", "--versus")  # options that take a file too
@@ -106,7 +106,7 @@ def _list_options(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]
 
 def _list_trainer_options(command: str) -> dict[str, list[str]]:
     every: dict[str, list[str]] = {"--config": recipes(), "--print_config": [], "--allow": []}
-    for setting, kind in known().items():
+    for setting, kind in read_known().items():
         if command == "fit" or not setting.startswith("resume"):
             every[f"--{setting}"] = list_choices(kind)
     for owner, classes in CLASSES.items():

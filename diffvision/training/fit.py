@@ -38,7 +38,7 @@ from diffvision.training.language import LanguageModule  # noqa: F401
 from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
-from diffvision.training.summary import RunSummary, table
+from diffvision.training.summary import RunSummary, make_table
 
 HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
@@ -217,7 +217,7 @@ class FitCLI(LightningCLI):
             by_loader = self.trainer.validate(model, verbose=False, **more)
         if verbose and self.trainer.is_global_zero:
             metrics = {name: value for metrics in by_loader for name, value in metrics.items()}
-            Console().print(table(metrics, "evaluation"))
+            Console().print(make_table(metrics, "evaluation"))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 
 from diffvision.signatures import read_settings
-from diffvision.training.settings import CLASSES, known
+from diffvision.training.settings import CLASSES, read_known
 
 _ABOUT = {
     "fit": "Train a model as a recipe says; flags replace its settings.",
@@ -43,7 +43,7 @@ _TRAINER = {
 def text(command: str) -> str:
     """Return the help of fit, validate or test, as wide as the terminal and at most 80 columns."""
     width = min(shutil.get_terminal_size().columns, 80)
-    trainer = [name.removeprefix("trainer.") for name in known() if name.startswith("trainer.")]
+    trainer = [name.removeprefix("trainer.") for name in read_known() if name.startswith("trainer.")]
     shown = " ".join(_TRAINER)
     more = [name for name in trainer if f"--trainer.{name} " not in shown]
     lines = [f"usage: diffvision {command} --config RECIPE [--SETTING VALUE ...]", "", _ABOUT[command], "", "options:"]

@@ -172,15 +172,16 @@ class ProgressLine(ProgressBar):
         whole = trainer.state.fn == "fit" and not trainer.sanity_checking
         if whole:
             total = total_steps(trainer)
-            head, share = position(trainer, total), None if total is None else trainer.global_step / max(total, 1)
+            head = describe_position(trainer, total)
+            share = None if total is None else trainer.global_step / max(total, 1)
             left = self._left(trainer, total)
             parts = [f"{self._doing} {self._within:.0%}", *self._parts] if self._doing else self._parts
         else:
             head, share, left, parts = self._doing or "evaluating", self._within, None, []
         if self._screen is None:
-            print(line(head, share, left, parts).plain, flush=True)
+            print(format_line(head, share, left, parts).plain, flush=True)
         else:
-            self._screen.draw(line(head, share, left, parts, self._screen.width, self._screen.bar))
+            self._screen.draw(format_line(head, share, left, parts, self._screen.width, self._screen.bar))
 
     def _left(self, trainer: pl.Trainer, total: int | None) -> float | None:
         limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._within)]
@@ -259,7 +260,7 @@ class Clock:
         return seconds
 
 
-def line(
+def format_line(
     head: str,
     share: float | None,
     left: float | None,
@@ -278,7 +279,7 @@ def line(
         bar: characters for the part that is done, and for the rest.
     """
     numbers = ([] if share is None else [f"{math.floor(100 * min(share, 1))}%"]) + (
-        [] if left is None else [f"{duration(left)} left"]
+        [] if left is None else [f"{format_duration(left)} left"]
     )
     tail = "".join(f" {number}" for number in numbers)
     if width is None:
@@ -311,7 +312,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> list[str]:
         for position, (pattern, short) in enumerate(ALIASES.items()):
             if match := re.fullmatch(pattern, key):
                 rank, alias, dataset = position, short.format(**match.groupdict()), match.groupdict().get("dataset")
-        named.append((rank, alias, dataset, number(float(value))))
+        named.append((rank, alias, dataset, format_number(float(value))))
     several = len({dataset for _, _, dataset, _ in named if dataset}) > 1
     texts = []
     for _, alias, dataset, value in sorted(named, key=lambda one: one[0]):
@@ -320,7 +321,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> list[str]:
     return texts
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Return a number with three digits, or all before the point, in few characters."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -331,7 +332,7 @@ def number(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration such as 0:42, 1:02:03 or 2d 03:04."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -341,7 +342,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def position(trainer: pl.Trainer, total: int | None) -> str:
+def describe_position(trainer: pl.Trainer, total: int | None) -> str:
     """Return how far a fit is: "epoch 2/6 step 120/786", without the totals where they are not known."""
     steps = epoch_steps(trainer, trainer.current_epoch)
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None

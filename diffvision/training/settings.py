@@ -57,7 +57,7 @@ class Given(NamedTuple):
     is_text: bool
 
 
-def known() -> dict[str, Any]:
+def read_known() -> dict[str, Any]:
     """Return the settings outside of the model's and the data's classes, each with its type."""
     trainer = {f"trainer.{name}": kind for name, kind in read_settings("lightning.pytorch.Trainer").items()}
     return {
@@ -95,7 +95,7 @@ def check(args: Sequence[str]) -> None:
         for part in parts:
             for owner in CLASSES:
                 classes |= _class(owner, part, is_closed, program)
-            _check_types(part, known() | _of_classes(classes), classes, program)
+            _check_types(part, read_known() | _of_classes(classes), classes, program)
         if any(path and not read_settings(path) for path in classes.values()):
             return  # a class of ours that was moved
         given = [one for part in parts for one in part]

@@ -31,7 +31,7 @@ from diffvision.evaluation.output import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.language import LanguageModule
-from diffvision.training.progress import duration, total_steps
+from diffvision.training.progress import format_duration, total_steps
 
 SUMMARY, CURVES = "summary.txt", "curves.png"
 EVALUATED = "evaluated_metrics"  # key in a checkpoint: the names of the last evaluation's metrics
@@ -86,14 +86,14 @@ class RunSummary(pl.Callback):
         total = total_steps(trainer)
         steps = f"{trainer.global_step:,}" + (f" of {total:,}" if total not in (None, trainer.global_step) else "")
         resumed = f" from step {self._first_step:,}" if self._first_step else ""
-        trained = f"trained{resumed} to step {steps} in {duration(time.monotonic() - self._start)}"
+        trained = f"trained{resumed} to step {steps} in {format_duration(time.monotonic() - self._start)}"
         if trainer.global_step == self._first_step:
             trained = f"already at step {steps}: nothing was trained"
         values = trainer.callback_metrics
         metrics = {name: float(values[name]) for name in self._measured if name in values}
         is_average = any(isinstance(callback, WeightAveraging) for callback in cast(Any, trainer).callbacks)
         title = "last evaluation, averaged weights (EMA)" if is_average else "last evaluation"
-        final = table(metrics, title) if metrics else ""
+        final = make_table(metrics, title) if metrics else ""
         paths = "\n".join(list_checkpoints(trainer, pl_module))
         print(trained)
         if metrics:
@@ -138,7 +138,7 @@ def format_count(count: int) -> str:
     return str(count)
 
 
-def table(metrics: dict[str, float], title: str) -> Table:
+def make_table(metrics: dict[str, float], title: str) -> Table:
     """Return a table of metrics under their full names, as they can be monitored."""
     rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     rows.add_column("metric", overflow="fold")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from command_line import KEPT, fit, refused, succeeds, write_data
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, clean, newest_valid
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, clean, find_newest_valid
 from diffvision.training.fault_tolerance.records import record_path
 from tiny_runs import plain_checkpoint
 
@@ -43,7 +43,7 @@ def test_a_save_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path, mon
         time.sleep(0.05 + 0.4 * random.random())
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        assert newest_valid([folder]) == (path, {})
+        assert find_newest_valid([folder]) == (path, {})
         clean(folder)
         assert {p.name for p in folder.iterdir()} == {path.name, record_path(path).name}
         saved = torch.load(path, weights_only=True)["global_step"]

@@ -13,7 +13,7 @@ import torch
 
 import tiny_runs
 from command_line import fit, run, shot, succeeds, write_data
-from diffvision.training.fault_tolerance.checkpoints import newest_valid
+from diffvision.training.fault_tolerance.checkpoints import find_newest_valid
 from diffvision.training.fault_tolerance.preemption import SAVED
 from ranks import alone
 from tiny_runs import Cut, Outcome, Setting, once, quietly, unequal
@@ -29,7 +29,7 @@ SIGTERM_AT = {
 
 
 def state_at_the_end(directory: str) -> dict[str, Any]:
-    path, _ = newest_valid([Path(directory)])
+    path, _ = find_newest_valid([Path(directory)])
     assert path is not None, f"no valid checkpoint in {directory}"
     content = torch.load(path, weights_only=True)
     return {name: content[name] for name in ("global_step", "state_dict", "optimizer_states")}

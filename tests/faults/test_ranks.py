@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from command_line import KEPT, fit, run, write_data
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
 from diffvision.training.fault_tolerance.equal_steps import EvenRanks
 from diffvision.training.fault_tolerance.preemption import Preemption
 from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watch_launcher
@@ -94,14 +94,14 @@ def test_rank_1_ends_in_time_when_rank_0_is_gone(end):
     _, left = Ranks(Path("ranks"), lambda: train(Line(3, act))).ended()
     assert left.code not in (0, None), left
     assert left.output.count(words) + left.output.count(PORT_GONE) == 1, left.output[-500:]
-    assert newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
+    assert find_newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
 
 
 def test_a_save_on_an_exception_does_not_wait_for_the_rank_that_failed():
     ended = Ranks(Path("ranks"), lambda: train(Line(3, fail, rank=1), save_on_exception=True)).ended()
     assert all(rank.code not in (0, None) for rank in ended), ended
     assert ended[0].output.count(ENDS["raises an exception"][1]) == 1, ended[0].output[-500:]
-    assert newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
+    assert find_newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
 
 
 def test_a_port_that_is_taken_ends_both_ranks_and_is_named():

@@ -37,7 +37,7 @@ from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
 from diffvision.training.fault_tolerance.layout import RUN_KEY
 from diffvision.training.fault_tolerance.resume import Ranks, prepare
 from diffvision.training.fault_tolerance.run_state import RunState
@@ -290,7 +290,7 @@ def once(
         outcome: what the run leaves is added to it.
         settings: of the trainer.
     """
-    resumes = newest_valid([kept])[0] is not None
+    resumes = find_newest_valid([kept])[0] is not None
     # A run is resumed with generators in another state than it was saved with.
     seed(1000 + len(outcome.began) if resumes else 7)
     module, state, cutter, memory = module_of(setting), RunState(), Cutter(cut), Memory()

@@ -17,7 +17,7 @@ from diffvision.models.architecture import architecture
 from diffvision.training.callbacks import LambdaMonitor, Throughput
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
-from diffvision.training.fault_tolerance.resume import RunState, compare
+from diffvision.training.fault_tolerance.resume import RunState, check_resumable
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -398,7 +398,7 @@ def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
     same(dict(module.model.state_dict()), dict(language.load(tmp_path / "x.ckpt").state_dict()), rtol=1e-5, atol=1e-6)
     # Gathered to the first process, which writes it as any other.
     assert verify(tmp_path / "x.ckpt").resumable
-    compare(str(tmp_path / "x.ckpt"), module, world_size=2, ranks="same")
+    check_resumable(str(tmp_path / "x.ckpt"), module, world_size=2, ranks="same")
 
 
 def test_tensor_parallelism_is_refused():

@@ -14,11 +14,11 @@ from diffvision.training import progress, terminal
 from diffvision.training.progress import (
     Clock,
     ProgressLine,
-    duration,
+    describe_position,
+    format_duration,
+    format_line,
     format_metrics,
-    line,
-    number,
-    position,
+    format_number,
     total_steps,
 )
 from diffvision.training.terminal import CLEAR, Screen
@@ -82,7 +82,7 @@ def test_t2i_finds_images_by_text():
 def test_the_line_is_never_wider_and_its_names_are_whole(head, doing, width):
     parts = [*doing, *format_metrics(EVERYTHING)]
     for share, left in ((0.15, 192.0), (1.0, 0.0), (0.0, 9e6), (None, None), (0.5, None)):
-        text = line(head, share, left, parts, width)
+        text = format_line(head, share, left, parts, width)
         assert text.cell_len <= width
         behind = text.plain.partition("  ")[2]
         assert not behind or "  ".join(parts).startswith(behind)
@@ -93,7 +93,7 @@ def test_the_line_at_80_and_100_columns():
     parts = format_metrics(
         {key: value for key, value in EVERYTHING.items() if key.startswith(("train", "zero_shot/i"))}
     )
-    at_80, at_100 = (line("epoch 1/6 step 120/786", 120 / 786, 192.0, parts, width).plain for width in (77, 97))
+    at_80, at_100 = (format_line("epoch 1/6 step 120/786", 120 / 786, 192.0, parts, width).plain for width in (77, 97))
     assert at_80.startswith("epoch 1/6 step 120/786 ━")
     assert at_80.endswith(" 15% 3:12 left  loss 2.41  acc1 0.641  812 img/s")
     assert at_100.endswith(" 15% 3:12 left  loss 2.41  acc1 0.641  812 img/s  lr 1.0e-3")
@@ -115,7 +115,7 @@ def test_the_line_at_80_and_100_columns():
 def test_epochs_and_steps_are_those_of_the_whole_run(settings, text, total):
     run = trainer(**settings)
     assert total_steps(run) == total
-    assert position(run, total) == text
+    assert describe_position(run, total) == text
 
 
 def test_time_left_is_that_of_the_remaining_steps_and_validations():
@@ -151,7 +151,7 @@ def test_validations_per_step():
     [(0, "0:00"), (59.6, "1:00"), (192, "3:12"), (3723, "1:02:03"), (2 * 86400 + 11040, "2d 03:04")],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_durations(seconds, text):
     ],
 )
 def test_numbers(value, text):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 class Terminal(io.StringIO):

@@ -149,7 +149,7 @@ def verify(path: str | Path) -> Record:
     raise DamagedCheckpoint(reason)
 
 
-def newest_valid(directories: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
+def find_newest_valid(directories: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
     """Find the checkpoint of the highest step that can be resumed from.
 
     Returns:

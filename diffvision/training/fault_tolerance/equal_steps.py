@@ -61,7 +61,7 @@ class EvenRanks(pl.Callback):
             return
         if min(lengths) == 0:
             empty = [rank for rank, length in enumerate(lengths) if not length]
-            raise ValueError(f"{named(empty)} no batch and the others up to {max(lengths)}: {REMEDY}")
+            raise ValueError(f"{name_ranks(empty)} no batch and the others up to {max(lengths)}: {REMEDY}")
         trainer.fit_loop.max_batches = min(lengths)
         # Lightning has computed val_check_batch from the length of each rank's loader.
         if trainer.val_check_batch not in (None, math.inf):
@@ -83,8 +83,8 @@ class EvenRanks(pl.Callback):
             self._warned = True
             last = [rank for rank, state in enumerate(states) if state]
             rank_zero_warn(
-                f"{named(last)} no batch left after {self._trained} in an epoch and others have: what they have left "
-                f"is left out, in every epoch. {REMEDY}"
+                f"{name_ranks(last)} no batch left after {self._trained} in an epoch and others have: theirs are left "
+                f"out, in every epoch. {REMEDY}"
             )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -97,7 +97,7 @@ class EvenRanks(pl.Callback):
         states = self.peers.most([state if rank == self.peers.rank else 0 for rank in range(self.peers.world)])
         empty = [rank for rank, state in enumerate(states) if state == NONE]
         if empty and len(empty) < len(states):
-            raise ValueError(f"{named(empty)} no batch in this epoch and others have: {REMEDY}")
+            raise ValueError(f"{name_ranks(empty)} no batch in this epoch and others have: {REMEDY}")
         return states
 
 
@@ -117,11 +117,11 @@ def check_shards(seen: list[tuple[str, str] | None]) -> None:
     groups: dict[Any, list[int]] = {}
     for rank, shards in enumerate(seen):
         groups.setdefault(shards, []).append(rank)
-    listed = "; ".join(f"{named(ranks)} {shards[1] if shards else 'none'}" for shards, ranks in groups.items())
+    listed = "; ".join(f"{name_ranks(ranks)} {shards[1] if shards else 'none'}" for shards, ranks in groups.items())
     raise ValueError(f"ranks see different shards: {listed}. Put the same files where every rank looks")
 
 
-def named(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     """Return ranks as the subject of a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"

@@ -53,7 +53,7 @@ def write_file(path: Path, content: Callable[[Any], Any]) -> tuple[int, str]:
     return hashing.size, hashing.digest.hexdigest()
 
 
-def descriptor(path: Path, flags: int) -> int:
+def open_for_writing(path: Path, flags: int) -> int:
     """Open a file for writing, and create it if it is missing; return its descriptor.
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.files import descriptor
+from diffvision.training.fault_tolerance.files import open_for_writing
 from diffvision.training.fault_tolerance.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
@@ -219,7 +219,7 @@ def _append(trainer: pl.Trainer, record: dict[str, Any]) -> str:
         return str(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(descriptor(file, os.O_WRONLY | os.O_APPEND), "a") as lines:
+        with os.fdopen(open_for_writing(file, os.O_WRONLY | os.O_APPEND), "a") as lines:
             lines.write(json.dumps(record) + "\n")
     except OSError as error:
         rank_zero_warn(f"{file} cannot be written ({error.strerror}); of a skipped step it would say {record}")

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.fault_tolerance.checkpoints import checkpoints_in, clean, newest_valid, verify
+from diffvision.training.fault_tolerance.checkpoints import checkpoints_in, clean, find_newest_valid, verify
 from diffvision.training.fault_tolerance.content import find_bad_states, find_fault, read_checkpoint
-from diffvision.training.fault_tolerance.files import descriptor, explain_unwritable, is_remote, module_bytes
+from diffvision.training.fault_tolerance.files import explain_unwritable, is_remote, module_bytes, open_for_writing
 from diffvision.training.fault_tolerance.layout import RUN_KEY
 from diffvision.training.fault_tolerance.records import SUFFIX, TEMPORARY, DamagedCheckpoint, record_path
 from diffvision.training.fault_tolerance.run_state import RunState, list_few
@@ -79,7 +79,7 @@ def prepare(
                 )
         needed = module_bytes(module)
         if path and not is_remote(path):
-            state.path, state.saved = path, compare(path, module, world_size=trainer.world_size, ranks=ranks)
+            state.path, state.saved = path, check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
             needed = max(needed, os.path.getsize(path))
             if ckpt_path:
                 _refuse_later(directories, path, state.saved["step"])
@@ -153,7 +153,7 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
     logger: Any = trainer.loggers[0] if trainer.loggers else None
     adopted = _adopt_version(logger)
     directories = run_directories(trainer)
-    path, faults = newest_valid(directories)
+    path, faults = find_newest_valid(directories)
     for damaged, reason in faults.items():
         rank_zero_warn(f"passed over {damaged}: it {reason}")
     if path is not None:
@@ -199,7 +199,7 @@ def _versions_with_checkpoints(logger: Any) -> list[Path]:
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
     """Raise ValueError where the directories hold later checkpoints: the next --resume auto would take one of those."""
-    later, _ = newest_valid(directories)
+    later, _ = find_newest_valid(directories)
     if later is not None and (reached := verify(later).step) > step:
         raise ValueError(
             f"ckpt_path is {path}, of step {step}, but {later} is of step {reached}: move later ones away, or give "
@@ -229,7 +229,7 @@ def lock(directory: Path) -> Iterator[None]:
         BlockingIOError: another process holds it.
         OSError: the lock file is a link, or no regular file.
     """
-    with os.fdopen(descriptor(directory / LOCK, os.O_RDWR | os.O_APPEND), "a+") as file:
+    with os.fdopen(open_for_writing(directory / LOCK, os.O_RDWR | os.O_APPEND), "a+") as file:
         try:
             # Not flock: workers would inherit that, and hold it after their parent was killed.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,7 +251,7 @@ def lock(directory: Path) -> Iterator[None]:
 # --- comparing ---
 
 
-def compare(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
+def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
     """Check that this module, in so many processes, can resume from a checkpoint.
 
     Returns:

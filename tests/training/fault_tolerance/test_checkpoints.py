@@ -25,7 +25,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
     DurableCheckpointIO,
     checkpoints_in,
     clean,
-    newest_valid,
+    find_newest_valid,
     verify,
 )
 from diffvision.training.fault_tolerance.random_state import capture
@@ -98,7 +98,7 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(number,
     """Over the only good one: after each kill it is valid, and the next start finds no leavings."""
     last = save(tmp_path / "last.ckpt", 1)
     assert run_killed(number, last) == (number <= TOUCHES)
-    assert newest_valid([tmp_path]) == (last, {})
+    assert find_newest_valid([tmp_path]) == (last, {})
     step = 1 if number <= RENAME else 2
     assert verify(last).step == step_of(last) == step
     torch.testing.assert_close(IO.load_checkpoint(last)["state_dict"], content(step)["state_dict"])
@@ -115,7 +115,7 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(number,
 def test_a_save_killed_next_to_others_leaves_them_to_resume_from(number, tmp_path):
     first = save(tmp_path / "step=1.ckpt", 1)
     assert run_killed(number, tmp_path / "step=2.ckpt")
-    path, faults = newest_valid([tmp_path])
+    path, faults = find_newest_valid([tmp_path])
     assert path == (first if number <= RENAME else tmp_path / "step=2.ckpt")
     assert step_of(path) == (1 if number <= RENAME else 2)
     clean(tmp_path)
@@ -128,7 +128,7 @@ def test_killed_again_and_again_while_it_is_replaced_it_is_still_known(tmp_path)
     for number in (6, 6, 9):
         assert run_killed(number, path)
         assert verify(path).step == step_of(path)
-        assert newest_valid([tmp_path]) == (path, {})
+        assert find_newest_valid([tmp_path]) == (path, {})
 
 
 # --- damaged ---
@@ -179,15 +179,15 @@ DAMAGE = [
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_with_its_reason(damage, reason, tmp_path):
     first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
-    assert newest_valid([tmp_path]) == (second, {})
+    assert find_newest_valid([tmp_path]) == (second, {})
     damage(second)
     with pytest.raises(DamagedCheckpoint, match=reason):
         verify(second)
-    path, faults = newest_valid([tmp_path])
+    path, faults = find_newest_valid([tmp_path])
     assert path == first
     assert list(faults) == [second]
     damage(first)
-    assert newest_valid([tmp_path])[0] is None
+    assert find_newest_valid([tmp_path])[0] is None
 
 
 def with_record(path, **values):
@@ -232,7 +232,7 @@ def test_a_record_of_other_types_is_an_unreadable_one(values, reason, tmp_path):
         written["records"] = values
     text = json.dumps(written)
     record.write_text(text.replace(f'"{values}"', values) if len(values or ()) > 1000 else text)
-    path, faults = newest_valid([tmp_path])
+    path, faults = find_newest_valid([tmp_path])
     assert path == first
     assert list(faults) == [second]
     assert re.search(reason, faults[second])
@@ -322,7 +322,7 @@ def test_content_that_does_not_load_is_passed_over_though_its_record_is_right(va
         torch.save({k: v for k, v in whole.items() if k not in gone} if gone else whole, second)
     believed(second)
     verify(second)
-    path, faults = newest_valid([tmp_path])
+    path, faults = find_newest_valid([tmp_path])
     assert path == first
     assert list(faults) == [second]
     assert re.search(reason, faults[second])
@@ -338,14 +338,14 @@ def test_what_cannot_be_read_is_passed_over(tmp_path, monkeypatch):
         return whole(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", bad_block)
-    assert newest_valid([tmp_path]) == (first, {second: "cannot be read (Input/output error)"})
+    assert find_newest_valid([tmp_path]) == (first, {second: "cannot be read (Input/output error)"})
 
 
 def test_a_flipped_step_in_a_record_makes_no_checkpoint_newer(tmp_path):
     first, second = save(tmp_path / "step=1.ckpt", 1), save(tmp_path / "step=2.ckpt", 2)
     record = records.record_path(first)
     record.write_text(record.read_text().replace('"step": 1', '"step": 9'))
-    assert newest_valid([tmp_path]) == (second, {first: "is of step 1, and its record of step 9"})
+    assert find_newest_valid([tmp_path]) == (second, {first: "is of step 1, and its record of step 9"})
 
 
 def test_weights_alone_directories_and_links_are_no_checkpoints_to_resume(tmp_path):
@@ -353,7 +353,7 @@ def test_weights_alone_directories_and_links_are_no_checkpoints_to_resume(tmp_pa
     IO.save_checkpoint({k: v for k, v in content(9).items() if k != "optimizer_states"}, tmp_path / "best.ckpt")
     (tmp_path / "sharded.ckpt").mkdir()
     (tmp_path / "last.ckpt").symlink_to("step=1.ckpt")
-    path, faults = newest_valid([tmp_path, tmp_path / "none"])
+    path, faults = find_newest_valid([tmp_path, tmp_path / "none"])
     assert path == first
     assert {p.name: reason.split(",")[0] for p, reason in faults.items()} == {
         "best.ckpt": "holds weights alone",
@@ -475,4 +475,4 @@ def test_every_checkpoint_of_our_modules_is_plain_and_recorded(name, tmp_path):
         stored, record = torch.load(path, weights_only=True), verify(path)
         assert stored["state_dict"].keys() == module.state_dict().keys()
         assert record.step == stored["global_step"]
-    assert newest_valid([tmp_path])[0] is not None
+    assert find_newest_valid([tmp_path])[0] is not None

@@ -13,7 +13,7 @@ import tiny_runs
 from diffvision.models import language
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import run_state
-from diffvision.training.fault_tolerance.checkpoints import newest_valid, verify
+from diffvision.training.fault_tolerance.checkpoints import find_newest_valid, verify
 from diffvision.training.fault_tolerance.random_state import capture, restore
 from diffvision.training.fault_tolerance.resume import compare
 from diffvision.training.fault_tolerance.run_state import RunState, describe_changes, flatten
@@ -110,7 +110,7 @@ def kept(root) -> Path:
 def test_a_checkpoint_between_two_steps_is_passed_over(kept):
     asked = kept / "asked.ckpt"
     assert not verify(asked).resumable
-    path, faults = newest_valid([kept])
+    path, faults = find_newest_valid([kept])
     assert path is not None
     assert path != asked
     assert faults[asked] == "holds weights alone, or was not taken between two steps"
@@ -119,7 +119,7 @@ def test_a_checkpoint_between_two_steps_is_passed_over(kept):
 
 
 def test_averages_are_evaluated_and_resumed_only_with_averaging(kept):
-    path, _ = newest_valid([kept])
+    path, _ = find_newest_valid([kept])
     content = torch.load(path, weights_only=True)
     loaded = language.load(path).state_dict()
     assert all(torch.equal(value, loaded[name.removeprefix("model.")]) for name, value in content["state_dict"].items())
@@ -139,7 +139,7 @@ def test_averages_of_sharded_weights_and_decays_that_cannot_be_are_refused():
 
 def test_a_warning_names_what_differs(root, kept, tmp_path):
     """Another precision, number of ranks and configuration: one line each."""
-    run = torch.load(newest_valid([kept])[0], weights_only=True)["diffvision_run"]
+    run = torch.load(find_newest_valid([kept])[0], weights_only=True)["diffvision_run"]
     loader = SimpleNamespace(state_dict=dict)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, max_steps=7, precision="bf16-mixed")
     resumed = SimpleNamespace(**{n: getattr(trainer, n) for n in (*run_state.COMPARED, "strategy")})

@@ -16,7 +16,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.training.clip import ContrastiveModule, detach_zero_rows
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, checkpoints_in, newest_valid, verify
+from diffvision.training.fault_tolerance.checkpoints import (
+    DurableCheckpointIO,
+    checkpoints_in,
+    find_newest_valid,
+    verify,
+)
 from diffvision.training.fault_tolerance.content import find_bad_tensors
 from diffvision.training.fault_tolerance.finite import FILE, StepGuard
 from diffvision.training.fault_tolerance.resume import compare
@@ -170,7 +175,7 @@ def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays
         fit(module, bad, tmp_path, saving)
     assert "optimizer.max_skipped" in str(raised.value)
     assert FILE in str(raised.value)
-    path, faults = newest_valid([tmp_path / "kept"])
+    path, faults = find_newest_valid([tmp_path / "kept"])
     assert path is not None
     assert path.name == "step=4.ckpt"
     assert not faults
@@ -391,7 +396,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path
     averaged = good | {"current_model_state": bad["state_dict"]}  # EMA: the averages may still be finite
     with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight would hold"):
         io.save_checkpoint(averaged, path)
-    assert newest_valid([tmp_path]) == (path, {})
+    assert find_newest_valid([tmp_path]) == (path, {})
 
     torch.save(bad | {"global_step": 2}, foreign := tmp_path / "foreign.ckpt")
     with pytest.raises(ValueError, match=r"foreign.ckpt: it holds NaN"):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, newest_valid
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
 from diffvision.training.fault_tolerance.equal_steps import EvenRanks, check_shards, shards_of
 from diffvision.training.fault_tolerance.preemption import SAVED, Preempted, Preemption, watch_signals
 from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watch_launcher
@@ -126,7 +126,7 @@ def test_sigterm_saves_after_the_step_and_ends_with_143(tmp_path, capsys):
     _, code = fitted(tmp_path, module, batches=6)
     assert code == 143
     assert saved(tmp_path)["global_step"] == 3
-    assert newest_valid([tmp_path])[0] == tmp_path / SAVED
+    assert find_newest_valid([tmp_path])[0] == tmp_path / SAVED
     assert called(module, "validation_step", "on_train_epoch_end") == []
     assert f"SIGTERM: saved {tmp_path / SAVED} at step 3" in capsys.readouterr().err
 
@@ -227,7 +227,7 @@ def test_during_a_save_it_is_finished_and_another_follows(tmp_path):
     every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     _, code = fitted(tmp_path, module, callbacks=[every])
     assert (code, saved(tmp_path)["global_step"]) == (143, 1)
-    assert newest_valid([tmp_path])[1] == {}
+    assert find_newest_valid([tmp_path])[1] == {}
 
 
 def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
@@ -322,7 +322,7 @@ def test_an_exception_on_one_rank_ends_the_others_and_is_reported_once(tmp_path)
     assert (first.code, second.code) == (1, 1)
     assert second.output.count("KeyError: 'no such colour'") == 1
     assert "rank 0 ends because rank 1 has failed: KeyError: 'no such colour'" in first.output
-    assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
+    assert find_newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 
 @pytest.mark.forks
@@ -332,7 +332,7 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others(tmp_path, end):
     assert first.code == 1
     assert second.code in (0, -signal.SIGKILL)
     assert "rank 0 ends because another rank is gone without a report: perhaps killed" in first.output
-    assert newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
+    assert find_newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
 
 
 class Counted(IterableDataset):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from diffvision.training.fault_tolerance import resume
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.records import record_path
-from diffvision.training.fault_tolerance.resume import compare, lock, prepare, run_directories
+from diffvision.training.fault_tolerance.resume import check_resumable, lock, prepare, run_directories
 from diffvision.training.fault_tolerance.run_state import RunState
 
 # Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
@@ -310,11 +310,11 @@ def test_a_module_says_what_to_set(checkpoint):
             return checkpoint["diffvision"]["model"]
 
     with pytest.raises(ValueError, match=r"step=1.ckpt: its description of"):
-        compare(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
+        check_resumable(str(checkpoint), Unchecked(layers=2), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"layers.1.bias \[3\] only in"):
-        compare(str(checkpoint), Knowing(), world_size=1, ranks="same")
+        check_resumable(str(checkpoint), Knowing(), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt"):
-        compare(str(checkpoint), Knowing(layers=2), world_size=1, ranks="same")
+        check_resumable(str(checkpoint), Knowing(layers=2), world_size=1, ranks="same")
 
 
 def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
@@ -322,10 +322,10 @@ def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
         def configure_model(self):
             pass
 
-    compare(str(checkpoint), Later(), world_size=1, ranks="same")
+    check_resumable(str(checkpoint), Later(), world_size=1, ranks="same")
     loose = Tiny(layers=3)
     loose.strict_loading = False
-    compare(str(checkpoint), loose, world_size=1, ranks="same")
+    check_resumable(str(checkpoint), loose, world_size=1, ranks="same")
 
 
 def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
@@ -345,8 +345,8 @@ def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_pat
 def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
     module = Tiny(layers=2)
     with pytest.raises(ValueError, match="1 processes trained it and here are"):
-        compare(str(checkpoint), module, world_size=4, ranks="same")
-    compare(str(checkpoint), module, world_size=4, ranks="any")
+        check_resumable(str(checkpoint), module, world_size=4, ranks="same")
+    check_resumable(str(checkpoint), module, world_size=4, ranks="any")
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_what_is_no_checkpoint_is_refused(content, message, tmp_path):
     else:
         torch.save(content, path)
     with pytest.raises(ValueError, match=rf"cannot resume from .*x.ckpt: {message}"):
-        compare(str(path), Tiny(layers=2), world_size=1, ranks="same")
+        check_resumable(str(path), Tiny(layers=2), world_size=1, ranks="same")
 
 
 def hold(directory, ready, done):
