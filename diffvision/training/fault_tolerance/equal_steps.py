@@ -33,11 +33,6 @@ class EvenRanks(pl.Callback):
         self._trained = 0  # batches of this epoch
         self._warned = False
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Connect the ranks before a fit."""
-        if stage == "fit":
-            self.peers.join(trainer)
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the ranks' shards and numbers of batches.
 

@@ -65,7 +65,6 @@ class Preemption(pl.Callback):
         if stage != "fit":
             return
         self._trainer = trainer
-        self.peers.join(trainer)
         environment = lightning_internals.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._requeues = environment.requeue_signal

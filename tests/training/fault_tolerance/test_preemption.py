@@ -356,7 +356,7 @@ class Sized(Counted):
 def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
     first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 4])))
     message = {
-        Counted: "rank 1 has no batch left after 4 in an epoch and others have: what they have left is left out",
+        Counted: "rank 1 has no batch left after 4 in an epoch and others have: theirs are left out",
         Sized: "ranks have different numbers of batches; each epoch leaves out: rank 0 2 of 6. Give each as many",
     }
     assert (first.code, second.code) == (0, 0), first.output + second.output
