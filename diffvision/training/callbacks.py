@@ -18,16 +18,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.data.shards.report import Report
 from diffvision.training.fault_tolerance import gather
+from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
 KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # fields of a report that are saved
-
-
-def is_logging_step(trainer: Any) -> bool:
-    """Return whether the step that was just made is one that the trainer logs."""
-    every = trainer.log_every_n_steps
-    return every > 0 and trainer.global_step % every == 0
 
 
 class LambdaMonitor(pl.Callback):
@@ -47,8 +42,7 @@ class LambdaMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the lambdas of a logging step."""
-        if not is_logging_step(trainer):
+        if not is_logging_step(trainer, trainer.global_step):
             return
         from diffvision.analysis.lambdas import layer_lambdas
 
@@ -158,7 +152,7 @@ class Throughput(pl.Callback):
         self.samples += len(data) * trainer.world_size  # every rank has the same number
         if "tokens" in batch:
             self.tokens += len(data) * (data.shape[1] - 1) * trainer.world_size  # that the model reads
-        if is_logging_step(trainer):
+        if is_logging_step(trainer, trainer.global_step):
             pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=not self.tokens)
             if self.tokens:
                 pl_module.log("train/tokens_per_second", self.tokens / self.seconds, prog_bar=True)

@@ -192,7 +192,7 @@ class FitCLI(LightningCLI):
     def before_fit(self) -> None:
         """Refuse what the module would refuse, before the run has a directory."""
         if isinstance(self.model, TrainingModule):
-            callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
+            callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the module says it again
                 self.model.set_monitors(callbacks, self.datamodule)

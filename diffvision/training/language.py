@@ -248,8 +248,8 @@ class LanguageModule(TrainingModule):
 
     def _on_all_ranks(self, sums: Tensor) -> Tensor:
         """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning does not declare it
-        if self.trainer.world_size == 1 or not every or (self.trainer.global_step + 1) % every:
+        is_logged = lightning_internals.is_logging_step(self.trainer, self.trainer.global_step + 1)
+        if self.trainer.world_size == 1 or not is_logged:
             return sums
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 

@@ -116,15 +116,15 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         Raises:
             ValueError: a callback monitors a metric that validation will not log.
         """
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
         if self.fitting:
+            callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
             self.set_monitors(callbacks, getattr(self.trainer, "datamodule", None))
-        guards = [callback for callback in callbacks if isinstance(callback, StepGuard)]
+        guards = lightning_internals.find_callbacks(self.trainer, StepGuard)
         if guards and not self.fitting:
             return []
         for guard in guards:
             if guard.of_module:  # from an earlier fit: Lightning would replace it too, with a message
-                callbacks.remove(guard)
+                self.trainer.callbacks.remove(guard)  # type: ignore[attr-defined]
         guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
         guard.of_module = True
         return [guard]

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.fault_tolerance import watch_signals
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks, is_logging_step
 from diffvision.training.schedule import epoch_steps, run_steps
 from diffvision.training.terminal import CellScreen, Screen
 
@@ -88,8 +89,7 @@ class ProgressLine(ProgressBar):
     ) -> None:
         """Show the line, if it is time."""
         self._clock.stepped(trainer.global_step)
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning does not declare it
-        due = self._screen is not None or (every and trainer.global_step % every == 0)
+        due = self._screen is not None or is_logging_step(trainer, trainer.global_step)
         if self.is_enabled and due and self._waited():
             self._show(trainer, metrics=True)
 
@@ -185,8 +185,7 @@ class ProgressLine(ProgressBar):
 
     def _left(self, trainer: pl.Trainer, total: int | None) -> float | None:
         limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._within)]
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-        limits += [callback.time_remaining() for callback in callbacks if isinstance(callback, Timer)]
+        limits += [timer.time_remaining() for timer in find_callbacks(trainer, Timer)]
         return min((limit for limit in limits if limit is not None), default=None)
 
 

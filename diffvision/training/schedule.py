@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks, is_dry_run
 from diffvision.training.optim import OptimizerSettings
 
 
@@ -62,7 +63,7 @@ class WarmupDecay(torch.optim.lr_scheduler.LRScheduler):
                 "the decay needs the run's length: set trainer.max_steps, or trainer.max_epochs where the loader has a "
                 "length"
             )
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning does not declare it
+        if is_dry_run(trainer):
             self.warmup, self.configured_warmup = 0, None
         else:
             self.configured_warmup = configured_warmup(self.settings, epoch)
@@ -116,9 +117,8 @@ def epoch_steps(trainer: pl.Trainer, epoch: int) -> int | None:
     GradientAccumulationScheduler changes them from epoch to epoch.
     """
     every = trainer.accumulate_grad_batches
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning does not declare it
-        if isinstance(callback, GradientAccumulationScheduler):
-            every = callback.get_accumulate_grad_batches(epoch)
+    for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):
+        every = scheduler.get_accumulate_grad_batches(epoch)
     batches = trainer.num_training_batches
     return math.ceil(batches / every) if math.isfinite(batches) else None
 

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
@@ -30,6 +30,7 @@ from diffvision.data.text.tokens import are_conversations
 from diffvision.evaluation.output import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import format_duration, total_steps
 
@@ -91,8 +92,8 @@ class RunSummary(pl.Callback):
             trained = f"already at step {steps}: nothing was trained"
         values = trainer.callback_metrics
         metrics = {name: float(values[name]) for name in self._measured if name in values}
-        is_average = any(isinstance(callback, WeightAveraging) for callback in cast(Any, trainer).callbacks)
-        title = "last evaluation, averaged weights (EMA)" if is_average else "last evaluation"
+        has_average = bool(find_callbacks(trainer, WeightAveraging))
+        title = "last evaluation, averaged weights (EMA)" if has_average else "last evaluation"
         final = make_table(metrics, title) if metrics else ""
         paths = "\n".join(list_checkpoints(trainer, pl_module))
         print(trained)
@@ -151,7 +152,7 @@ def make_table(metrics: dict[str, float], title: str) -> Table:
 
 def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Return lines with the best and the last checkpoint, and the command that evaluates the first of them."""
-    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+    savers = find_callbacks(trainer, ModelCheckpoint)
     best = [saver for saver in savers if saver.monitor and saver.best_model_path]
     last = [saver.last_model_path or ("" if saver.monitor else saver.best_model_path) for saver in savers]
     lines, paths = [], [saver.best_model_path for saver in best]

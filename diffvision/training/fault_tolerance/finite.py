@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.files import open_for_writing
+from diffvision.training.fault_tolerance.lightning_internals import is_dry_run
 from diffvision.training.fault_tolerance.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
@@ -215,7 +216,7 @@ def _append(trainer: pl.Trainer, record: dict[str, Any]) -> str:
     """Append a line to the file of skipped steps and return its path; warn where it cannot be written."""
     directory = trainer.log_dir or trainer.default_root_dir  # a collective: the first rank broadcasts it
     file = Path(directory, FILE)
-    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning does not declare it
+    if not trainer.is_global_zero or is_dry_run(trainer):
         return str(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ Checkpoints are written in `checkpoints`; what a signal saves is in `preemption`
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -23,11 +22,10 @@ class LastState(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save by the first ModelCheckpoint that monitors nothing; else as last.ckpt next to those of the first one."""
-        savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+        savers = lightning_internals.find_callbacks(trainer, ModelCheckpoint)
         savers = [saver for saver in savers if not saver.save_weights_only] or savers
-        fast_dev_run: Any = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning does not declare it
         saved = any(lightning_internals.last_saved_step(saver) == trainer.global_step for saver in savers)
-        if not savers or saved or fast_dev_run:
+        if not savers or saved or lightning_internals.is_dry_run(trainer):
             return
         for saver in savers:
             if saver.monitor is None and saver.save_top_k != 0:

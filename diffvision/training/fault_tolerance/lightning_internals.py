@@ -9,7 +9,7 @@ import logging
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from diffvision.signatures import missing_names, require_names
 
+Kind = TypeVar("Kind")
 TESTED = ">=2.6.5,<2.7"  # as pyproject.toml has it
 NAMES = {
     "trainer._accelerator_connector.cluster_environment": "SLURM runs a preempted job again",
@@ -90,6 +91,26 @@ def require() -> None:
         ValueError: it lacks some.
     """
     require_names("lightning", TESTED, missing(), "training relies on")
+
+
+# --- what Lightning sets without a declaration, so that type checkers do not know it ---
+
+
+def find_callbacks(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """Return the trainer's callbacks of a class, in their order."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, kind)]
+
+
+def is_dry_run(trainer: pl.Trainer) -> bool:
+    """Return whether the trainer makes a `fast_dev_run`."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
+    """Return whether the trainer logs after so many steps."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and step % every == 0
 
 
 # --- loops ---

@@ -125,8 +125,7 @@ def _call_checkpoint_callbacks(trainer: pl.Trainer) -> None:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for counts in (progress.total, progress.current):
         counts.completed -= 1  # its value when Lightning calls this hook
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, progress.current.ready - 1)
+    for saver in lightning_internals.find_callbacks(trainer, ModelCheckpoint):
+        saver.on_train_batch_end(trainer, trainer.lightning_module, None, None, progress.current.ready - 1)
     for counts in (progress.total, progress.current):
         counts.completed += 1

@@ -199,17 +199,14 @@ def ignore_until_the_end(numbers: Iterable[int]) -> None:
 
 def preempted_path(trainer: pl.Trainer) -> str | None:
     """Return where a signal's checkpoint is saved: next to those of the first ModelCheckpoint."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-            return os.path.join(callback.dirpath, SAVED)
-    return None
+    directories = [saver.dirpath for saver in lightning_internals.find_callbacks(trainer, ModelCheckpoint)]
+    return next((os.path.join(directory, SAVED) for directory in directories if directory), None)
 
 
 def watch_signals(trainer: pl.Trainer, batches: Any) -> Iterable:
     """Return the batches of a long evaluation in a fit, between which the run acts on signals if it is protected."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-    watching = (callback.watch_signals(batches) for callback in callbacks if isinstance(callback, Preemption))
-    return next(watching, batches)
+    watching = lightning_internals.find_callbacks(trainer, Preemption)
+    return watching[0].watch_signals(batches) if watching else batches
 
 
 def requeue() -> None:

@@ -113,8 +113,8 @@ def protect(
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     state, peers = RunState(settings), Peers()
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-    warn_of_old_last(callbacks)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    warn_of_old_last(lightning_internals.find_callbacks(trainer, ModelCheckpoint))
     callbacks[:] = order_callbacks(
         [callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers
     )
@@ -140,13 +140,12 @@ def order_callbacks(callbacks: list[Any], state: RunState, peers: Peers) -> list
     return [FailureNews(peers), LastState(), *others, state, *savers, EvenRanks(peers), Preemption(peers)]
 
 
-def warn_of_old_last(callbacks: list[Any]) -> None:
+def warn_of_old_last(savers: list[ModelCheckpoint]) -> None:
     """Warn of a `save_last` that would not be of the last steps.
 
     Lightning writes it only when the same callback saves another checkpoint: one that monitors a metric does so when
     the metric improves.
     """
-    savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
     if all(saver.monitor and saver.save_top_k >= 0 for saver in savers) and any(saver.save_last for saver in savers):
         rank_zero_warn(
             "save_last of a ModelCheckpoint that monitors a metric is written only when the metric improves and at the "

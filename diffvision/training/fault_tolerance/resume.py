@@ -65,7 +65,7 @@ def prepare(
         )
     if ckpt_path in NAMED:
         raise ValueError(f"ckpt_path is {ckpt_path}: give a file, or --resume auto, which checks what it finds")
-    fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning does not declare it
+    fast_dev_run = lightning_internals.is_dry_run(trainer)
     with ExitStack() as stack, warnings.catch_warnings():
         # These directories may hold files: what a run could overwrite in them is refused or kept below.
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
@@ -115,9 +115,7 @@ def _load_states(path: str | None, load: Callable[..., None], *args: Any, **sett
 def run_directories(trainer: pl.Trainer) -> list[Path]:
     """Return the local directories that the trainer's ModelCheckpoint callbacks write to, by Lightning's rule."""
     directories = []
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
+    for callback in lightning_internals.find_callbacks(trainer, ModelCheckpoint):
         directory = callback.dirpath
         if directory is None:
             root = trainer.default_root_dir

@@ -26,6 +26,7 @@ from diffvision.data.shards.loader import ShardLoader
 from diffvision.training.fault_tolerance import backends, lightning_internals, loops
 from diffvision.training.fault_tolerance.finite import gather
 from diffvision.training.fault_tolerance.layout import RUN_KEY
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.fault_tolerance.random_state import capture, restore
 
 LONG = 200  # characters of a setting's two values, from which on only their differing parts are named
@@ -111,7 +112,7 @@ class RunState(pl.Callback):
             "metrics": {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
             "saves": {
                 c.state_key: {k: getattr(c, k) for k in lightning_internals.SAVE_STATE}
-                for c in _model_checkpoints(trainer)
+                for c in find_callbacks(trainer, ModelCheckpoint)
             },
             "row": lightning_internals.metrics_to_log(trainer) if at == "step" else {},
             "settings": self._described(trainer),
@@ -168,9 +169,7 @@ class RunState(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = run = checkpoint.get(RUN_KEY, {})
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        if "current_model_state" in checkpoint and not averages:
+        if "current_model_state" in checkpoint and not find_callbacks(trainer, WeightAveraging):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its weights are averages: add the callback "
                 "diffvision.training.ema.EMA"
@@ -308,23 +307,15 @@ def _comparable(value: str) -> str:
 
 def _resume_callbacks(trainer: pl.Trainer) -> None:
     """Update Lightning's callbacks that rely on an epoch's start, which a run resumed within an epoch skips."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning does not declare it
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
-        if isinstance(callback, StochasticWeightAveraging):
-            rank_zero_warn(
-                f"resumed from {trainer.ckpt_path}: StochasticWeightAveraging does not resume exactly; EMA does"
-            )
-
-
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):
+        trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+    if find_callbacks(trainer, StochasticWeightAveraging):
+        rank_zero_warn(f"resumed from {trainer.ckpt_path}: StochasticWeightAveraging does not resume exactly; EMA does")
 
 
 def _restore_saves(trainer: pl.Trainer, saves: dict[str, dict[str, Any]]) -> None:
     """Restore what ModelCheckpoint saved last; otherwise it saves a step twice, or between the batches of one."""
-    for callback in _model_checkpoints(trainer):
+    for callback in find_callbacks(trainer, ModelCheckpoint):
         kept = saves.get(callback.state_key, {})
         for name in kept.keys() & set(lightning_internals.SAVE_STATE):
             setattr(callback, name, kept[name])

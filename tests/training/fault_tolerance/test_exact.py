@@ -15,7 +15,7 @@ from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import run_state
 from diffvision.training.fault_tolerance.checkpoints import find_newest_valid, verify
 from diffvision.training.fault_tolerance.random_state import capture, restore
-from diffvision.training.fault_tolerance.resume import compare
+from diffvision.training.fault_tolerance.resume import check_resumable
 from diffvision.training.fault_tolerance.run_state import RunState, describe_changes, flatten
 from resume_matrix import CUTS, Case, outcome_of, verdict
 from tiny_runs import Cut, Outcome, Setting, once, quietly
@@ -115,7 +115,7 @@ def test_a_checkpoint_between_two_steps_is_passed_over(kept):
     assert path != asked
     assert faults[asked] == "holds weights alone, or was not taken between two steps"
     with pytest.raises(ValueError, match=r"asked.ckpt: it was taken between"):
-        compare(str(asked), tiny_runs.module_of(TRAINED), world_size=1, ranks="same")
+        check_resumable(str(asked), tiny_runs.module_of(TRAINED), world_size=1, ranks="same")
 
 
 def test_averages_are_evaluated_and_resumed_only_with_averaging(kept):

@@ -24,7 +24,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
 )
 from diffvision.training.fault_tolerance.content import find_bad_tensors
 from diffvision.training.fault_tolerance.finite import FILE, StepGuard
-from diffvision.training.fault_tolerance.resume import compare
+from diffvision.training.fault_tolerance.resume import check_resumable
 from diffvision.training.optim import OptimizerSettings
 from tiny_runs import plain_checkpoint
 
@@ -400,7 +400,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path
 
     torch.save(bad | {"global_step": 2}, foreign := tmp_path / "foreign.ckpt")
     with pytest.raises(ValueError, match=r"foreign.ckpt: it holds NaN"):
-        compare(str(foreign), module, world_size=1, ranks="same")
+        check_resumable(str(foreign), module, world_size=1, ranks="same")
 
 
 def test_what_counts_as_finite():
