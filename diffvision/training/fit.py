@@ -25,15 +25,31 @@ from rich.console import Console
 from diffvision import jsonargparse_internals
 from diffvision.allow import Refusing, limit_imports
 from diffvision.analysis.curves import METRICS
-from diffvision.data.images.module import ImageLabelData
-from diffvision.data.text.module import TextData  # noqa: F401  # with the others, so that `class_path` may be a name
+
+# Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
+from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
+from diffvision.data.text.module import TextData  # noqa: F401
 from diffvision.mistakes import did_you_mean
 from diffvision.models.files import refuse_urls
-from diffvision.training.callbacks import DataReport  # noqa: F401
+from diffvision.training.callbacks import (  # noqa: F401
+    DataReport,
+    LambdaAnnealing,
+    LambdaMonitor,
+    LambdaWarmup,
+    Throughput,
+    TrainOnlyNew,
+)
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule  # noqa: F401
 from diffvision.training.ema import EMA  # noqa: F401
-from diffvision.training.fault_tolerance import Ranks, Resume, lightning_internals, protect, refuse_link
+from diffvision.training.fault_tolerance import (
+    Ranks,
+    Resume,
+    StepGuard,  # noqa: F401
+    lightning_internals,
+    protect,
+    refuse_link,
+)
 from diffvision.training.language import LanguageModule  # noqa: F401
 from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
 from diffvision.training.progress import ProgressLine
