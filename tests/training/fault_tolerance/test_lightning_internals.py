@@ -148,3 +148,16 @@ def test_without_private_names_all_but_fit_works():
     assert done.returncode == 0, done.stderr
     assert "lightning" in done.stderr
     assert "install lightning>=2.6.5" in done.stderr
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_accumulation_follows_lightnings_rule(every, is_last):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, accumulate_grad_batches=every)
+    trainer.fit_loop.max_batches = 5
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.is_last_batch = is_last
+    for ready in range(1, 6):
+        loop.batch_progress.current.ready = ready
+        assert lightning_internals.is_accumulating(trainer) == loop._should_accumulate()
+        assert lightning_internals.is_last_batch(trainer) == loop._num_ready_batches_reached()
