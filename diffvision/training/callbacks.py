@@ -92,7 +92,6 @@ class LambdaAnnealing(pl.Callback):
         return (1 - done) * done, done
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Set the lambda of the step that begins."""
         from diffvision.models.adapt import set_dex_schedule
 
         set_dex_schedule(pl_module, *self.shares(min(1.0, (trainer.global_step + 1) / self.steps)))
@@ -120,7 +119,6 @@ class TrainOnlyNew(pl.Callback):
         self.also = also or []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Freeze the parameters before a fit."""
         if stage == "fit":
             from diffvision.models.adapt import freeze_but_new
 
@@ -135,7 +133,6 @@ class Throughput(pl.Callback):
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count."""
         self.samples, self.tokens, self.seconds, self.mark = 0, 0, 0.0, time.perf_counter()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -145,7 +142,6 @@ class Throughput(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch, and log on logging steps."""
         now = time.perf_counter()
         self.seconds, self.mark = self.seconds + now - self.mark, now
         data: torch.Tensor = batch["tokens"] if "tokens" in batch else batch["image"]
@@ -175,14 +171,12 @@ class DataReport(pl.Callback):
         self.earlier: Report | None = None  # over all ranks, before the run was resumed
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Save what was counted of the epoch."""
         if trainer.state.fn == TrainerFn.FITTING and (reports := _reports(trainer)):
             total = add_reports([*self._earlier(reports[0].epoch), *reports])
             fields = {name: getattr(total, name) for name in KEPT}
             checkpoint[COUNTED] = fields | {"skipped": dict(total.skipped)}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Restore what was counted of the epoch."""
         if COUNTED in checkpoint:
             fields = checkpoint[COUNTED]
             self.earlier = Report(**fields | {"skipped": Counter(fields["skipped"])})
@@ -199,7 +193,6 @@ class DataReport(pl.Callback):
             pl_module.print(describe_tail(report, loader.batch_size))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Count a batch."""
         self.batches += 1
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

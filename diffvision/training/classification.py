@@ -118,7 +118,6 @@ class ClassificationModule(TrainingModule):
             )
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
-        """Return the cross entropy of a batch."""
         if self.in_fabric:  # a Trainer has read it already
             batch = self.as_read(batch)
         image, target = batch["image"], batch["label"]
@@ -151,7 +150,6 @@ class ClassificationModule(TrainingModule):
         super().set_monitors(callbacks, data)
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the sums of an evaluation."""
         self.begin_sums(4)  # samples, top-1, top-5, summed loss
 
     def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:

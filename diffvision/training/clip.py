@@ -294,7 +294,6 @@ class ContrastiveModule(TrainingModule):
         ]
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the sums of an evaluation."""
         self.begin_sums(2)  # pairs, and their summed loss
 
     def validation_step(

@@ -79,12 +79,10 @@ class EMA(EMAWeightAveraging):
         self._averages = self._averages or stage == "fit"
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Swap the averages into the module."""
         super().on_validation_epoch_start(trainer, pl_module)
         self._swapped = self._averages
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Swap the training weights into the module."""
         super().on_validation_epoch_end(trainer, pl_module)
         self._swapped = False
 
@@ -93,11 +91,9 @@ class EMA(EMAWeightAveraging):
         self.on_validation_epoch_start(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the epoch of the last update."""
         return super().state_dict() | {"latest_update_epoch": self._averaged_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step and the epoch of the last update."""
         super().load_state_dict(state_dict)
         self._averaged_epoch = state_dict.get("latest_update_epoch", self._averaged_epoch)
 

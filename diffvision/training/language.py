@@ -260,11 +260,9 @@ class LanguageModule(TrainingModule):
         return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the sums of an evaluation."""
         self.begin_sums(2)  # nats, predictions
 
     def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sum the cross entropy of a batch."""
         self._in_step(working=True)
         with self._plain_tensors():
             _, nll, count = self.sums(batch)

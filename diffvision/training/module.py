@@ -100,7 +100,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         return param_groups(self.model, self.settings.weight_decay)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW and its schedule."""
         optimizer = adamw(self.parameter_groups(), self.settings, self.trainer)
         scheduler = WarmupDecay(optimizer, self.settings, self.trainer.max_steps, self.trainer.max_epochs)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -168,15 +167,12 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         return batch
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Do what `validation_step` does."""
         self.validation_step(batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_start(self) -> None:
-        """Do what `on_validation_epoch_start` does."""
         self.on_validation_epoch_start()
 
     def on_test_epoch_end(self) -> None:
-        """Do what `on_validation_epoch_end` does."""
         self.on_validation_epoch_end()
 
     def begin_sums(self, size: int) -> None:

@@ -69,7 +69,6 @@ class ProgressLine(ProgressBar):
         self._shown, self._step = 0.0, -1  # the time of the last line, and the step that a validation has shown
 
     def enable(self) -> None:
-        """Show the line."""
         self.is_enabled = True
 
     def disable(self) -> None:
@@ -79,7 +78,6 @@ class ProgressLine(ProgressBar):
     # --- training ---
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure steps."""
         self._begin()
         self._clock = Clock()
         self._clock.start(trainer.global_step)
@@ -87,7 +85,6 @@ class ProgressLine(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the line, if it is time."""
         self._clock.stepped(trainer.global_step)
         due = self._screen is not None or is_logging_step(trainer, trainer.global_step)
         if self.is_enabled and due and self._waited():
@@ -99,7 +96,6 @@ class ProgressLine(ProgressBar):
             self._show(trainer, metrics=True)
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the line."""
         if self._screen is not None:
             self._screen.close()
             self._screen = None
@@ -109,7 +105,6 @@ class ProgressLine(ProgressBar):
     # --- evaluations ---
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure the evaluation."""
         self._begin()
         self._clock.validation_started()
 
@@ -132,7 +127,6 @@ class ProgressLine(ProgressBar):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the metrics of the validation."""
         self._doing, self._within = "", 0.0
         if not trainer.sanity_checking:
             self._clock.validation_ended()
@@ -216,7 +210,6 @@ class Clock:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Begin to measure at this step."""
         self._step, self._mark, self._first = step, self.now(), True
 
     def stepped(self, step: int) -> None:
@@ -231,11 +224,9 @@ class Clock:
         self._step, self._mark, self._first = step, now, False
 
     def validation_started(self) -> None:
-        """Note the beginning of a validation."""
         self._began = self.now()
 
     def validation_ended(self) -> None:
-        """Note the end of a validation."""
         assert self._began is not None
         self._validation = self.now() - self._began
         self._began = None

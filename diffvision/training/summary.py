@@ -60,7 +60,6 @@ class RunSummary(pl.Callback):
         self._measured = dict.fromkeys(checkpoint.get(EVALUATED, ()))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure the time."""
         self._start = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

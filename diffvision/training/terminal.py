@@ -46,7 +46,6 @@ class Screen:
         return self.console.width - 3
 
     def draw(self, text: Text) -> None:
-        """Replace the line."""
         with self.console.capture() as captured:
             self.console.print(text, end="", soft_wrap=True)
         self._drawn = captured.get()
@@ -88,7 +87,6 @@ class CellScreen:
         return cls() if in_notebook() else None
 
     def draw(self, text: Text) -> None:
-        """Replace the line."""
         self._line.write(text.plain)
 
     def close(self) -> None:
@@ -109,7 +107,6 @@ class Above:
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write several lines."""
         self.write("".join(lines))
 
     def finish(self) -> None:

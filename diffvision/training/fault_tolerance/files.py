@@ -24,7 +24,6 @@ class HashingFile:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write, hash and count bytes."""
         try:
             self.file.write(data)
         except OSError as error:
@@ -35,7 +34,6 @@ class HashingFile:
         return len(data)
 
     def flush(self) -> None:
-        """Flush the file."""
         self.file.flush()
 
 

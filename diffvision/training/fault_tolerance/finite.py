@@ -60,11 +60,9 @@ class StepGuard(pl.Callback):
         self._batch: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of skipped steps."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the counts of skipped steps."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -82,7 +80,6 @@ class StepGuard(pl.Callback):
         self._batch = batch
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Forget the batch."""
         self._batch = None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

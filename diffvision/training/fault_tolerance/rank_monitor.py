@@ -91,7 +91,6 @@ class Peers:
             self._watch.fail(error)
 
     def leave(self) -> None:
-        """Stop watching the other ranks."""
         if self._watch is not None:
             self._watch.stopped.set()
         self._watch = self._group = None
@@ -247,7 +246,6 @@ class FailureNews(pl.Callback):
         self.peers = peers
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Connect the ranks before a fit."""
         if stage == "fit":
             self.peers.join(trainer)
 
@@ -259,5 +257,4 @@ class FailureNews(pl.Callback):
             self.peers.fail(exception)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop watching the other ranks."""
         self.peers.leave()

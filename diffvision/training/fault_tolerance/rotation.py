@@ -53,7 +53,6 @@ class Rotation:
     # --- what DurableCheckpointIO does ---
 
     def saved(self, path: Path) -> None:
-        """Note that a checkpoint was written."""
         if self.skipping:
             self._saved.add(path)
             self.kept = [other for other in self.kept if other != path]

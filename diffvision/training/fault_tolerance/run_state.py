@@ -134,7 +134,6 @@ class RunState(pl.Callback):
             self._before_validation = capture(trainer.strategy.root_device), progress
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the state before the validation."""
         self._before_validation = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
