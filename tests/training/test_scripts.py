@@ -173,9 +173,9 @@ def test_captions_may_be_strings():
         (
             "clip",
             "language",
-            r"a batch has no image, text \(it has tokens\): ContrastiveModule reads a dictionary with",
+            r"a batch has no image, text \(only tokens\)",
         ),
-        ("vision", "clip", r"a batch has no label \(it has image, text\)"),
+        ("vision", "clip", r"a batch has no label \(only image, text\)"),
     ],
 )
 def test_another_batch_is_named(kind, other, sentence):

@@ -129,7 +129,7 @@ class StepGuard(pl.Callback):
         if self.in_a_row > self.max_skipped:
             raise FloatingPointError(
                 f"{what}: steps {trainer.global_step + 1 - self.in_a_row} to {trainer.global_step} were not finite, "
-                f"over optimizer.max_skipped={self.max_skipped}: see their batches in {file}{REMEDIES}{self._kept()}"
+                f"over optimizer.max_skipped={self.max_skipped}: see their batches in {file}; {REMEDIES}{self._kept()}"
             )
         rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} lists its samples")
 

@@ -184,7 +184,7 @@ def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays
     again = Tiny(max_skipped=2)
     again.guard.load_state_dict(stored["callbacks"]["StepGuard"])
     assert (again.guard.in_a_row, again.guard.skipped) == (2, 2)
-    with pytest.raises(FloatingPointError, match="over optimizer.max_skipped=0"):
+    with pytest.raises(FloatingPointError, match="max_skipped=0"):
         fit(Tiny(max_skipped=0), batches(b0=NAN), tmp_path / "none")
 
 
@@ -390,11 +390,11 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path
     for value in (NAN, INF, -INF):
         bad = copy.deepcopy(good)
         bad["state_dict"]["net.1.weight"][0, 1] = value
-        with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight would hold"):
+        with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight has NaN"):
             io.save_checkpoint(bad, path)
         assert path.read_bytes() == bytes_before
     averaged = good | {"current_model_state": bad["state_dict"]}  # EMA: the averages may still be finite
-    with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight would hold"):
+    with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight has NaN"):
         io.save_checkpoint(averaged, path)
     assert find_newest_valid([tmp_path]) == (path, {})
 
