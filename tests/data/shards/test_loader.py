@@ -133,7 +133,7 @@ def test_batch_sizes_that_cannot_be(corpus, whole):
         corpus.loader(whole, num_workers=-1)
     with pytest.raises(ValueError, match="103 samples: fewer than one global"):
         corpus.loader(whole, batch_size=104)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
+    with pytest.raises(ValueError, match="rank is 2 of 2"):
         corpus.loader(whole, rank=2, world_size=2)
 
 
