@@ -1,6 +1,6 @@
 """What keeps a run alive and exact: checkpoints, resuming, signals, failed ranks, steps that are not finite.
 
-    with durable.protect(trainer, module, resume="auto") as checkpoint:
+    with protect(trainer, module, resume="auto") as checkpoint:
         trainer.fit(module, data, ckpt_path=checkpoint)
 
 Other packages import from here, and nothing from the modules inside but `lightning_internals`. Names are imported when
