@@ -88,7 +88,7 @@ def test_mmvp_of_the_readme_has_underscores_in_its_folders(tmp_path):
     ("row", "message"),
     [
         ("19,Orientation,a dog", "rows 19 and 20 are not an odd and an even number of one type"),
-        ("19,Smell,a\n20,Smell,b", "type 'Smell' is none of Orientation"),
+        ("19,Smell,a\n20,Smell,b", "type 'Smell' is unknown"),
         ("1,Orientation,a\n2,Orientation,b", "rows 19 and 20 come twice, or have no statement"),
         ("19,Orientation,a\n20,Orientation, ", "rows 19 and 20 come twice, or have no statement"),
     ],

@@ -271,7 +271,7 @@ def test_vendors_whose_pictures_are_not_free_are_refused_by_name(packages):
         ('[{"unified": "1F', r"emoji.json is damaged \(JSONDecodeError: Unterminated string"),
         ('{"1F511": 3}', r"emoji.json is damaged \(TypeError: "),
         ('[{"sort_order": 3}]', r"emoji.json is damaged \(KeyError: 'category'"),
-        ("[]", r"no emoji in .*emoji.json have a picture in all packages"),
+        ("[]", r"no emoji in .*emoji.json ha(s|ve) a picture"),
     ],
 )
 def test_a_damaged_table_is_named(packages, content, message):
