@@ -235,7 +235,7 @@ BAD = {
     "lam kind": (lambda q, k, v, lam: (q, k, v, None), {}, "lam must be a real tensor or number, got NoneType"),
     "integers": (lambda q, k, v, lam: (q.int(), k.int(), v.int(), lam), {}, "floating point of 16 bits"),
     "scale": (lambda *t: t, {"scale": float("nan")}, "scale must be a finite number"),
-    "mask shape": (lambda *t: t, {"mask": torch.ones(6, 7, dtype=torch.bool)}, "mask of shape"),
+    "mask shape": (lambda *t: t, {"mask": torch.ones(6, 7, dtype=torch.bool)}, "mask has shape"),
     "dropout": (lambda *t: t, {"dropout": 1.0}, "dropout must be in"),
     "backend": (lambda *t: t, {"backend": "flashy"}, "unknown backend 'flashy'"),
 }
