@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         return _no_command(name)
     if name == MAKE:
         return _make(argv[words:])
-    return _reported(lambda: _command(name, argv[words:]))
+    return _run_and_report(lambda: _command(name, argv[words:]))
 
 
 def _make(argv: list[str]) -> int:
@@ -114,7 +114,7 @@ def _make(argv: list[str]) -> int:
     from diffvision.signatures import read_signature
 
     if argv and argv[0] not in ("-h", "--help"):
-        return _reported(lambda: _command(f"{MAKE} {argv[0]}", argv[1:]))
+        return _run_and_report(lambda: _command(f"{MAKE} {argv[0]}", argv[1:]))
     if argv:
         print(f"usage: diffvision {MAKE} DATASET DIRECTORY [options]\n")
         for name, function in datasets().items():
@@ -148,7 +148,7 @@ def _train(argv: list[str]) -> int:
 
         fit(argv)
 
-    return _reported(fit)
+    return _run_and_report(fit)
 
 
 def _run(argv: list[str]) -> int:
@@ -193,7 +193,7 @@ def _command(name: str, args: list[str]) -> Any:
     args = _models_first(name, command, args)
     about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
     with output, limit_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(_checked(name, command), args=limited, as_positional=True, **about)
+        return auto_cli(_with_checks(name, command), args=limited, as_positional=True, **about)
 
 
 def command_names() -> list[str]:
@@ -214,7 +214,7 @@ def function_of(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _checked(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
+def _with_checks(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
     """Return a command's function that checks its arguments first, with the signature that jsonargparse reads.
 
     From the function itself jsonargparse would read the type of the result too, and import PyTorch for it.
@@ -282,7 +282,7 @@ def _one_text(value: str) -> str:
     return json.dumps([value]) if is_other_yaml else value
 
 
-def _reported(call: Callable[[], Any]) -> int:
+def _run_and_report(call: Callable[[], Any]) -> int:
     """Run a command and return its exit status; bad input and Ctrl-C are one line instead of a traceback."""
     from diffvision.data.shards.report import BadDataError
     from diffvision.mistakes import Mistake

@@ -186,11 +186,11 @@ def _template() -> jinja2.Template:
     loader = jinja2.PackageLoader("diffvision.analysis")
     settings: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **settings)
-    environment.filters["marked"] = _marked
+    environment.filters["marked"] = _mark_code
     return environment.get_template("page.html")
 
 
-def _marked(text: str) -> Markup:
+def _mark_code(text: str) -> Markup:
     """Return a text as HTML, with words between backticks set as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 

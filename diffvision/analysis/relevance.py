@@ -59,13 +59,13 @@ def _relevance(calls: list[Call], score: Tensor, trunk: Any) -> Tensor:
     gradients = torch.autograd.grad(score, projected, retain_graph=True)
     identity = relevance = torch.eye(calls[0].q.shape[3], dtype=score.dtype, device=score.device)
     for call, gradient in zip(calls, gradients, strict=True):
-        relevance = relevance + _weighted(call, gradient[0]) @ relevance
+        relevance = relevance + _weight_by_gradient(call, gradient[0]) @ relevance
     prefix = trunk.num_prefix_tokens
     rows = slice(0, 1) if trunk.global_pool == "token" else slice(prefix, None)
     return (relevance - identity)[rows, prefix:].mean(dim=0)
 
 
-def _weighted(call: Call, gradient: Tensor) -> Tensor:
+def _weight_by_gradient(call: Call, gradient: Tensor) -> Tensor:
     """Return the mean over heads of the positive part of map times gradient, [N, N].
 
     The gradient [N, dim] is of the heads' outputs side by side, as the output projection takes them.

@@ -74,7 +74,7 @@ def measure_images(
     model: Model, label: str, planned: Planned, settings: InferenceSettings, options: Options
 ) -> Metrics:
     """Return the finite metrics of a model; its features of each folder are computed once."""
-    settings = dataclasses.replace(settings, progress=_labelled_bar(label))
+    settings = dataclasses.replace(settings, progress=_make_bar(label))
     features = Features(model.module, model.transform, model.tokenizer, settings)
     metrics: Metrics = {}
     for folder, names in planned:
@@ -98,7 +98,7 @@ def first_images(model: Model, planned: Planned, options: Options, count: int = 
     return inputs
 
 
-def _labelled_bar(label: str) -> Any:
+def _make_bar(label: str) -> Any:
     return lambda batches, description: bar(batches, f"{label}: {description}")
 
 
@@ -130,7 +130,7 @@ def measure_text(
     model: Model, label: str, documents: Documents, window: int, *, same_tokens: bool, batch_size: int
 ) -> Metrics:
     """Return nll and perplexity if all models have the same tokens, and else bits_per_byte alone."""
-    shared: dict[str, Any] = {"window": window, "batch_size": batch_size, "progress": _labelled_bar(label)}
+    shared: dict[str, Any] = {"window": window, "batch_size": batch_size, "progress": _make_bar(label)}
     if same_tokens:
         samples = perplexity_samples(model.module, documents.tokens, **shared)
         return {f"perplexity/text/{metric}": of_metric for metric, of_metric in samples.items()}

@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
-from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, scan
+from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.sample import BadSample, SampleKind
 from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
@@ -327,7 +326,7 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     """Return what is wrong with a shard as a whole."""
     problems = [f"tar is damaged: {index.damage}"] if index.damage else []
     is_unread = index.damage and not len(index) and not shard.remote
-    if is_unread and (count := _count_with_webdataset(Path(shard.location))[0]):
+    if is_unread and (count := count_with_webdataset(Path(shard.location))[0]):
         problems.append(f"webdataset reads {count} samples: unpack it, or give it the ending of its compression")
     if shard.samples not in (None, len(index)):
         problems.append(f"{len(index)} samples, the manifest says {shard.samples}")
@@ -375,33 +374,13 @@ def _no_tokens(captions: list[str]) -> Tensor:
     return torch.empty(0)
 
 
-def _count_with_webdataset(path: Path) -> tuple[int, Counter[str]]:
-    """Return the samples and the members by type that webdataset finds where the index finds none.
-
-    That is the case in a compressed tar without the ending of its compression. No content is read into memory.
-    """
-    from webdataset import WebDataset
-    from webdataset.tariterators import base_plus_ext
-
-    names: list[tuple[str, str]] = []
-
-    def skip(name: str) -> bool:
-        names.append(base_plus_ext(name))
-        return False
-
-    with suppress(Exception):  # tarfile raises nearly anything on damaged headers; what comes before counts
-        next(iter(WebDataset([str(path.absolute())], shardshuffle=False, select_files=skip, empty_check=False)), None)
-    keyed = [(key, kind) for key, kind in names if key is not None]
-    return len(list(groupby(keyed, key=lambda name: name[0]))), Counter(kind.lower() for _, kind in keyed)
-
-
 def _measure(shard: Shard) -> ShardStats:
     index, _, samples = _open(Shard(shard.location))  # up to its damage, whatever a manifest says
     stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
     with samples.reader(0).hold() as path:
         stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
         if index.damage and not len(index):
-            stats.samples, stats.members = _count_with_webdataset(path)
+            stats.samples, stats.members = count_with_webdataset(path)
     for row in range(0 if index.dotted else len(index)):
         reader = samples.reader(0)
         stats.members.update(index.other_names(row))

@@ -44,7 +44,7 @@ def named_splits(names: Iterable[str], where: Any) -> dict[str, str]:
         if split in splits:
             raise ValueError(f"{where} has two {split} splits, {splits[split]} and {name}: give it only one of them")
         splits[split] = name
-    return _ordered(splits)
+    return _order(splits)
 
 
 def by_split(files: Iterable[str], where: Any) -> dict[str, list[str]]:
@@ -75,7 +75,7 @@ def by_split(files: Iterable[str], where: Any) -> dict[str, list[str]]:
         raise ValueError(
             f"{where}: {example} is in a split and {others[0]} is not: rename or move it, or give one file"
         )
-    return _ordered(splits)
+    return _order(splits)
 
 
 def _only(splits: set[str], name: str, where: Any) -> str | None:
@@ -84,5 +84,5 @@ def _only(splits: set[str], name: str, where: Any) -> str | None:
     return next(iter(splits), None)
 
 
-def _ordered(splits: dict[str, Any]) -> dict[str, Any]:
+def _order(splits: dict[str, Any]) -> dict[str, Any]:
     return {split: splits[split] for split in [*SPLITS, *splits] if split in splits}

@@ -65,9 +65,9 @@ def page(runs: Sequence[Run], directory: Path, more: Sequence[Section] = ()) -> 
         "plain CLIP usually wins: this page shows how to compare models, not which one is better."
     )
     sections = [
-        _explained(content[differential], models[differential][0]),
+        _explain(content[differential], models[differential][0]),
         Section("Results", [Text(verdict(values_of(models), plain, differential, JUDGED)), *_table(models)]),
-        _retrieved({name: content[name] for name in models}),
+        _draw_retrieved({name: content[name] for name in models}),
         _attention({name: content[name] for name in (plain, differential)}),
         *more,
         _training(models),
@@ -85,7 +85,7 @@ def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
     return [results(models, GROUPS, speed_rows(models, "samples"), note=note)]
 
 
-def _explained(shown: Shown, run: Run) -> Section:
+def _explain(shown: Shown, run: Run) -> Section:
     lam = 0.0 if shown.lam is None else shown.lam
     row = shown.attention[1]
     figure = figures.difference_of_maps(row, lam)
@@ -103,7 +103,7 @@ def _explained(shown: Shown, run: Run) -> Section:
     return Section("Differential attention", [Text(text), Picture(figure, alt, caption, most=1.7)])
 
 
-def _retrieved(content: Mapping[str, Shown]) -> Section:
+def _draw_retrieved(content: Mapping[str, Shown]) -> Section:
     pictures: list[Part] = []
     for index, one in enumerate(next(iter(content.values())).retrieved):
         rows = {name: shown.retrieved[index] for name, shown in content.items()}

@@ -42,11 +42,11 @@ class Shown:
     def as_json(self) -> dict[str, Any]:
         """Return the content as JSON holds it; `from_json` reads it back."""
         attention = [
-            {"image": _encoded(one.image), "maps": np.round(one.maps, 5).tolist(), "label": one.label}
+            {"image": _encode(one.image), "maps": np.round(one.maps, 5).tolist(), "label": one.label}
             for one in self.attention
         ]
         retrieved = [
-            {"caption": one.caption, "images": list(map(_encoded, one.images)), "right": list(one.right)}
+            {"caption": one.caption, "images": list(map(_encode, one.images)), "right": list(one.right)}
             for one in self.retrieved
         ]
         return {"attention": attention, "retrieved": retrieved, "lam": self.lam}
@@ -55,11 +55,10 @@ class Shown:
     def from_json(cls, content: dict[str, Any]) -> Shown:
         """Return what `as_json` wrote."""
         attention = [
-            ImageAttention(_decoded(one["image"]), np.asarray(one["maps"]), one["label"])
-            for one in content["attention"]
+            ImageAttention(_decode(one["image"]), np.asarray(one["maps"]), one["label"]) for one in content["attention"]
         ]
         retrieved = [
-            Retrieved(one["caption"], list(map(_decoded, one["images"])), one["right"]) for one in content["retrieved"]
+            Retrieved(one["caption"], list(map(_decode, one["images"])), one["right"]) for one in content["retrieved"]
         ]
         return cls(attention, retrieved, content["lam"])
 
@@ -76,7 +75,7 @@ def shown(model: Any, transform: Callable[..., Tensor], tokenizer: Callable[...,
     """
     with evaluating(model):
         attention, lam = _attention(model, transform, EvaluationFolder(data / "zero_shot"))
-        retrieved = _retrieved(Features(model, transform, tokenizer), EvaluationFolder(data / "retrieval"))
+        retrieved = _retrieve(Features(model, transform, tokenizer), EvaluationFolder(data / "retrieval"))
     return Shown(attention, retrieved, lam)
 
 
@@ -95,7 +94,7 @@ def _attention(
     return rows, lam
 
 
-def _retrieved(features: Features, folder: EvaluationFolder) -> list[Retrieved]:
+def _retrieve(features: Features, folder: EvaluationFolder) -> list[Retrieved]:
     pairs = features.pairs(folder, "test")
     pixels, captions = [], []
     for batch in folder.batches(_pixels, batch_size=128):
@@ -114,11 +113,11 @@ def _pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image.convert("RGB")))
 
 
-def _encoded(pixels: Any) -> str:
+def _encode(pixels: Any) -> str:
     data = io.BytesIO()
     Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(data, "PNG")
     return base64.b64encode(data.getvalue()).decode()
 
 
-def _decoded(text: str) -> np.ndarray:
+def _decode(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))

@@ -119,7 +119,7 @@ def trained(
     waiting = [run for run in planned if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
     spawn = multiprocessing.get_context("spawn")
     logs = {run: directory / f"{run[0]}-{run[1]}" / LOG for run in waiting}
-    with bar("training", 100 * len(waiting)) as advance, _terminated_as_interrupted():
+    with bar("training", 100 * len(waiting)) as advance, _raise_on_sigterm():
         training: dict[tuple[str, int], Any] = {}
         shown: dict[tuple[str, int], str] = {}
         percent = 0
@@ -168,7 +168,7 @@ def _run_logged(function: Callable[[], Any], log: Path) -> None:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def _raise_on_sigterm() -> Iterator[None]:
     """Let SIGTERM raise SystemExit, so that what a block has started is ended."""
 
     def stop(number: int, frame: Any) -> None:
@@ -221,7 +221,7 @@ def finished_run(
             "shown": shown,
         }
         write_json(file, record)
-    return _recorded(model, seed, root, unit)
+    return _read_record(model, seed, root, unit)
 
 
 def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence[str]) -> list[str]:
@@ -238,7 +238,7 @@ def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence
     ]
 
 
-def _recorded(model: str, seed: int, root: Path, unit: str) -> Run:
+def _read_record(model: str, seed: int, root: Path, unit: str) -> Run:
     record = _content(root / RECORD)
     curves = read_metrics(root / record["run"])
     speed = statistics.median(curves[f"train/{unit}_per_second"].values)

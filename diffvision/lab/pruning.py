@@ -226,10 +226,10 @@ class Compress:
     def _without_queries(
         self, call: Call, prompts: Prompts, position: Tensor, generator: torch.Generator
     ) -> Float[Tensor, "B Hk N"]:
-        batch, heads = call.q.shape[0], _kept_sets(call)
+        batch, heads = call.q.shape[0], _count_kv_heads(call)
         if self.method == "knorm":
             keys = call.k[..., : len(position), :]
-            return _grouped(-keys.float().square().sum(dim=(2, 4)).sqrt(), heads)
+            return _mean_over_groups(-keys.float().square().sum(dim=(2, 4)).sqrt(), heads)
         if self.method == "random":
             return torch.rand(batch, heads, len(position), generator=generator).to(position.device)
         first = position - prompts.start[:, None]
@@ -248,7 +248,7 @@ class Compress:
             mean = mean.mean(dim=1, keepdim=True).expand_as(mean)
         if method.pooled:  # what is kept anyway lends nothing to its neighbours
             mean = F.avg_pool1d(mean.masked_fill(recent[:, None], 0), POOLED, stride=1, padding=POOLED // 2)
-        mean = _grouped(mean, _kept_sets(call))
+        mean = _mean_over_groups(mean, _count_kv_heads(call))
         if method.by_value:
             assert call.v is not None
             mean = mean * call.v[..., : mean.shape[-1], :].float().norm(dim=-1)
@@ -291,12 +291,12 @@ def pruned_attention(model: nn.Module, compress: Compress, prompts: Int[Tensor, 
         yield
 
 
-def _kept_sets(call: Call) -> int:
+def _count_kv_heads(call: Call) -> int:
     """Return the number of key/value heads; transformers' keys are captured repeated for each head."""
     return max(1, call.k.shape[1] // getattr(call.layer, "num_key_value_groups", 1))
 
 
-def _grouped(scores: Float[Tensor, "B H N"], heads: int) -> Float[Tensor, "B Hk N"]:
+def _mean_over_groups(scores: Float[Tensor, "B H N"], heads: int) -> Float[Tensor, "B Hk N"]:
     """Return the mean over the heads that read a key/value head."""
     return scores.unflatten(1, (heads, -1)).mean(dim=2)
 

@@ -126,8 +126,8 @@ def merge_dex(model: nn.Module) -> nn.Module:
             if isinstance(module, AttentionLayer) and module.mergeable:
                 setattr(parent, name, module.merge())
     if isinstance(model, LanguageModel):
-        variants = [_merged(layer.variant) for layer in model.config.layers()]
-        variant = _merged(model.config.variant)
+        variants = [_merge(layer.variant) for layer in model.config.layers()]
+        variant = _merge(model.config.variant)
         by_layer = as_text(variants, variant)
         model.config = dataclasses.replace(model.config, variant=variant, variant_by_layer=by_layer)
     if (bert := _bert(model)) and type(model) in bert.CLASSES.values():
@@ -135,7 +135,7 @@ def merge_dex(model: nn.Module) -> nn.Module:
     return model
 
 
-def _merged(variant: str) -> str:
+def _merge(variant: str) -> str:
     return "standard" if ATTENTION[variant].mergeable else variant
 
 

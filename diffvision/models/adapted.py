@@ -56,7 +56,7 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
             pretrained_cfg=model.pretrained_cfg,
             num_classes=model.num_classes,
             in_chans=kwargs.get("in_chans", 3),
-            filter_fn=partial(_filtered, kept=kept),
+            filter_fn=partial(_filter, kept=kept),
             cache_dir=cache,
         )
     if built is not model:
@@ -64,7 +64,7 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     return built
 
 
-def _filtered(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
+def _filter(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
     """Apply timm's filter, and drop weights of parts that a features-only model does not have."""
     filtered = checkpoint_filter_fn(state, model)
     return {name: value for name, value in filtered.items() if kept is None or name in kept}

@@ -200,7 +200,7 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return build(embed_dim, vision_cfg, quick_gelu, cast_dtype)
         if cfg.timm_model_name or isinstance(cfg.layers, list | tuple):
             raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for "
+                f"block_type {cfg.block_type!r} is for OpenCLIP's vision transformer: leave it out for "
                 f"{cfg.timm_model_name or 'a ResNet'!r}"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)

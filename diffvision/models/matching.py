@@ -149,7 +149,7 @@ def matched(
     plain = _Shape("standard", heads, kv_heads, head_dim)
     v1 = _v1(plain)
     target = plain.parameters(width)
-    shapes = [plain, v1, dataclasses.replace(plain, variant="v2"), _grouped(v1, signal_ratio)]
+    shapes = [plain, v1, dataclasses.replace(plain, variant="v2"), _match_grouped(v1, signal_ratio)]
     if variant is not None:
         shapes.append(_built(variant, plain, v1, width))
     counted = []
@@ -269,7 +269,7 @@ def _v1(plain: _Shape) -> _Shape:
     return _Shape("v1", plain.heads, plain.kv_heads, plain.head_dim // 2)
 
 
-def _grouped(v1: _Shape, ratio: int | None) -> _Shape:
+def _match_grouped(v1: _Shape, ratio: int | None) -> _Shape:
     if ratio is None:
         ratio = next((ratio for ratio in _RATIOS if v1.heads % ratio == 0), v1.heads)
     elif ratio < 1 or v1.heads % ratio:

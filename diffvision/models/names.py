@@ -34,12 +34,12 @@ def host_names() -> dict[str, list[str]]:
     An imported host says them itself, with those that its user has registered. Else they are read from its files.
     """
     names, ours = {}, recorded()
-    names["open_clip"] = _registered("open_clip") or [*_files("open_clip"), *ours["OpenCLIP"]]
-    names["timm"] = _registered("timm") or [*_files("timm"), *ours["timm"], "adapted_vit"]
+    names["open_clip"] = _list_registered("open_clip") or [*_files("open_clip"), *ours["OpenCLIP"]]
+    names["timm"] = _list_registered("timm") or [*_files("timm"), *ours["timm"], "adapted_vit"]
     return names | {"language": list(ours["text"])}
 
 
-def _registered(host: str) -> list[str]:
+def _list_registered(host: str) -> list[str]:
     module = sys.modules.get(host)
     return [] if module is None else list(module.list_models())
 

@@ -31,7 +31,7 @@ def replace_attention(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model has none of them.
     """
-    known = _known()
+    known = _list_known()
     modules = list(model.modules())
     for module in modules:
         if type(module) in known:
@@ -45,7 +45,7 @@ def replace_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-def _known() -> dict[type[nn.Module], type[nn.Module]]:
+def _list_known() -> dict[type[nn.Module], type[nn.Module]]:
     known: dict[type[nn.Module], type[nn.Module]] = {
         TimmDiffAttention: TimmAttention,
         DiffParallelScalingBlock: TimmParallelBlock,

@@ -379,8 +379,8 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         if not str(error).startswith("No pretrained weights exist"):
             raise
         raise RuntimeError(
-            f"No pretrained weights exist for {name}: use pretrained=False, `diffvision adapt`, or checkpoint_path "
-            "after `convert`"
+            f"No pretrained weights exist for {name}: use pretrained=False, or "
+            "`diffvision adapt vit_base_patch16_224.augreg2_in21k_ft_in1k FOLDER`"
         ) from None
 
 

@@ -74,7 +74,7 @@ def mean_of_rows(
         return rows.cumsum(dim=2) / torch.arange(1, count + 1, device=rows.device)[:, None]
     if is_causal:
         mask = mask & torch.ones(count, count, dtype=torch.bool, device=rows.device).tril()
-    return _weighted(mask, rows)
+    return _mean_rows(mask, rows)
 
 
 def mean_over_queries(
@@ -94,10 +94,10 @@ def mean_over_queries(
         return rows.mean(dim=2, keepdim=True)
     with torch.autocast(rows.device.type, enabled=False):
         outside = (~mask).to(rows.dtype) @ mask.to(rows.dtype).mT  # [.., i, j]: keys of query j that i may not see
-    return _weighted((outside == 0) & mask.any(dim=-1).unsqueeze(-2), rows)
+    return _mean_rows((outside == 0) & mask.any(dim=-1).unsqueeze(-2), rows)
 
 
-def _weighted(counted: Tensor, rows: Tensor) -> Tensor:
+def _mean_rows(counted: Tensor, rows: Tensor) -> Tensor:
     """Return for each row the mean of those that it counts, [B, H, N, X]."""
     weights = counted.to(rows.dtype)
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 nll += cross_entropy
                 shares = torch.ones_like(labels, dtype=dtype)
                 if soft is not None:
-                    labels, shares = _joined(labels, soft, rows)
+                    labels, shares = _join_targets(labels, soft, rows)
                     cross_entropy = ((log_z - (logits.gather(1, labels) * shares).sum(dim=1)) * valid).sum()
                 loss += cross_entropy if not z_loss else cross_entropy + z_loss * (log_z.square() * valid).sum()
                 if grad_hidden is not None and grad_weight is not None:
@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _joined(labels: Tensor, soft: SoftTargets, rows: slice) -> tuple[Tensor, Tensor]:
+def _join_targets(labels: Tensor, soft: SoftTargets, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the tokens of the targets and of their distributions [C, 1 + K], and each one's share: they sum to 1."""
     probabilities = soft.probabilities[rows]
     hard = torch.full_like(probabilities[:, :1], 1 - soft.weight)

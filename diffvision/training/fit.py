@@ -186,7 +186,7 @@ class FitCLI(LightningCLI):
             if self.counted is not None:
                 self.datamodule.take_images(self.counted)
         except ValueError as error:
-            cause = _raised_elsewhere(error)
+            cause = _find_origin(error)
             if cause is None:
                 raise
             if isinstance(cause, ValueError | OSError):
@@ -273,15 +273,15 @@ def _check_processes(trainer: pl.Trainer) -> None:
 
 def _with_open_classes(model: Any, data: Any) -> ImageLabelData | None:
     """Return the data that a classifier's number of classes comes from; None where it is set, or there is none."""
-    if model is None or data is None or _imported(data) is not ImageLabelData:
+    if model is None or data is None or _get_class(data) is not ImageLabelData:
         return None
-    if not issubclass(_imported(model), ClassificationModule) or model["init_args"].get("num_classes", 0) is not None:
+    if not issubclass(_get_class(model), ClassificationModule) or model["init_args"].get("num_classes", 0) is not None:
         return None
     settings = data["init_args"].as_dict()
     return ImageLabelData(**{name: value for name, value in settings.items() if name not in LINKED})
 
 
-def _imported(config: Any) -> Any:
+def _get_class(config: Any) -> Any:
     """Return the class of a setting, which the parser has imported already."""
     module, _, name = config["class_path"].rpartition(".")
     return getattr(sys.modules[module], name)
@@ -308,7 +308,7 @@ def _load_tensors_only(config: Any) -> None:
     config["weights_only"] = True  # explicit: else Lightning or torch's environment variables would decide
 
 
-def _raised_elsewhere(error: BaseException | None) -> BaseException | None:
+def _find_origin(error: BaseException | None) -> BaseException | None:
     """Return the first error in a chain of causes that was raised outside of jsonargparse, or None."""
     while error is not None:
         traceback = error.__traceback__

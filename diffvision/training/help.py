@@ -49,17 +49,17 @@ def text(command: str) -> str:
     lines = [f"usage: diffvision {command} --config RECIPE [--SETTING VALUE ...]", "", _ABOUT[command], "", "options:"]
     lines += _rows(_OPTIONS | (_FIT if command == "fit" else {}), width)
     lines += ["", "trainer, the arguments of Lightning's Trainer:", *_rows(_TRAINER, width)]
-    lines += _wrapped(f"also --trainer. with {', '.join(more)}", width)
+    lines += _wrap(f"also --trainer. with {', '.join(more)}", width)
     for owner, classes in CLASSES.items():
         lines += ["", f"{owner}:"]
         lines += _rows({f"--{owner} CLASS": f"{', '.join(classes)}, or another with --allow"}, width)
         lines += _rows({f"--{owner}.help CLASS": "explain its settings, which are:"}, width)
         for name, path in classes.items():
-            lines += _wrapped(f"{name}: --{owner}. with {', '.join(_few(read_settings(path)))}", width)
+            lines += _wrap(f"{name}: --{owner}. with {', '.join(_shorten_names(read_settings(path)))}", width)
     return "\n".join(lines)
 
 
-def _few(names: Iterable[str]) -> list[str]:
+def _shorten_names(names: Iterable[str]) -> list[str]:
     """Return the names of settings; those inside of a setting are left to its own help."""
     return [name for name in names if "." not in name]
 
@@ -75,5 +75,5 @@ def _rows(rows: dict[str, str], width: int) -> list[str]:
     ]
 
 
-def _wrapped(words: str, width: int) -> list[str]:
+def _wrap(words: str, width: int) -> list[str]:
     return textwrap.wrap(words, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

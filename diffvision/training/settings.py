@@ -88,7 +88,7 @@ def check(args: Sequence[str]) -> None:
     require()
     with limit_imports(words) as rest:
         flags = list(_flags(rest, program))
-        parts = [list(_flat("", _loaded(one.value, program))) for one in flags if one.name == "config"]
+        parts = [list(_flat("", _load(one.value, program))) for one in flags if one.name == "config"]
         parts.append([one for one in flags if one.name != "config"])
         is_closed = rest == words  # what --allow adds may define classes, and register models
         classes: dict[str, str] = {}
@@ -161,7 +161,7 @@ def _flags(words: Sequence[str], program: str) -> Iterator[Given]:
         yield Given("config" if flag == "-c" else flag.removeprefix("--"), value, True)
 
 
-def _loaded(value: str, program: str) -> Any:
+def _load(value: str, program: str) -> Any:
     """Return the content of a configuration: a file, or YAML itself."""
     is_file = "\n" not in value and Path(value).is_file()
     try:

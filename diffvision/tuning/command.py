@@ -96,7 +96,9 @@ def tune(
                 store.save(file, tuned.Tuning(machine, {}, measured.excluded))
     tuning = store.read_tuning(file, machine)
     if not choices:
-        raise ValueError("; ".join([f"nothing was measured in {minutes:g} minutes: give more", *_excluded(tuning)]))
+        raise ValueError(
+            "; ".join([f"nothing was measured in {minutes:g} minutes: give more", *_list_excluded(tuning)])
+        )
     tuned.use(device, tuning)
     left = [f"{case.name} ({case.passes})" for case in wanted if case not in choices]
     data = {
@@ -227,7 +229,7 @@ class _Measuring:
         return Choice(fastest, usual, round(faster, 3), self.today, milliseconds, peaks)
 
 
-def _excluded(tuning: Tuning) -> list[str]:
+def _list_excluded(tuning: Tuning) -> list[str]:
     return [f"{name} is never chosen here: {reason}" for name, reason in tuning.excluded.items()]
 
 
@@ -247,7 +249,7 @@ def _report(tuning: Tuning, choices: dict[Case, Choice], left: list[str], file: 
             than = f"{choice.than}, {choice.faster:.2f}x"
         table.add_row(case.name, case.passes, choice.backend, than, memory)
     yield table
-    yield from map(Text, _excluded(tuning))
+    yield from map(Text, _list_excluded(tuning))
     if left:
         yield Text(f"not measured, for time or memory: {', '.join(left)}")
     yield Text(f"saved in {file}; remove it to start over")

@@ -101,7 +101,7 @@ def errors(
     )
     count = max(LEAST_ROWS, MAP_BYTES // (16 * len(some.samples) * len(some.heads) * max(1, keys)))
     rows = torch.randperm(queries, generator=generator)[:count].sort().values.to(device)
-    allowed = None if mask is None else _picked(some.of_heads(mask), 2, rows)
+    allowed = None if mask is None else _pick(some.of_heads(mask), 2, rows)
     if causal:
         below = (torch.arange(keys, device=device) <= (rows + keys - queries)[:, None])[None, None]
         allowed = below if allowed is None else below & allowed
@@ -113,7 +113,7 @@ def errors(
     grads = torch.autograd.grad(chosen, wanted, weight) if wanted else ()
 
     few = [some.of_heads(q), some.of_keys(k), some.of_keys(given.v), some.of_heads(given.lam)]
-    first, lam = few[0][:, :, :, rows], _picked(few[3], 2, rows)
+    first, lam = few[0][:, :, :, rows], _pick(few[3], 2, rows)
     leaves = [t.detach().double().requires_grad_(bool(wanted)) for t in (first, few[1], few[2], lam)]
     true = diff_attention(*leaves, mask=allowed, backend="eager")
     plain, plain_grads = _plain_errors([first, few[1], few[2]], weight, allowed, grad=bool(wanted))
@@ -133,7 +133,7 @@ def errors(
         yield Error(f"gradient of {name}", size, 3 * base + 2 * floor, _ratio(size, base))
     # lambda's gradient sums over every row and column: relative to the sum of what it adds up.
     terms = (weight.double().abs() * (true.abs() + 1)).sum().item()
-    size = _largest(_picked(some.of_heads(grads[3]), 2, rows), true_grads[3])
+    size = _largest(_pick(some.of_heads(grads[3]), 2, rows), true_grads[3])
     yield Error("gradient of lambda", size, 4 * _unit(q.dtype) * terms)
 
 
@@ -146,18 +146,18 @@ class _Part(NamedTuple):
 
     def of_heads(self, tensor: Tensor) -> Tensor:
         """Return the part of a tensor [B, H, ...], or of one that is broadcast to it."""
-        return _picked(_picked(tensor, 0, self.samples), 1, self.heads)
+        return _pick(_pick(tensor, 0, self.samples), 1, self.heads)
 
     def of_keys(self, tensor: Tensor) -> Tensor:
         """Return the part of a tensor [B, Hk, ...]."""
-        return _picked(_picked(tensor, 0, self.samples), 1, self.kv_heads)
+        return _pick(_pick(tensor, 0, self.samples), 1, self.kv_heads)
 
 
 def _ends(count: int, device: torch.device) -> Tensor:
     return torch.tensor(sorted({0, count - 1}), device=device)
 
 
-def _picked(tensor: Tensor, axis: int, indices: Tensor) -> Tensor:
+def _pick(tensor: Tensor, axis: int, indices: Tensor) -> Tensor:
     """Return a part of a tensor of four axes or more along one of them, unless it is broadcast there."""
     return tensor.index_select(axis, indices) if tensor.dim() > 3 and tensor.shape[axis] > 1 else tensor
 

@@ -22,7 +22,19 @@ import small_language
 import vision
 from common_mode import COLOURS, FACTORS, Data
 from diffvision.lab.datasets.arithmetic import make_arithmetic
+from diffvision.nn import ATTENTION
 from grid import Difference, Grid, Run, best_rate, holm
+
+CONTROLS = {name: ATTENTION.pop(name) for name in ("v1_without_difference", "v1_free", "v1_without_factor")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _controls():
+    """Have the variants of the study `controls` in these tests alone: tests of attention run over the table."""
+    ATTENTION.update(CONTROLS)
+    yield
+    for name in CONTROLS:
+        del ATTENTION[name]
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ SHAPES = {
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_heads_maps_and_masks_go_where_they_belong(shape, causal, name, monkeypatch):
-    monkeypatch.setattr(flex, "_compiled", lambda device: plain_flex)
+    monkeypatch.setattr(flex, "_compile", lambda device: plain_flex)
     inputs = tensors(**SHAPES[shape])
     mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
     settings = {"causal": causal, "mask": mask, "scale": 0.3, "dropout": 0.0}
@@ -165,7 +165,7 @@ def test_nothing_is_copied_on_the_way_in(monkeypatch):
         seen.append((q, k, v))
         return q
 
-    monkeypatch.setattr(flex, "_compiled", lambda device: look)
+    monkeypatch.setattr(flex, "_compile", lambda device: look)
     for keys in (1, 2):
         q, k, v, lam = tensors(keys=keys)
         flex.diff_attention(q, k, v, lam, causal=False, mask=None, scale=None, dropout=0.0)

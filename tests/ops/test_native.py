@@ -146,9 +146,9 @@ def test_a_whole_model():
 def cache(tmp_path, monkeypatch):
     """A cache folder without a kernel, and nothing remembered of another."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build._found.cache_clear()
+    build._find_kernel.cache_clear()
     yield tmp_path / "diffvision" / "kernels"
-    build._found.cache_clear()
+    build._find_kernel.cache_clear()
 
 
 def works():
@@ -171,7 +171,7 @@ def test_it_is_compiled_once(cache, monkeypatch):
     finally:
         os.umask(before)
     [file] = kept(cache)
-    build._found.cache_clear()
+    build._find_kernel.cache_clear()
     monkeypatch.setattr(build, "_compiler", lambda: "none")  # no longer there, nor needed
     assert works()
     assert kept(cache) == [file]
@@ -210,7 +210,7 @@ def test_a_damaged_or_foreign_kernel_is_compiled_again(cache, damage, compiled, 
     assert before.startswith(compiled.read_bytes())
     DAMAGE[damage](file)
     (cache / ".kernel-of-a-killed-process.part").mkdir()
-    build._found.cache_clear()
+    build._find_kernel.cache_clear()
     assert works()
     assert kept(cache) == [file]
     assert not file.is_symlink()
@@ -258,7 +258,7 @@ def test_a_folder_that_cannot_be_made(cache):
 
 
 def fails(reason):
-    build._found.cache_clear()
+    build._find_kernel.cache_clear()
     with pytest.raises(ValueError, match=f"'native' cannot take this call: {reason}"):
         works()
 
@@ -302,9 +302,9 @@ def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
 
 def test_other_processors_and_systems(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON")
-    assert "AVX2 or AVX512, torch found NEON" in build._found.__wrapped__()
+    assert "AVX2 or AVX512, torch found NEON" in build._find_kernel.__wrapped__()
     monkeypatch.setattr(build.sys, "platform", "darwin")
-    assert "on Linux only, this is darwin" in build._found.__wrapped__()
+    assert "on Linux only, this is darwin" in build._find_kernel.__wrapped__()
 
 
 def test_instructions_of_older_processors(cache, monkeypatch):

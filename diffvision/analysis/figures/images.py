@@ -206,10 +206,10 @@ def relevance_panels(image: Any, models: Mapping[str, ModelAttention]) -> Figure
                 drawn = _draw(ax, image, values, limit, signed=False)
                 ax.set_xlabel(f"cosine {cosine:.2f}")
     if one:
-        figure.suptitle(_wrapped(f"“{captions[0]}”", 60), fontsize=9)
+        figure.suptitle(_wrap_caption(f"“{captions[0]}”", 60), fontsize=9)
     else:
         for ax, caption in zip(grid[0], captions, strict=True):
-            ax.set_title(_wrapped(caption), fontsize=9)
+            ax.set_title(_wrap_caption(caption), fontsize=9)
     scale_below(figure, drawn, grid.ravel().tolist(), 0, "% of the caption's relevance")
     return figure
 
@@ -233,7 +233,7 @@ def _draw(ax: Any, image: Any, values: Any, limit: float, signed: bool = True) -
     return ax.imshow(percent, alpha=opacity, interpolation="bicubic", **whole, **scale(signed, limit))
 
 
-def _wrapped(text: str, width: int = 24) -> str:
+def _wrap_caption(text: str, width: int = 24) -> str:
     """Return a caption in lines, at most three."""
     lines = textwrap.wrap(text.replace("$", r"\$"), width, max_lines=3, placeholder=" …")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figu
         columns: labels below the columns; of a long list every second or so is written.
         across: what the columns are ("layer").
     """
-    tiled = [_tiled(block.cells) for block in blocks]
+    tiled = [_join_tiles(block.cells) for block in blocks]
     width = min(8.0, 1.15 * len(columns))
     heights = [max(0.55, width * picture.shape[0] / picture.shape[1]) for picture in tiled]
     if (total := sum(heights)) > 26:
@@ -110,7 +110,7 @@ def _label(word: str) -> str:
     return word.strip().replace("$", r"\$") or "␣"
 
 
-def _tiled(cells: Sequence[Sequence[Any]]) -> np.ndarray:
+def _join_tiles(cells: Sequence[Sequence[Any]]) -> np.ndarray:
     """Join cells [rows][columns] of [h, w] in one picture, with gaps of NaN; small maps are enlarged."""
     height, width = np.shape(cells[0][0])
     times = max(1, 24 // max(height, width))

@@ -86,7 +86,7 @@ class ImageCollection:
         members = {}
         if self.captions is not None and (captions := self.captions[row]):
             lines = [" ".join(caption.split()) for caption in captions] if len(captions) > 1 else list(captions)
-            members["txt"] = _encoded("\n".join(lines))
+            members["txt"] = _encode("\n".join(lines))
             if len(captions) > 1:
                 members["json"] = json.dumps({"caption": lines}).encode()
         if self.labels is not None:
@@ -94,7 +94,7 @@ class ImageCollection:
         return members
 
 
-def _encoded(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     """Return UTF-8, where bytes that were not UTF-8 are as they were, to be counted when the sample is read."""
     try:
         return text.encode("utf-8", "surrogateescape")

@@ -93,7 +93,7 @@ def make_digits(
         folder = directory / "zero_shot" / split
         write_evaluation_split(folder, _classified(digits, rng), classnames=WORDS, templates=UNSEEN_TEMPLATES)
     retrieval = _distinct(test, np.random.default_rng([seed, 3]))
-    composition = _swapped(test, np.random.default_rng([seed, 4]))
+    composition = _swap_colours(test, np.random.default_rng([seed, 4]))
     # CLIP_benchmark reads both as pairs of image and captions.
     write_evaluation_split(directory / "retrieval" / "test", retrieval, dataset_type=["retrieval"])
     write_evaluation_split(directory / "composition" / "test", composition, dataset_type=["retrieval"])
@@ -161,7 +161,7 @@ def _distinct(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
         }
 
 
-def _swapped(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
+def _swap_colours(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
     """Yield images with the right caption, then the one with its two colours exchanged."""
     for image, label, number in zip(digits.images, digits.labels, digits.numbers, strict=True):
         colour, background = _two_colours(rng)

@@ -75,9 +75,9 @@ def make_fashion(directory: str | Path, source: str | Path, *, seed: int = 0) ->
     splits = load_splits(source)
     train = splits["train"]
     order = np.random.default_rng([seed, 20]).permutation(len(train))
-    write_shards(directory / "train", track(_captioned(train[order], seed), "training images", len(train)), 10_000)
+    write_shards(directory / "train", track(_write_captions(train[order], seed), "training images", len(train)), 10_000)
     for split, garments in splits.items():
-        samples = track(_labelled(garments), f"zero_shot/{split}", len(garments))
+        samples = track(_write_labels(garments), f"zero_shot/{split}", len(garments))
         write_evaluation_split(folder / split, samples, classnames=WORDS, templates=TEMPLATES)
     counts = {split: len(garments) for split, garments in splits.items()}
     write_about(directory, ORIGIN, LICENCE, seed=seed, images=counts)
@@ -187,13 +187,13 @@ def read_idx(path: Path, magic: int, axes: int) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8, offset=4 * len(header)).reshape(shape)
 
 
-def _captioned(garments: Garments, seed: int) -> Iterator[Sample]:
+def _write_captions(garments: Garments, seed: int) -> Iterator[Sample]:
     rng = np.random.default_rng([seed, 21])
-    for sample, label in zip(_labelled(garments), garments.labels, strict=True):
+    for sample, label in zip(_write_labels(garments), garments.labels, strict=True):
         caption = CAPTIONS[rng.integers(len(CAPTIONS))]
         yield {**sample, "txt": caption.format(with_article(WORDS[label]))}
 
 
-def _labelled(garments: Garments) -> Iterator[Sample]:
+def _write_labels(garments: Garments) -> Iterator[Sample]:
     for image, label, number in zip(garments.images, garments.labels, garments.numbers, strict=True):
         yield {"__key__": f"garment{number:05d}", "png": png(image), "cls": str(label)}

@@ -120,9 +120,9 @@ class Scene:
         """Return the scene with the colours of its first two drawings exchanged, the drawings, or both."""
         scene = self
         if colours:
-            scene = replace(scene, colours=_exchanged(scene.colours))
+            scene = replace(scene, colours=_exchange(scene.colours))
         if kinds:
-            scene = replace(scene, drawings=_exchanged(scene.drawings), kinds=_exchanged(scene.kinds))
+            scene = replace(scene, drawings=_exchange(scene.drawings), kinds=_exchange(scene.kinds))
         return scene
 
     def emptied(self) -> Scene:
@@ -130,7 +130,7 @@ class Scene:
         return replace(self, drawings=(), kinds=(), colours=(), layout=Layout((), (), ()))
 
 
-def _exchanged(values: tuple) -> tuple:
+def _exchange(values: tuple) -> tuple:
     first, second, *rest = values
     return (second, first, *rest)
 
@@ -163,7 +163,7 @@ def draw_scene(scene: Scene, drawings: Drawings, rng: np.random.Generator) -> by
         ground = shade(BACKGROUNDS[scene.background], rng)
     else:
         ground = np.full(3, rng.integers(40, 216))
-    canvas = np.asarray(_cluttered(ground, rng), dtype=np.float32).copy()
+    canvas = np.asarray(_draw_clutter(ground, rng), dtype=np.float32).copy()
     for which, colour, (x, y) in zip(scene.drawings, scene.colours, scene.layout.centres, strict=True):
         side = drawings.side(scene.layout.room, rng)
         left, top = (int(c - side // 2 + rng.integers(-2, 3)) for c in (x, y))
@@ -174,7 +174,7 @@ def draw_scene(scene: Scene, drawings: Drawings, rng: np.random.Generator) -> by
     return png(canvas)
 
 
-def _cluttered(ground: np.ndarray, rng: np.random.Generator) -> Image.Image:
+def _draw_clutter(ground: np.ndarray, rng: np.random.Generator) -> Image.Image:
     """Return an image in one colour with strokes and dots in lighter and darker ones."""
     image = Image.new("RGB", (SIZE, SIZE), _channels(ground))
     pen = ImageDraw.Draw(image)

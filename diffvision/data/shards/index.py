@@ -18,7 +18,10 @@ import tarfile
 import zipfile
 import zlib
 from array import array
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -446,3 +449,23 @@ def _save(places: list[Path], index: ShardIndex, stamp: np.ndarray) -> bool:
     values: dict[str, Any] = {name: getattr(index, name) for name in names}
     values["types"], values["other_types"] = (np.array(t, dtype=np.str_) for t in (index.types, index.other_types))
     return write_sidecar(places, lambda file: np.savez(file, stamp=stamp, **values))
+
+
+def count_with_webdataset(path: Path) -> tuple[int, Counter[str]]:
+    """Return the samples and the members by type that webdataset finds where the index finds none.
+
+    That is the case in a compressed tar without the ending of its compression. No content is read into memory.
+    """
+    from webdataset import WebDataset
+    from webdataset.tariterators import base_plus_ext
+
+    names: list[tuple[str, str]] = []
+
+    def skip(name: str) -> bool:
+        names.append(base_plus_ext(name))
+        return False
+
+    with suppress(Exception):  # tarfile raises nearly anything on damaged headers; what comes before counts
+        next(iter(WebDataset([str(path.absolute())], shardshuffle=False, select_files=skip, empty_check=False)), None)
+    keyed = [(key, kind) for key, kind in names if key is not None]
+    return len(list(groupby(keyed, key=lambda name: name[0]))), Counter(kind.lower() for _, kind in keyed)

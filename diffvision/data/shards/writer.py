@@ -121,14 +121,14 @@ def write_manifest(directory: str | Path) -> None:
             f"{directory} has {len(packed)} compressed shards, first {packed[0]}, and a manifest counts only .tar: "
             "unpack them, or move them elsewhere"
         )
-    shards = [_described(path) for path in sorted(directory.glob(f"*{PLAIN[0]}"), key=lambda p: natural(p.name))]
+    shards = [_describe(path) for path in sorted(directory.glob(f"*{PLAIN[0]}"), key=lambda p: natural(p.name))]
     if not shards:
         raise ValueError(f"no .tar files in {directory}: give the directory of the shards")
     _replace(directory / MANIFEST, {"format": MANIFEST_FORMAT, "shards": shards})
     _replace(directory / SIZES, {shard["name"]: shard["samples"] for shard in shards})
 
 
-def _described(path: Path) -> dict:
+def _describe(path: Path) -> dict:
     index = scan(path)
     if index.damage:
         raise ValueError(

@@ -89,7 +89,7 @@ class TextMember:
     def _document(self, data: bytes) -> str | BadSample:
         try:
             text = data.decode("utf-8-sig")
-            document = text if not self._field else _field(text, self._field)
+            document = text if not self._field else _find_field(text, self._field)
             if isinstance(document, str):
                 document.encode()  # JSON can write half of a surrogate pair
             return document
@@ -175,7 +175,7 @@ def check_document(data: bytes, member_type: str) -> int:
     return len(text)
 
 
-def _field(text: str, field: str) -> str | BadSample:
+def _find_field(text: str, field: str) -> str | BadSample:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

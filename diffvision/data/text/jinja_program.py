@@ -20,7 +20,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             the time.
     """
     try:
-        template = _compiled(request["template"], request["clock"])
+        template = _compile(request["template"], request["clock"])
         return {"texts": [template.render(**variables) for variables in request["variables"]]}
     except jinja2.TemplateSyntaxError as error:
         return {"line": error.lineno, "fault": error.message}
@@ -31,7 +31,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(template: str, clock: bool) -> jinja2.Template:
+def _compile(template: str, clock: bool) -> jinja2.Template:
     # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
     extensions = [loopcontrols, _Generation]
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

@@ -134,7 +134,7 @@ class TextData(LoaderData):
         """
         tokens = self._token_source(source)
         if are_conversations(tokens):
-            shards: TokenShards = _packed(tokens, self.length, self.cut)
+            shards: TokenShards = _pack_chats(tokens, self.length, self.cut)
         else:
             shards = TokenShards(tokens, self.length)
         check_limits(shards.account, self.limits)
@@ -171,7 +171,7 @@ class TextData(LoaderData):
             )
 
 
-def _packed(source: Source, length: int, cut: bool) -> PackedShards:
+def _pack_chats(source: Source, length: int, cut: bool) -> PackedShards:
     """Return conversations in windows, and warn of those that do not fit into one."""
     shards = PackedShards(source, length, cut=cut)
     if shards.long:

@@ -66,7 +66,7 @@ def needle_samples(
             queries=queries,
             depth=depth,
         )
-        yield _tokenised(text, tokenizer, start)
+        yield _tokenise(text, tokenizer, start)
 
 
 def needle(
@@ -127,7 +127,7 @@ def start_tokens(tokenizer: Any) -> list[int]:
     return []
 
 
-def _tokenised(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSample:
+def _tokenise(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSample:
     """Return the sample in tokens: a character's position becomes the number of tokens before it."""
     ids = tokenizer.encode(text.text)
 

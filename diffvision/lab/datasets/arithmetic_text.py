@@ -149,13 +149,13 @@ def compose(draw: random.Random, names: Sequence[str], *, steps: int, distractor
 
 def _chain(draw: random.Random, people: Iterator[str], thing: str, steps: int, highest: int) -> list[Quantity]:
     """Return the quantities that matter, each after those that it follows from."""
-    chain = [_given(draw, next(people), thing, highest)]
+    chain = [_state(draw, next(people), thing, highest)]
     for _ in range(steps):
         last = chain[-1]
         if draw.random() < 0.2:
             # A leaf of the graph, unless the sum is with what was found earlier.
             fresh = len(chain) == 1 or draw.random() < 0.5
-            other = _given(draw, next(people), thing, highest) if fresh else draw.choice(chain[:-1])
+            other = _state(draw, next(people), thing, highest) if fresh else draw.choice(chain[:-1])
             if last.value + other.value <= highest:
                 chain += [other] if fresh else []
                 pair = (last, other) if draw.random() < 0.5 else (other, last)
@@ -180,7 +180,7 @@ def _step(draw: random.Random, name: str, of: Quantity, highest: int) -> Quantit
     return Quantity(name, of.thing, value, kind, number, (of,))
 
 
-def _given(draw: random.Random, name: str, thing: str, highest: int) -> Quantity:
+def _state(draw: random.Random, name: str, thing: str, highest: int) -> Quantity:
     number = draw.randint(_LEAST, min(_LARGEST_NUMBER, highest))
     return Quantity(name, thing, number, number=number)
 
@@ -203,11 +203,11 @@ def _distractor(
         if same and draw.random() < 0.5:
             quantity = _step(draw, name, draw.choice(same), highest)
         elif draw.random() < 0.5:
-            quantity = _given(draw, name, thing, highest)
+            quantity = _state(draw, name, thing, highest)
         else:
             known = [(other.name, kind) for other in stated for kind in others if (other.name, kind) not in owned]
             owner, kind = draw.choice(known) if known and draw.random() < 0.5 else (name, draw.choice(others))
-            quantity = _given(draw, owner, kind, highest)
+            quantity = _state(draw, owner, kind, highest)
         drawn.append(quantity)
         if not ({quantity.value} if quantity.kind == "times" else quantity.numbers) & taken:
             break

@@ -146,7 +146,7 @@ def _entry(text: str) -> str:
 
 def _plain(text: str) -> str:
     text = _SYLLABLES.sub("", text)
-    text = _ACCENTED.sub(_accented, _NAMED.sub(lambda m: _LETTERS[m[1]], text))
+    text = _ACCENTED.sub(_add_accent, _NAMED.sub(lambda m: _LETTERS[m[1]], text))
     text = _ORIGIN.sub("", text)
     # FOLDOC's subject, its origin and the date of a change.
     text = re.sub(r"^<([^<>]+)>", r"(\1)", text.strip())
@@ -154,7 +154,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\s+", " ", text.replace("{", "").replace("}", "").replace(" . . .", " ...")).strip()
 
 
-def _accented(match: re.Match[str]) -> str:
+def _add_accent(match: re.Match[str]) -> str:
     mark, letters = (match[1], match[2]) if match[1] else ("breve", match[3])
     letters = _LETTERS.get(letters, letters)
     return unicodedata.normalize("NFC", letters[0] + _MARKS.get(mark, "\u0306") + letters[1:])

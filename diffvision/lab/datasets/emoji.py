@@ -71,7 +71,7 @@ def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
         rng = np.random.default_rng([seed, 31])
         samples |= _write_split(directory, split, chosen, plain, styles[style], rng)
         if _OUTLINES in styles:
-            sketches = _captioned([e for e in chosen if e.code in styles[_OUTLINES]], styles[_OUTLINES])
+            sketches = _write_captions([e for e in chosen if e.code in styles[_OUTLINES]], styles[_OUTLINES])
             samples[f"retrieval-sketch/{split}"] = write_retrieval(directory / "retrieval-sketch", split, sketches)
     known = [e for e in plain if not e.validating]
     samples["zero_shot-subcategories/train"] = _write_kinds(directory, "train", known, plain, styles["Noto"])
@@ -154,10 +154,10 @@ def _write_split(
     written: dict[str, Any] = {
         f"zero_shot/{split}": write_zero_shot(directory / "zero_shot", split, named, names, _TEMPLATE),
         f"zero_shot-subcategories/{split}": _write_kinds(directory, split, plain, classes, pictures),
-        f"retrieval/{split}": write_retrieval(directory / "retrieval", split, _captioned(plain, pictures)),
+        f"retrieval/{split}": write_retrieval(directory / "retrieval", split, _write_captions(plain, pictures)),
     }
     pairs = minimal_pairs(emoji, rng)
-    write_evaluation_split(directory / "pairs" / split, _paired(pairs, pictures), dataset_type=["pairs"])
+    write_evaluation_split(directory / "pairs" / split, _write_pairs(pairs, pictures), dataset_type=["pairs"])
     return written | {f"pairs/{split}": dict(Counter(kind for kind, _, _ in pairs))}
 
 
@@ -170,11 +170,11 @@ def _write_kinds(
     return write_zero_shot(directory / "zero_shot-subcategories", split, rows, kinds, _TEMPLATE)
 
 
-def _captioned(emoji: Iterable[Emoji], pictures: Pictures) -> Iterator[tuple[str, bytes, str]]:
+def _write_captions(emoji: Iterable[Emoji], pictures: Pictures) -> Iterator[tuple[str, bytes, str]]:
     return ((e.code.lower(), pictures[e.code], e.caption) for e in emoji)
 
 
-def _paired(pairs: Iterable[tuple[str, Emoji, Emoji]], pictures: Pictures) -> Iterator[Sample]:
+def _write_pairs(pairs: Iterable[tuple[str, Emoji, Emoji]], pictures: Pictures) -> Iterator[Sample]:
     for number, (kind, first, second) in enumerate(pairs):
         yield {
             "__key__": f"{number:05d}",

@@ -45,10 +45,10 @@ def training_documents(
         cities = draw.sample(list(form.cities), needles)
         numbers = draw.sample(range(form.lowest, form.highest + 1), needles)
         pairs = [{"city": city, "number": str(value)} for city, value in zip(cities, numbers, strict=True)]
-        yield (_stated_and_asked if number % 3 else _hidden)(form, draw, pairs, length)
+        yield (_interleave if number % 3 else _hide_facts)(form, draw, pairs, length)
 
 
-def _stated_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
+def _interleave(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
     """Return facts one by one, and after each some questions for any of those so far."""
     stream = form.haystack(draw)
     stated: list[dict[str, str]] = []
@@ -66,7 +66,7 @@ def _stated_and_asked(form: Form, draw: random.Random, pairs: list[dict[str, str
     return text.strip()
 
 
-def _hidden(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
+def _hide_facts(form: Form, draw: random.Random, pairs: list[dict[str, str]], length: int) -> str:
     """Return facts anywhere in a haystack, and a question for each of them."""
     sentences = [form.needle.format(**pair) for pair in pairs]
     stream, left = form.haystack(draw), length - len(pairs) * (_words(form.needle) + _words(form.answer))

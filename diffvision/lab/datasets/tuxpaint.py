@@ -30,13 +30,13 @@ def make_tuxpaint(directory: str | Path, source: str | Path) -> str:
     """
     directory, stamps = Path(directory), unpacked(source, _STAMPS, PACKAGE)
     refuse_written(directory)
-    written = write_retrieval(directory / "retrieval", "test", _captioned(stamps))
+    written = write_retrieval(directory / "retrieval", "test", _write_captions(stamps))
     source = f"Debian package {PACKAGE}, https://tuxpaint.org/stamps"
     write_about(directory, source, LICENCE, background=BACKGROUND, size=SIZE, samples={"retrieval/test": written})
     return f"{written:,} stamps with captions, for tests"
 
 
-def _captioned(stamps: Path) -> Iterator[tuple[str, bytes, str]]:
+def _write_captions(stamps: Path) -> Iterator[tuple[str, bytes, str]]:
     """Yield key, picture and caption of the stamps to be retrieved."""
     captions: set[str] = set()
     for path in track(sorted(stamps.rglob("*.png")), "stamps"):

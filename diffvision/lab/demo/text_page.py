@@ -70,7 +70,7 @@ def page(models: Mapping[str, Sequence[Run]], directory: Path) -> str:
     judged = dict.fromkeys(verdict(values_of(models), plain, other, JUDGED) for other in others)
     table = results(models, GROUPS, speed_rows(models, "tokens"), note=note)
     sections = [
-        _explained(first),
+        _explain(first),
         Section("Results", [*map(Text, judged), table]),
         _needles(first),
         _outliers(first),
@@ -89,7 +89,7 @@ def page(models: Mapping[str, Sequence[Run]], directory: Path) -> str:
     return html_page(title, lead, sections, "Written by `diffvision demo --language`.")
 
 
-def _explained(first: Mapping[str, Run]) -> Section:
+def _explain(first: Mapping[str, Run]) -> Section:
     shown = next(iter(first.values())).shown
     reads = {
         name: {kind: np.asarray(values) for kind, values in run.shown["reads"].items()} for name, run in first.items()

@@ -186,11 +186,11 @@ def _judgement(reply: str) -> Judgement:
 
 
 def _nli(options: JudgeOptions, device: str, replies: Path | None) -> Judge:
-    return Entailment(_given(options, "nli", "a transformers classifier, such as a folder"), device)
+    return Entailment(_require_option(options, "nli", "a transformers classifier, such as a folder"), device)
 
 
 def _llm(options: JudgeOptions, device: str, replies: Path | None) -> Judge:
-    model = _given(options, "llm", "the model's name at the server")
+    model = _require_option(options, "llm", "the model's name at the server")
     url = options.url or os.environ.get("OPENAI_BASE_URL")
     if not url:
         raise ValueError("judge.by has llm, and there is no server: give judge.url, or set OPENAI_BASE_URL")
@@ -200,7 +200,7 @@ def _llm(options: JudgeOptions, device: str, replies: Path | None) -> Judge:
 
 
 def _hf(options: JudgeOptions, device: str, replies: Path | None) -> Judge:
-    model = open_model(_given(options, "hf", "a language model"), device=device).for_text()
+    model = open_model(_require_option(options, "hf", "a language model"), device=device).for_text()
     return InProcess(model, options.new_tokens, _template(options))
 
 
@@ -238,7 +238,7 @@ def open_judges(options: JudgeOptions, rows: Sequence[Row], device: str, replies
     return [JUDGES[name](options, device, replies) for name in options.names]
 
 
-def _given(options: JudgeOptions, name: str, what: str) -> str:
+def _require_option(options: JudgeOptions, name: str, what: str) -> str:
     value = getattr(options, name)
     if value is None:
         raise ValueError(f"judge.by has {name}, and judge.{name} is missing: give {what}")

@@ -80,7 +80,7 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
     else:
 
         def write(messages: Messages) -> list[int]:
-            text = _rendered(theirs, template, messages, prompt=True)
+            text = _render(theirs, template, messages, prompt=True)
             return list(theirs(text, add_special_tokens=False)["input_ids"])
 
     def written(messages: Messages) -> list[int]:
@@ -106,7 +106,7 @@ def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
         if theirs is None:
             text = _ours(model, chosen).render(turns, prompt=False)
         else:
-            text = _rendered(theirs, template_text(model, chosen) or "", turns, prompt=False)
+            text = _render(theirs, template_text(model, chosen) or "", turns, prompt=False)
     except BadSample:  # as where it wants a system's message
         return ()
     end = text.rpartition(_ANSWER)[2].strip().partition("\n")[0]
@@ -117,7 +117,7 @@ def _ours(model: Model, chosen: str) -> Chat:
     return open_chat(chosen, model.tokenizer, model.tokenizer.source or model.name)
 
 
-def _rendered(theirs: Any, template: str, messages: Messages, *, prompt: bool) -> str:
+def _render(theirs: Any, template: str, messages: Messages, *, prompt: bool) -> str:
     """Return what `apply_chat_template` of transformers' tokenizer does, within the limits of `render`."""
     given = {"tools": None, "documents": None, **theirs.special_tokens_map}
     return render(template, [{"messages": messages, "add_generation_prompt": prompt, **given}], clock=True)[0]

@@ -138,7 +138,7 @@ def continued(
 
     module: Any = model.module
     if model.host != "language":
-        return _continued_by_transformers(module, tokenizer, prompts, max_new_tokens, is_stopped)
+        return _continue_by_transformers(module, tokenizer, prompts, max_new_tokens, is_stopped)
     new: list[list[int]] = [[] for _ in prompts]
 
     def on_token(index: int, token: int) -> bool:
@@ -155,7 +155,7 @@ def stop_at(text: str, stops: Sequence[str]) -> int | None:
     return min((start for stop in stops if (start := text.find(stop)) >= 0), default=None)
 
 
-def _continued_by_transformers(
+def _continue_by_transformers(
     module: Any,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],

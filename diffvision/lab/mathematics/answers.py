@@ -138,7 +138,7 @@ def _equal(one: Quantity, other: Quantity) -> bool:
 
 def _same_elements(text: str, other: str) -> bool:
     """Return whether two texts are tuples or intervals of equal answers, or sets of them in any order."""
-    first, second = _bracketed(text), _bracketed(other)
+    first, second = _split_brackets(text), _split_brackets(other)
     if first is None or second is None or first[0] != second[0] or len(first[1]) != len(second[1]):
         return False
     left = list(second[1])
@@ -151,7 +151,7 @@ def _same_elements(text: str, other: str) -> bool:
     return True
 
 
-def _bracketed(text: str) -> tuple[str, list[str]] | None:
+def _split_brackets(text: str) -> tuple[str, list[str]] | None:
     """Return the brackets around a text, and what the commas between them separate."""
     text = text.replace(r"\{", "{").replace(r"\}", "}")
     if not (text[:1] in _OPEN and text[-1:] in _CLOSE) or len(text) > _LONGEST_BRACKETS:

@@ -49,7 +49,7 @@ class Judgement(NamedTuple):
 
 def check(solution: str) -> None:
     """Raise a ValueError where a solution is none of `diffvision data make arithmetic`."""
-    steps, answer = _parsed(solution)
+    steps, answer = _parse(solution)
     if answer is None or None in steps:
         raise ValueError(
             f"the solution {solution[-60:]!r} is not one of `diffvision data make arithmetic`: write 'Taba: 14 + 3 "
@@ -69,8 +69,8 @@ def judge(prompt: str, solution: str, written: str) -> Judgement:
         ValueError: the right solution is none of `diffvision data make arithmetic`.
     """
     check(solution)
-    right, answer = _parsed(solution)
-    steps, given = _parsed(written)
+    right, answer = _parse(solution)
+    steps, given = _parse(written)
     first_wrong = _first_difference(steps, right)
     if first_wrong is None and given != answer:
         first_wrong = len(right) + 1
@@ -100,7 +100,7 @@ def _kind(prompt: str, solution: str, name: str, used: set[int], results: list[i
     return "miscalculated"
 
 
-def _parsed(text: str) -> tuple[list[Step | None], int | None]:
+def _parse(text: str) -> tuple[list[Step | None], int | None]:
     """Return the steps before the answer, None for a line that is no step, and the answer; None if there is none."""
     steps: list[Step | None] = []
     for line in text.strip().split("\n"):

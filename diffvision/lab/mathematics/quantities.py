@@ -191,10 +191,10 @@ class _Reader:
             self._takes("+")
         value = self._power()
         if self._takes("/"):
-            value = _bounded(value / self._power())
+            value = _check_bounds(value / self._power())
         while match := self._TIMES_TEN.match(self._text, self._at):
             self._at = match.end()
-            value = _bounded(value * self._power())
+            value = _check_bounds(value * self._power())
         self._level -= 1
         return sign * value
 
@@ -214,9 +214,9 @@ class _Reader:
         if match := self._NUMBER.match(self._text, self._at):
             self._at = match.end()
             value = Fraction(match[1].replace(",", "").rstrip("."))
-            return _bounded(value * Fraction(10) ** int(match[2])) if match[2] else value
+            return _check_bounds(value * Fraction(10) ** int(match[2])) if match[2] else value
         if self._takes(r"\frac"):
-            return _bounded(self._group("{", "}") / self._group("{", "}"))
+            return _check_bounds(self._group("{", "}") / self._group("{", "}"))
         if match := self._ROOT.match(self._text, self._at):
             self._at = match.end()
             return _root(self._group("{", "}"), int(match[1] or 2))
@@ -242,7 +242,7 @@ def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_bounds(value: Fraction) -> Fraction:
     if _bits(value) > _MOST_BITS:
         raise _NoNumber
     return value

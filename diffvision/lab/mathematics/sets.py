@@ -223,8 +223,8 @@ def _question(name: str, row: Row, where: str) -> Question:
     if not answer or (layout.is_number and as_fraction(answer) is None):
         content = row.get("solution", row.get("answer", row.get("response", read.answer)))
         raise ValueError(
-            f"{where} has an answer that cannot be read, {str(content)[-60:]!r}: {name} ends with {_wanted(name)}; "
-            "correct the row, or leave it out"
+            f"{where} has an answer that cannot be read, {str(content)[-60:]!r}: {name} ends with "
+            f"{_describe_layouts(name)}; correct the row, or leave it out"
         )
     solution = read.solution if read.solution is not None else answer
     if name == "arithmetic":
@@ -242,7 +242,7 @@ def _text(answer: str | float) -> str:
     return format(Decimal(repr(answer)), "f") if math.isfinite(answer) else ""
 
 
-def _wanted(name: str) -> str:
+def _describe_layouts(name: str) -> str:
     wanted = {"math": "\\boxed{ANSWER}", "gsm8k": "#### NUMBER", "responses": "#### ANSWER or \\boxed{ANSWER}"}
     return wanted.get(name, "a number" if LAYOUTS[name].is_number else "an answer that is not empty")
 

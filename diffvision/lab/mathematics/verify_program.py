@@ -15,10 +15,10 @@ def answer(request: list[str]) -> bool:
     if math_verify is None:
         raise _missing
     gold, given = request
-    return bool(math_verify.verify(_parsed(gold), _parsed(given)))
+    return bool(math_verify.verify(_parse(gold), _parse(given)))
 
 
 @functools.lru_cache(maxsize=10_000)
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     # LaTeX is recognised between dollars alone.
     return math_verify.parse(f"${text.strip().strip('$')}$")

@@ -112,7 +112,7 @@ def _check_diffclip(
     return model
 
 
-def _mapped(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
+def _map(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
     if source.layout == "diffvision":
         _refuse_other_layers(source.path)
         _refuse_mixed_layers(source)
@@ -194,7 +194,7 @@ def _to_language(source: Weights, target: Path, options: Options) -> None:
         )
         language.save(model, target)
     else:
-        language.save(model, target, _checked(tokenizer, model.config.vocab_size))
+        language.save(model, target, _check_tokenizer(tokenizer, model.config.vocab_size))
 
 
 def _in_one_dtype(state: dict[str, Tensor], values: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def _in_one_dtype(state: dict[str, Tensor], values: Mapping[str, Any], folder: P
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
 
 
-def _checked(tokenizer: Path, vocab_size: int) -> Path:
+def _check_tokenizer(tokenizer: Path, vocab_size: int) -> Path:
     """Return a tokenizer.json that can be read and fits the model, its tokenizer_config.json too."""
     try:
         size = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size()
@@ -241,7 +241,7 @@ def _from_gguf(source: Weights, target: Path, options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = model.config.vocab_size
         given = options.tokenizer
-        tokenizer = _checked(given, size) if given else file.write_tokenizer(Path(folder), size)
+        tokenizer = _check_tokenizer(given, size) if given else file.write_tokenizer(Path(folder), size)
         language.save(model, target, tokenizer, origin=file.origin())
 
 
@@ -279,8 +279,8 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
 CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {
     ("diffclip", "openclip"): _to_openclip,
     ("openclip", "diffclip"): _to_diffclip,
-    ("timm", "diffvision"): partial(_mapped, by=timm.from_timm),
-    ("diffvision", "timm"): partial(_mapped, by=timm.to_timm),
+    ("timm", "diffvision"): partial(_map, by=timm.from_timm),
+    ("diffvision", "timm"): partial(_map, by=timm.to_timm),
     ("huggingface", "language"): _to_language,
     ("motif", "language"): _to_language,
     ("gguf", "language"): _from_gguf,
@@ -288,5 +288,5 @@ CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {
     ("language", "motif"): partial(_to_hugging_face, by=motif.to_motif),
 }
 for _layout in unilm.NAMES:
-    CONVERSIONS[_layout, "diffvision"] = partial(_mapped, by=partial(unilm.from_unilm, layout=_layout))
-    CONVERSIONS["diffvision", _layout] = partial(_mapped, by=partial(unilm.to_unilm, layout=_layout))
+    CONVERSIONS[_layout, "diffvision"] = partial(_map, by=partial(unilm.from_unilm, layout=_layout))
+    CONVERSIONS["diffvision", _layout] = partial(_map, by=partial(unilm.to_unilm, layout=_layout))

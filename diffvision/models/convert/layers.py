@@ -37,7 +37,7 @@ def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _faults(weights: Mapping[str, Tensor]) -> list[str]:
     try:
-        layer = _described(weights)
+        layer = _build_meta(weights)
     except KeyError as error:
         return [f"{error.args[0]} is missing"]
     except (ValueError, IndexError, ZeroDivisionError) as error:
@@ -48,7 +48,7 @@ def _faults(weights: Mapping[str, Tensor]) -> list[str]:
     return differences(weights, layer.state_dict())
 
 
-def _described(weights: Mapping[str, Tensor]) -> AttentionLayer:
+def _build_meta(weights: Mapping[str, Tensor]) -> AttentionLayer:
     """Return the layer of these sizes on the meta device."""
     is_v2 = ATTENTION["v2"].telling_weight in weights
     variant = ATTENTION["v2" if is_v2 else "v1"]

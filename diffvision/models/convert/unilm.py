@@ -40,7 +40,7 @@ def recognised(names: Mapping[str, Tensor]) -> str | None:
 
 def from_unilm(weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     """Return the state_dict with the attention's tensors renamed as in our layers, the rest unchanged."""
-    return _renamed(weights, {theirs: ours for ours, theirs in NAMES[layout].items()})
+    return _rename(weights, {theirs: ours for ours, theirs in NAMES[layout].items()})
 
 
 def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
@@ -57,10 +57,10 @@ def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     mark = "head_norm.weight" if layout == "unilm-v1" else "lambda_proj.weight"
     if not any(name.endswith(mark) for name in state):
         raise ValueError(f"the state_dict has no {mark}: give weights of the variant in {layout}")
-    return _renamed(state, NAMES[layout])
+    return _rename(state, NAMES[layout])
 
 
-def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def _rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the weights with names replaced right before their last part: `attn.proj.weight`, `proj.weight`."""
     out = {}
     for name, value in state.items():

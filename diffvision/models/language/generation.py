@@ -142,7 +142,7 @@ def generate(
         hidden = model.hidden(tokens, cache=past, padding=padding)
     else:
         hidden, past = compress.prefill(model, tokens, padding, capacity)
-    decode = _compiled_step() if compile else None
+    decode = _compile_step() if compile else None
     new: list[list[int]] = [[] for _ in rows]
     running = set(range(len(rows)))
     for position in range(length, end):
@@ -229,6 +229,6 @@ def _step(model: LanguageModel, *arguments: Any) -> Tensor:
 
 
 @cache
-def _compiled_step() -> Any:
+def _compile_step() -> Any:
     """Compile `LanguageModel.step` once for all models; kept in a model, it could not be pickled with it."""
     return torch.compile(_step, fullgraph=True)

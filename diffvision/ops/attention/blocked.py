@@ -195,7 +195,7 @@ def _forward(
         for unmasked in blocks:
             block = unmasked.with_mask(mask, part, query.shape[2])
             rows, end = block.rows, block.keys
-            scaled = _scaled(query, rows, scale, scratch)
+            scaled = _scale_queries(query, rows, scale, scratch)
             shape = (*scaled.shape[:3], end)
             maps = kept[used : used + math.prod(shape)].view(shape) if keep else scratch.take("maps", *shape)
             used += maps.numel()
@@ -208,7 +208,7 @@ def _forward(
     return out, kept
 
 
-def _scaled(query: Tensor, rows: slice, scale: float, scratch: _Scratch) -> Tensor:
+def _scale_queries(query: Tensor, rows: slice, scale: float, scratch: _Scratch) -> Tensor:
     """Return a block's queries times the scale [2, S * K, G * rows, D]: heads of the same keys share a product."""
     part = query[:, :, :, rows]
     return torch.mul(part, scale, out=scratch.take("q", *part.shape)).flatten(2, 3)
@@ -259,7 +259,7 @@ def _backward(
             # The first block has all keys: its products overwrite the sums.
             first, block = unmasked is blocks[0], unmasked.with_mask(mask, part, query.shape[2])
             rows, end = block.rows, block.keys
-            scaled, block_outer = _scaled(query, rows, scale, scratch), outer[:, :, rows].flatten(1, 2)
+            scaled, block_outer = _scale_queries(query, rows, scale, scratch), outer[:, :, rows].flatten(1, 2)
             negative, shape = weight[:, :, rows].flatten(1, 2).neg(), (*scaled.shape[:3], end)
             if kept.numel():
                 maps = kept[used : used + math.prod(shape)].view(shape)

@@ -101,7 +101,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: fl
         if torch.compiler.is_compiling():
             return cast(Callable[..., Tensor], flex_attention)(q, k, v, **options)
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            return _compiled(q.device.type)(q, k, v, **options)
+            return _compile(q.device.type)(q, k, v, **options)
 
 
 def _kernel_options(q: Tensor, v: Tensor) -> dict[str, int] | None:
@@ -111,7 +111,7 @@ def _kernel_options(q: Tensor, v: Tensor) -> dict[str, int] | None:
 
 
 @cache
-def _compiled(device: str) -> Callable[..., Tensor]:
+def _compile(device: str) -> Callable[..., Tensor]:
     # Inductor's C++ for a mask read from a tensor does not compile with symbolic lengths (torch 2.15): static on a CPU.
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
@@ -153,8 +153,8 @@ def _build(
         seen, whole = seen & some, whole & every
         seen, whole = (t.repeat_interleave(maps_a_head, dim=1) if t.shape[1] > 1 else t for t in (seen, whole))
     return BlockMask.from_kv_blocks(
-        *_ordered(seen & ~whole),
-        *_ordered(whole),
+        *_order_blocks(seen & ~whole),
+        *_order_blocks(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=_mask_mod(queries, keys, device, causal=causal, mask=mask, maps_a_head=maps_a_head),
         seq_lengths=(queries, keys),
@@ -179,7 +179,7 @@ def _mask_coverage(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Tenso
     return tiles.any(5).any(3), tiles.all(5).all(3)
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _order_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many of [.., k blocks] are true, and the indices with the true ones first, in order."""
     count = blocks.sum(-1, dtype=torch.int32)
     return count, blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32).contiguous()

@@ -89,7 +89,7 @@ def softmax_attention(
 def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad queries, keys and values with zero columns to one size, unless the device's kernels need none."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    if head_dim == value_dim or (q.is_cuda and _aligned(head_dim, q.dtype) and _aligned(value_dim, q.dtype)):
+    if head_dim == value_dim or (q.is_cuda and _align(head_dim, q.dtype) and _align(value_dim, q.dtype)):
         return q, k, v
     if head_dim < value_dim:
         widen = (0, value_dim - head_dim)
@@ -97,7 +97,7 @@ def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k, F.pad(v, (0, head_dim - value_dim))
 
 
-def _aligned(size: int, dtype: torch.dtype) -> bool:
+def _align(size: int, dtype: torch.dtype) -> bool:
     return size * dtype.itemsize % 16 == 0
 
 

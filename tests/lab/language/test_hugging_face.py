@@ -82,7 +82,7 @@ def test_pruned_as_ours(name, method):
 def test_values_are_rounded_too_and_halves_of_them_refused(model):
     """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
     if model.config.model_type == "diffllama":
-        with pytest.raises(ValueError, match="DiffLlamaAttention reads its values"):
+        with pytest.raises(ValueError, match="DiffLlamaAttention splits its"):
             low_bit(model, ROWS)
         return
     whole = model(ROWS).logits

@@ -41,5 +41,5 @@ def test_the_first_wrong_step_decides(written, kind, first_wrong):
 
 
 def test_a_solution_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="is none of `diffvision data make"):
+    with pytest.raises(ValueError, match="is not one of `diffvision"):
         judge("How many?", "She has 3.\n#### 3", "#### 3")

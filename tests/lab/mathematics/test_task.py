@@ -96,7 +96,7 @@ def test_examples_make_room_for_a_question_and_a_question_has_to_fit(model):
     numbers = with_intervals(mathematics(model, asked, Prompting(examples=examples), new_tokens=40))
     assert numbers["gsm8k/prompts_cut"] == 1
     long = asked[0]._replace(id="x.jsonl:7", text="3?" * 200)
-    message = r"x.jsonl:7 has a prompt of \d+ tokens, and the model has room for 152: leave it out"
+    message = r"x.jsonl:7 has a prompt of \d+ tokens, over the room of 152"
     with pytest.raises(ValueError, match=message):
         task._prompts(model, Prompting(), [long], new_tokens=40)
 

@@ -55,7 +55,7 @@ class Kernel:
 
 def kernel() -> Kernel:
     """Return the kernel, where `reason_against` has nothing against it."""
-    found = _found()
+    found = _find_kernel()
     assert isinstance(found, Kernel), found
     return found
 
@@ -63,12 +63,12 @@ def kernel() -> Kernel:
 @torch.compiler.assume_constant_result  # files are not to be traced
 def reason_against() -> str:
     """Return why there is no kernel on this machine; "" if there is one, which is compiled if the cache lacks it."""
-    found = _found()
+    found = _find_kernel()
     return found if isinstance(found, str) else ""
 
 
 @cache
-def _found() -> Kernel | str:
+def _find_kernel() -> Kernel | str:
     """Return the kernel, or why there is none; what failed once in a process is not tried again."""
     if sys.platform != "linux":
         return f"its kernel is compiled on Linux only, this is {sys.platform}"
@@ -81,12 +81,12 @@ def _found() -> Kernel | str:
         return f"torch {torch.__version__} has no matrix product that can be called (sgemm_)"
     try:
         folder = _folder()
-        return (_cached(folder / _name(), product) if folder else None) or _compiled(folder, product)
+        return (_load_cached(folder / _name(), product) if folder else None) or _compile(folder, product)
     except (OSError, AttributeError) as error:  # the loader's message names the file
         return f"its kernel cannot be compiled or loaded: {error}"
 
 
-def _cached(path: Path, product: ctypes.c_void_p) -> Kernel | None:
+def _load_cached(path: Path, product: ctypes.c_void_p) -> Kernel | None:
     """Load the kernel from a trusted folder; return None unless the file is this user's and as it was written."""
     try:
         # Without waiting for the other end of a pipe.
@@ -102,7 +102,7 @@ def _cached(path: Path, product: ctypes.c_void_p) -> Kernel | None:
         return None
 
 
-def _compiled(folder: Path | None, product: ctypes.c_void_p) -> Kernel | str:
+def _compile(folder: Path | None, product: ctypes.c_void_p) -> Kernel | str:
     """Compile the kernel, load it, and keep it in a trusted folder that can be written."""
     if isinstance(compiler := _compiler(), str):
         return compiler

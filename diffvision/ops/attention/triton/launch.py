@@ -88,13 +88,13 @@ def block(size: int) -> int:
 
 def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:
     tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size()))
-    arguments = _inputs(x, tiles) | _strided("out", out, "bh.m", x) | _lse(lse, x)
+    arguments = _inputs(x, tiles) | _get_strides("out", out, "bh.m", x) | _lse(lse, x)
     return [Launch(rows.forward, _grid(x, tiles, arguments), arguments | {"SAVE": lse is not None}, tiles)]
 
 
 def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | None) -> list[Launch]:
     tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size()))
-    arguments = _inputs(x, tiles) | _strided("out", out, "bh.m", x) | _lse(lse, x)
+    arguments = _inputs(x, tiles) | _get_strides("out", out, "bh.m", x) | _lse(lse, x)
     arguments |= {"o2": out if o2 is None else o2, "SAVE": lse is not None}
     return [Launch(streaming.forward, _grid(x, tiles, arguments), arguments, tiles)]
 
@@ -103,8 +103,8 @@ def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: t
     """Return the launches that write grads = (dq, dk, dv), and D2 into deltas[:, :, 1]."""
     dq, dk, dv = grads
     n, d, v, size = _longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size()
-    tensors = _strided("grad", grad, "bh.m", x) | _strided("dq", dq, "bhpm", x)
-    tensors |= _strided("dk", dk, "bhpn", x) | _strided("dv", dv, "bh.n", x) | _lse(lse, x)
+    tensors = _get_strides("grad", grad, "bh.m", x) | _get_strides("dq", dq, "bhpm", x)
+    tensors |= _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bh.n", x) | _lse(lse, x)
     tensors |= {"d2_rows": deltas[:, :, 1], "grad_scale": x.scale, "H": x.k.shape[1]}
     tiles = _tiles(x, rows_backward_tiles(n, d, v, size))
     programs = _sequences(x) * x.k.shape[1]
@@ -120,11 +120,11 @@ def backward_streaming(
     """Return the launches that write grads = (dq, dk, dv), and (D1, D2) into deltas [B, H, 2, M]."""
     dq, dk, dv = grads
     d, v, size = x.q.shape[4], x.v.shape[3], x.q.element_size()
-    given = _strided("grad", grad, "bh.m", x) | _lse(lse, x)
+    given = _get_strides("grad", grad, "bh.m", x) | _lse(lse, x)
     sums = Tiles(32, 16, 4, 1)
     both = _inputs(x, sums)
     names = ("lam", "cu_q", "H", "M", "V", "BLOCK_V", "BLOCK_M", "VARLEN", "lam_b", "lam_h", "lam_m")
-    arguments = {name: both[name] for name in names} | given | _strided("out", out, "bh.m", x)
+    arguments = {name: both[name] for name in names} | given | _get_strides("out", out, "bh.m", x)
     arguments |= {"o2": o2, "result": deltas}
     del arguments["lse"]
     launches = [Launch(streaming.delta, _grid(x, sums, arguments), arguments, sums)]
@@ -132,13 +132,15 @@ def backward_streaming(
     given |= {"deltas": deltas, "grad_scale": x.scale}
     for parts in streaming_passes(d, v, x.k.shape[2], size):
         tiles = _tiles(x, streaming_keys_tiles(size))
-        arguments = _inputs(x, tiles) | given | _strided("dk", dk, "bhpn", x) | _strided("dv", dv, "bh.n", x) | parts
+        arguments = (
+            _inputs(x, tiles) | given | _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bh.n", x) | parts
+        )
         arguments |= {"H": x.k.shape[1], "blocks": triton.cdiv(_longest(x)[1], tiles.n)}
         programs = arguments["blocks"] * _sequences(x) * x.k.shape[1]
         launches.append(Launch(streaming.backward_keys, programs, arguments, tiles))
 
     tiles = _tiles(x, streaming_queries_tiles(d, v, size))
-    arguments = _inputs(x, tiles) | given | _strided("dq", dq, "bhpm", x)
+    arguments = _inputs(x, tiles) | given | _get_strides("dq", dq, "bhpm", x)
     launches.append(Launch(streaming.backward_queries, _grid(x, tiles, arguments), arguments, tiles))
     return launches
 
@@ -231,7 +233,7 @@ def _grid(x: Inputs, tiles: Tiles, arguments: dict[str, Any]) -> int:
     return arguments["blocks"] * _sequences(x) * x.q.shape[1]
 
 
-def _strided(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
+def _get_strides(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
     """Return a tensor and the strides of its axes, spelled by `axes` with a dot for an axis that it does not have."""
     strides = dict(zip(axes.replace(".", ""), tensor.stride(), strict=False))
     if x.packed is not None:  # every sequence starts from the same pointer, at another row
@@ -242,7 +244,7 @@ def _strided(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
 def _lse(lse: Tensor | None, x: Inputs) -> dict[str, Any]:
     if lse is None:
         return {"lse": None, "lse_b": 0, "lse_h": 0, "lse_p": 0}
-    return _strided("lse", lse, "bhp", x)
+    return _get_strides("lse", lse, "bhp", x)
 
 
 def _mask(mask: Tensor | None) -> tuple[dict[str, Any], int]:
@@ -259,10 +261,10 @@ def _inputs(x: Inputs, tiles: Tiles) -> dict[str, Any]:
     m, n = _longest(x)
     d, v = x.q.shape[4], x.v.shape[3]
     return (
-        _strided("q", x.q, "bhpm", x)
-        | _strided("k", x.k, "bhpn", x)
-        | _strided("v", x.v, "bh.n", x)
-        | _strided("lam", x.lam, "bh.m", x)
+        _get_strides("q", x.q, "bhpm", x)
+        | _get_strides("k", x.k, "bhpn", x)
+        | _get_strides("v", x.v, "bh.n", x)
+        | _get_strides("lam", x.lam, "bh.m", x)
         | mask
         | {
             "cu_q": None if x.packed is None else x.packed.cu_q,
