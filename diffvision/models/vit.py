@@ -379,7 +379,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         if not str(error).startswith("No pretrained weights exist"):
             raise
         raise RuntimeError(
-            f"No pretrained weights exist for {name}: use pretrained=False, or "
+            f"No pretrained weights exist for {name}: make some by "
             "`diffvision adapt vit_base_patch16_224.augreg2_in21k_ft_in1k FOLDER`"
         ) from None
 
