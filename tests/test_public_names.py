@@ -32,7 +32,9 @@ from diffvision.ops.attention import BACKENDS
 PACKAGE = Path(diffvision.__file__).parent
 NAMES = Path(__file__).parent / "assets" / "public_names.txt"
 LISTS = {
-    "attention": ATTENTION,
+    "attention": [
+        name for name, layer in ATTENTION.items() if layer.__module__.startswith("diffvision.")
+    ],  # not studies'
     "backend": BACKENDS,
     "dataset": datasets(),
     "evaluation": EVALUATIONS,
