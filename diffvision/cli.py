@@ -19,7 +19,7 @@ from diffvision.signatures import parameter_types
 class Command(NamedTuple):
     """A row of `COMMANDS`: the module and name of a command's function, and its line in `diffvision --help`.
 
-    Without a line of its own a command is described by the first sentence of its function.
+    A command without its own line is described by the first sentence of its function.
     """
 
     module: str
@@ -65,7 +65,7 @@ COMMANDS = {
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
     "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
-# Plugins add commands, and replace those that have further settings in them.
+# Plugins add commands, and replace commands that they extend with settings.
 for _name, _entry in entry_points("diffvision.commands").items():
     COMMANDS[_name] = Command(_entry.module, _entry.attr, COMMANDS[_name].summary if _name in COMMANDS else "")
 

@@ -52,7 +52,7 @@ MODULES = {
             "tuxpaint",
         )
     },
-    "diffvision.comparison.output": "diffvision.comparison.result",
+    "diffvision.comparison.output": "diffvision.comparison.page",
     "diffvision.data.shards.batch_reader": "diffvision.data.shards.loader",
     "diffvision.data.shards.evaluation_loader": "diffvision.data.shards.loader",
     "diffvision.data.shards.expected": "diffvision.data.shards.reader",

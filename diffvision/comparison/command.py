@@ -55,6 +55,7 @@ def compare(
             of another ending.
     """
     from diffvision.comparison.comparing import compare_models
+    from diffvision.comparison.page import write
     from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
@@ -85,6 +86,6 @@ def compare(
     )
     show(comparison.show, data=comparison.to_dict())
     for name in outputs:
-        comparison.write(name)
+        write(comparison, name)
         print(f"written: {name}")
     return comparison

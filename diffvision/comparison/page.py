@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layers import LayerPanel, layer_panels
 from diffvision.analysis.figures.runs import run_curves
 from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, bars, html_page
 from diffvision.comparison.result import FACTOR, Comparison, format_difference
+from diffvision.evaluation.output import write_bytes, write_json
+from diffvision.tables import plain
 
 _FIRST = ("train/loss", "val/loss")  # curves that are always shown, in this order
 _HEADLINES = ("/acc1", "/acc", "retrieval_recall@1", "/group_score", "/auc")
@@ -119,3 +124,18 @@ def _models(comparison: Comparison) -> Section:
 
 def _notes(comparison: Comparison, beginnings: tuple[str, ...]) -> list[str]:
     return [note for note in comparison.notes if note.startswith(beginnings)]
+
+
+def write(comparison: Comparison, path: str | Path) -> None:
+    """Write a page (.html), everything but the curves (.json), or a row for each number (.csv)."""
+    path = Path(path)
+    if path.suffix == ".json":
+        write_json(path, plain(comparison.to_dict()))  # NaN is null
+    elif path.suffix == ".csv":
+        rows, text = comparison.csv_rows(), io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_bytes(path, text.getvalue().encode())
+    else:
+        write_bytes(path, page(comparison).encode())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -17,8 +15,6 @@ from rich.table import Table
 
 from diffvision.analysis.curves import Curve
 from diffvision.evaluation.intervals import Difference
-from diffvision.evaluation.output import write_bytes, write_json
-from diffvision.tables import plain
 
 FACTOR = 100  # accuracies and recalls are shown in percent
 IN_NATS = ("nll", "perplexity", "bits_per_byte")
@@ -261,22 +257,6 @@ class Comparison:
                 for name, value in numbers.items()
             ]
         return rows
-
-    def write(self, path: str | Path) -> None:
-        """Write a page (.html), everything but the curves (.json), or a row for each number (.csv)."""
-        path = Path(path)
-        if path.suffix == ".json":
-            write_json(path, plain(self.to_dict()))  # NaN is null
-        elif path.suffix == ".csv":
-            rows, text = self.csv_rows(), io.StringIO()
-            writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-            write_bytes(path, text.getvalue().encode())
-        else:
-            from diffvision.comparison.page import page
-
-            write_bytes(path, page(self).encode())
 
 
 def _table(title: str) -> Table:

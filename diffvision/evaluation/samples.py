@@ -50,7 +50,7 @@ class PerSample(NamedTuple):
 
 
 Metrics = dict[str, PerSample | float]
-"""Metrics by name, sample by sample; a float for those that are not means over samples."""
+"""Metrics by name, sample by sample; a float for metrics that are not sample means."""
 MOST_KINDS = 64
 """More kinds than these have their mean alone: ARO's pairs of attributes are over a hundred."""
 NO_KIND = "no kind"

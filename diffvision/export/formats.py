@@ -16,7 +16,7 @@ HOSTS: tuple[Host, ...] = ("open_clip", "timm", "language")
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of an export; each format reads those that it needs.
+    """Settings of an export; each format reads the ones it needs.
 
     Attributes:
         tokenizer: for a language model: tokenizer.json, or a directory that holds one.

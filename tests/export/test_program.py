@@ -60,7 +60,7 @@ def test_what_was_built_otherwise_than_its_name_says_is_exported_as_it_is():
     assert json.loads(graph.about["input_size"]) == [1, 32, 48]
     image = torch.randn(3, 1, 32, 48)
     torch.testing.assert_close(export_program(graph).module()(image), grey.eval()(image))
-    with pytest.raises(ValueError, match="FeatureGetterNet is no model"):
+    with pytest.raises(ValueError, match="FeatureGetterNet is not a timm"):
         graphs(timm.create_model("diff_vit_debug", features_only=True))
 
 

@@ -1,4 +1,4 @@
-"""The table of the datasets that `diffvision data make` writes; the modules here are of those that need no download."""
+"""The table of the datasets that `diffvision data make` writes; the modules here need no download."""
 
 import inspect
 from pathlib import Path

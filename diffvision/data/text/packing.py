@@ -136,7 +136,7 @@ class PackedShards(TokenShards):
         try:
             return any(self.read_learned(number, start + 1, start + capacity))
         except BadSample as reason:
-            raise ValueError(f"{self.shards[number].location}: {reason}; make the token shards anew") from reason
+            raise ValueError(f"{self.shards[number].location}: {reason}; write the token shards again") from reason
 
 
 class _Windows(NamedTuple):

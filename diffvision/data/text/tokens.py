@@ -133,7 +133,7 @@ def _parse(text: str, where: str) -> TokenAccount:
         if not all(isinstance(n, int) and n >= 0 for n in numbers) or not 0 <= account.eos_id < account.vocab_size:
             raise ValueError
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: make the token shards anew") from None
+        raise ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: write the token shards again") from None
     return account
 
 
@@ -235,9 +235,9 @@ class TokenShards(ShardSet):
                 try:
                     piece = np.frombuffer(self.read_tokens(number, start, stop), self.account.dtype)
                 except BadSample as reason:
-                    raise ValueError(f"{shard.location}: {reason}; make the token shards anew") from reason
+                    raise ValueError(f"{shard.location}: {reason}; write the token shards again") from reason
                 if int(piece.max()) >= self.account.vocab_size:
-                    raise ValueError(f"{shard.location}: token outside of the vocabulary; make the token shards anew")
+                    raise ValueError(f"{shard.location}: token outside of the vocabulary; write the token shards again")
                 *complete, rest = np.split(piece, np.flatnonzero(piece == self.account.eos_id) + 1)
                 for part in complete:
                     yield np.concatenate([*pending, part[:-1]])
@@ -273,7 +273,7 @@ class TokenShards(ShardSet):
             data = self.reader(number).read_member(0, LENGTHS, sys.maxsize)
             lengths = np.load(BytesIO(data), allow_pickle=False)
         except (BadSample, KeyError, ValueError, EOFError, OSError, MemoryError) as reason:
-            raise ValueError(f"{location}: damaged lengths ({reason}); make the token shards anew") from reason
+            raise ValueError(f"{location}: damaged lengths ({reason}); write the token shards again") from reason
         if lengths.dtype != LENGTH_DTYPE or lengths.ndim != 1 or int(lengths.sum()) != self._tokens[number]:
             raise ValueError(f"{location}: the lengths of its conversations are not as {TOKENS} says; make it anew")
         return lengths.astype(np.int64)
@@ -365,5 +365,5 @@ def _join(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount
 
 def _count_listed(shard: Shard, account: TokenAccount | None) -> int:
     if account is None or shard.name not in account.shards:
-        raise ValueError(f"{_parent_of(shard)}/{TOKENS} does not list {shard.name}: make the token shards anew")
+        raise ValueError(f"{_parent_of(shard)}/{TOKENS} does not list {shard.name}: write the token shards again")
     return account.shards[shard.name]

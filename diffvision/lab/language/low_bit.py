@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
 from diffvision.evaluation.language.scoring import Progress, device_of, unseen
 from diffvision.evaluation.samples import PerSample, each
-from diffvision.lab.language.options import Granularity
+from diffvision.lab.language.options import Granularity, check_schemes
 from diffvision.lab.language.quantization import quantised, row_losses
 from diffvision.lab.language.rounding import GROUP, by_block, by_group, smoothed, to_float8, to_integers
 from diffvision.models.modes import evaluating
@@ -151,13 +151,6 @@ SCHEMES: dict[str, Scheme] = {
     "cache_4": _cache(4),
     "cache_2": _cache(2),
 }
-
-
-def check_schemes(names: Sequence[str]) -> None:
-    """Raise a ValueError for a name that is not in `SCHEMES`."""
-    for name in names:
-        if name not in SCHEMES:
-            raise ValueError(f"unknown scheme {name!r}: choose among {', '.join(SCHEMES)}")
 
 
 def low_bit(

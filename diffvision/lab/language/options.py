@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,21 @@ from diffvision.evaluation.language.options import LanguageOptions
 
 Granularity = Literal["layer", "head", "row"]
 """What shares a scale in quantised logits."""
+SCHEMES = (
+    "logits_8",
+    "logits_6",
+    "logits_4",
+    "qk_int8",
+    "qk_int8_smooth",
+    "qk_int4",
+    "qk_int4_smooth",
+    "pv_int8",
+    "pv_fp8",
+    "cache_8",
+    "cache_4",
+    "cache_2",
+)
+"""Names of the schemes of low_bit, whose module imports PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +107,18 @@ class LabOptions(LanguageOptions):
         if self.recent < 0:
             raise ValueError(f"recent is {self.recent}: give the tokens that the cache keeps in full, 0 or more")
         if self.pruning_methods:
-            from diffvision.lab.pruning import METHODS  # imports PyTorch, as below
+            from diffvision.lab.pruning import METHODS  # imports PyTorch
 
             if unknown := [method for method in self.pruning_methods if method not in METHODS]:
                 raise ValueError(f"pruning_methods has {unknown[0]!r}: choose among {', '.join(METHODS)}")
-        if self.schemes:
-            from diffvision.lab.language.low_bit import check_schemes
+        check_schemes(self.schemes or ())
 
-            check_schemes(self.schemes)
+
+def check_schemes(names: Sequence[str]) -> None:
+    """Raise a ValueError for a name that is not in `SCHEMES`."""
+    for name in names:
+        if name not in SCHEMES:
+            raise ValueError(f"unknown scheme {name!r}: choose among {', '.join(SCHEMES)}")
 
 
 def lab_options(options: LanguageOptions) -> LabOptions:

@@ -8,6 +8,7 @@ import torch
 from diffvision.analysis.capture import Call, captured
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.lab.command import run
+from diffvision.lab.language import options as lab_options
 from diffvision.lab.language.low_bit import (
     SCHEMES,
     Settings,
@@ -179,3 +180,7 @@ def test_the_first_simulation_again(loading, bias):
         # Never better; worse by the factor.
         assert diff / plain > 0.95
         assert diff / plain == pytest.approx(means["cancellation"], rel=0.15)
+
+
+def test_the_options_name_every_scheme():
+    assert tuple(SCHEMES) == lab_options.SCHEMES

@@ -129,7 +129,7 @@ from diffvision.training import ContrastiveModule
 from diffvision.training.fault_tolerance import lightning_internals, protect
 
 assert len(lightning_internals.missing()) == 2, lightning_internals.missing()
-assert doctor.private_names()
+assert doctor.check_private_names()
 for command in ("evaluate", "export", "fit"):
     words = ["--help"]
     if command == "fit":
