@@ -7,6 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
+from diffvision.comparison.page import write
 from diffvision.comparison.result import Comparison, Row
 from diffvision.evaluation.intervals import (
     Difference,
@@ -144,7 +145,7 @@ def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
     one = difference(first, other)
     assert one.word == ""
     row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
-    Comparison("a language model", [], [row], "tokens").write(tmp_path / "nan.json")
+    write(Comparison("a language model", [], [row], "tokens"), tmp_path / "nan.json")
     assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, 0.8, None]
 
 
