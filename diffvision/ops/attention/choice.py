@@ -27,7 +27,7 @@ OPERATORS = ("blocked", "native", "triton")
 
 # `native` runs a compiler, and is taken only where `tune` had it do so. Of the others the plain formula wins on a CPU
 # for very short rows, where the blocks' many small calls cost more than they save: the crossing lies between 77 and
-# 197 keys (docs/benchmarks/attention.md).
+# 197 keys (docs/benchmarks/speed.md).
 EAGER_MAX_KEYS_CPU = 80
 
 preferred = "auto"  # what `backend="auto"` stands for, which `attention_backend` sets

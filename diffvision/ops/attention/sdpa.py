@@ -4,7 +4,7 @@ torch's flash kernels take one size for queries, keys and values, and V1's value
 unequal sizes, SDPA silently takes the MATH path on a CPU, which keeps every [M, N] map. Two rewrites make the sizes
 equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
 zeros (two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials
-and was faster in all measurements (docs/benchmarks/attention.md). On CUDA the memory-efficient and cuDNN
+and was faster in all measurements (docs/benchmarks/speed.md). On CUDA the memory-efficient and cuDNN
 kernels take unequal sizes as they are, if they are aligned.
 """
 
