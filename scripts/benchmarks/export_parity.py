@@ -1,6 +1,6 @@
 """How far onnxruntime and a loaded torch.export program are from the model itself, by kind of model.
 
-    python scripts/benchmarks/export_parity.py   the table of docs/guides/export.md: differences, sizes of files
+    python scripts/benchmarks/export_parity.py   differences, sizes of files: docs/benchmarks/export_parity.json
     python scripts/benchmarks/export_parity.py --time     onnxruntime against torch for one sample, in turns
 
 Weights are random, with noise on each parameter so that none has its initial value. Batches are of 1 and 3
