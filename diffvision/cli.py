@@ -205,7 +205,7 @@ def command_names() -> list[str]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return the function of a command; of `data make NAME`, that of the dataset."""
+    """Return the function of a command; for `data make NAME`, the dataset's function."""
     if name.startswith(f"{MAKE} "):
         from diffvision.data.make import make_command
 

@@ -46,11 +46,11 @@ class Scores(NamedTuple):
         return self.logits.masked_fill(~self.allowed, lowest).softmax(dim=-1) * self.allowed
 
     def applied(self) -> Tensor:
-        """Return what multiplies the values, [B, H, M, N]: map 1 - lambda * map 2, or as the variant combines them."""
-        return self.applied_of(self.maps())
+        """Return the map that weights the values [B, H, M, N]: map 1 - lambda * map 2, or the variant's combination."""
+        return self.combine_maps(self.maps())
 
-    def applied_of(self, maps: Tensor) -> Tensor:
-        """Return what multiplies the values for these maps [B, H, P, M, N]."""
+    def combine_maps(self, maps: Tensor) -> Tensor:
+        """Return the map that weights the values [B, H, M, N], from softmax maps [B, H, P, M, N]."""
         if self.combine is not None:
             return self.combine(maps, self.lam, self.allowed.expand_as(maps)[:, :, 0])
         return maps[:, :, 0] if self.lam is None else maps[:, :, 0] - self.lam * maps[:, :, 1]

@@ -116,7 +116,7 @@ def open_call(call: Call) -> LayerMaps:
     scores = call.scores()
     of_all = scores.maps()
     maps = of_all[0]
-    applied = scores.applied_of(of_all)[0]
+    applied = scores.combine_maps(of_all)[0]
     heads, _, tokens, _ = maps.shape
     lam = None if scores.lam is None else scores.lam[0].expand(heads, tokens, 1)
     values = None if call.v is None else call.values(maps.dtype)[0]

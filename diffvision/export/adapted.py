@@ -254,7 +254,7 @@ def _open_bert(kind: Any, folder: Path) -> Any:
 
 @torch.no_grad()
 def largest_difference(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of two models' outputs over the largest output, by tower, in their dtype.
+    """Return the largest difference of two models' outputs relative to the largest output, over all towers.
 
     Args:
         before, after: timm, OpenCLIP or language models, in evaluation mode.

@@ -9,9 +9,10 @@ from typing import Any
 from diffvision.nn.attention import Attention, AttentionLayer, DifferentialLayer, HeadNorm, Inputs
 from diffvision.nn.contrast import VisualContrastAttention
 from diffvision.nn.dex import DexAttention
-from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2, depth_lambda_init
+from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2
 from diffvision.nn.dint import DintAttention
 from diffvision.nn.grouped import GroupedDiffAttention
+from diffvision.nn.lambda_init import depth_lambda_init
 from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
 from diffvision.plugins import PluginTable
 

@@ -1,6 +1,7 @@
 """The base class of all attention layers, and the standard layer, which is the baseline of each comparison.
 
-The differential layers are in `diff_attention.py` and the files that build on it.
+The differential layers are in `diff_attention.py` and the files that build on it. A new variant is a class here in `nn`
+and a row in the table `ATTENTION` of `nn/__init__.py`.
 
 Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P maps a head, D size of a map's head,
 V size of a value head, L keys: the tokens themselves, those of a cache, or a context's.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diffvision import ops
 from diffvision.nn.attention import AttentionLayer, Cache, HeadNorm, Rotation
-from diffvision.nn.diff_attention import resolve_lambda_init
+from diffvision.nn.lambda_init import resolve_lambda_init
 from diffvision.ops.autocast import cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision.nn.attention import Attention, AttentionLayer, AttentionSettings
-from diffvision.nn.diff_attention import depth_lambda_init
+from diffvision.nn.lambda_init import depth_lambda_init
 from diffvision.nn.linear import refuse_wrapped
 
 

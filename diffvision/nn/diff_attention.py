@@ -1,11 +1,11 @@
 """Differential attention layers: the paper's (V1) and its successor (V2).
 
-Other forms of V1's lambda are in `lambdas.py`, grouped heads in `grouped.py`, DINT in `dint.py`.
+lambda_init by depth is in `lambda_init.py`, other forms of V1's lambda are in `lambdas.py`, grouped heads in
+`grouped.py`, DINT in `dint.py`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal, Self, Unpack
 
 import torch
@@ -13,20 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision.nn.attention import AttentionLayer, AttentionSettings, DifferentialLayer, HeadNorm
+from diffvision.nn.lambda_init import resolve_lambda_init
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-def depth_lambda_init(depth: int) -> float:
-    """Return 0.8 - 0.6 exp(-0.3 depth), with depth from 0 (arXiv 2410.05258 section 2.1 counts layers from 1)."""
-    return 0.8 - 0.6 * math.exp(-0.3 * depth)
-
-
-def resolve_lambda_init(lambda_init: float | Literal["depth"], depth: int) -> float:
-    """Return lambda_init as a number, `depth_lambda_init(depth)` for "depth"; ValueError for other strings."""
-    if isinstance(lambda_init, str) and lambda_init != "depth":
-        raise ValueError(f"lambda_init must be a number or 'depth', got {lambda_init!r}")
-    return depth_lambda_init(depth) if lambda_init == "depth" else float(lambda_init)
 
 
 class DiffSettings(AttentionSettings, total=False):

@@ -1,6 +1,7 @@
 """DIFF V1 with other forms of lambda: one number per head, per token, or both, and two scalars per layer.
 
-The layers take the arguments of `DiffAttention`, which has one lambda per layer from four vectors.
+The layers take the arguments of `DiffAttention`, which has one lambda per layer from four vectors. The initial value
+by depth is in `lambda_init.py`.
 """
 
 from __future__ import annotations

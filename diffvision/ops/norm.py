@@ -87,7 +87,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         unit = x * _inverse(x, eps)
         try:
             return unit.mul_(weight)
-        except RuntimeError:  # torch.func.vmap over weights alone, of which each makes another result
+        except RuntimeError:  # under vmap over the weights alone, unit has no batch dimension to write to
             return unit * weight
 
 

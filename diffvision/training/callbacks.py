@@ -35,7 +35,7 @@ class LambdaMonitor(pl.Callback):
         """Set how many samples the mean is over.
 
         Args:
-            samples: of a batch, where lambda depends on the token.
+            samples: number of samples of a batch to average over, if lambda depends on the token.
         """
         self.samples = samples
 
@@ -68,14 +68,14 @@ class LambdaAnnealing(pl.Callback):
 
         lambda = (1 - t / T) (t / T) lambda_init + (t / T) lambda_learned
 
-    and the learned part alone from then on. It is above 0 from the first step on, and a function of the step, so that a
-    resumed run continues with it. The learned part begins at 0: if it has not moved by step T, the operation ends
-    switched off. With `LambdaWarmup` lambda_init stays.
+    and the learned part alone from then on. It is above 0 from the first step on. It depends on the step alone, so a
+    resumed run continues it. The learned part starts at 0: if it is still 0 at step T, the layer ends as plain
+    attention. With `LambdaWarmup`, lambda_init stays.
 
     Source: arXiv 2505.16333 equation 4.
     """
 
-    least = 2  # steps: at step T only the learned part is left; a T of 1 would keep it at 0 for ever
+    least = 2  # steps: with T = 1 lambda would be the untrained learned part, 0, from the first step on
 
     def __init__(self, steps: int) -> None:
         """Set the length of the schedule.
@@ -84,7 +84,7 @@ class LambdaAnnealing(pl.Callback):
             steps: T, in optimizer steps; half of the run or less leaves steps in which lambda is learned.
         """
         if steps < self.least:
-            raise ValueError(f"steps is {steps}: lambda takes at least {self.least}, to be above 0 at the first")
+            raise ValueError(f"steps is {steps}: give {self.least} or more, or lambda begins at 0")
         self.steps = steps
 
     def shares(self, done: float) -> tuple[float, float]:
@@ -114,7 +114,7 @@ class TrainOnlyNew(pl.Callback):
         """Set which other parameters are trained.
 
         Args:
-            also: more parts of the attention layers to train; DEX's paper has [k_proj, v_proj, proj].
+            also: other submodules of the attention layers to train; DEX's paper trains [k_proj, v_proj, proj].
         """
         self.also = also or []
 
@@ -160,11 +160,11 @@ class Throughput(pl.Callback):
 
 
 class DataReport(pl.Callback):
-    """Reports at the end of each epoch what became of every sample, summed over ranks, and checks that all are counted.
+    """Reports after each epoch how many samples were seen, skipped and dropped, and checks that the sum is right.
 
-    seen + skipped + tail = total, where a run that was cut short adds what it did not reach. A run that is resumed
-    within an epoch continues to count from its checkpoint. A new run says first if the tail, the incomplete last batch,
-    is large.
+    Counts are summed over ranks: seen + skipped + tail = total. A run that was cut short adds the samples that it did
+    not reach. A run that is resumed within an epoch continues the counts of its checkpoint. A new run reports first if
+    the tail, the incomplete last batch, is large.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class DataReport(pl.Callback):
         return [self.earlier] if self.earlier is not None and self.earlier.epoch == epoch else []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count batches; print what each epoch leaves out, where that is much."""
+        """Start counting batches; print how many samples each epoch drops, if they are many."""
         self.batches = 0
         loader: Any = trainer.train_dataloader
         report: Report | None = getattr(loader, "report", None)
@@ -196,11 +196,11 @@ class DataReport(pl.Callback):
         self.batches += 1
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log and print the account; raise RuntimeError if it does not add up."""
+        """Log and print the counts; raise RuntimeError if they do not add up."""
         loader: Any = trainer.train_dataloader
         batches, self.batches = self.batches, 0
         if not (reports := _reports(trainer)):
-            return  # an ordinary loader keeps no account
+            return  # an ordinary loader does not count samples
         earlier = self._earlier(reports[0].epoch)
         text, counts = describe_epoch(reports, consumed=batches * loader.batch_size, earlier=earlier)
         # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
@@ -212,8 +212,8 @@ def describe_tail(report: Report, batch_size: int) -> str:
     """Return how many samples an epoch uses, and which similar batch size leaves out the fewest.
 
     Args:
-        report: of an epoch.
-        batch_size: over all ranks; a multiple of their number.
+        report: the report of an epoch.
+        batch_size: summed over ranks; a multiple of their number.
     """
     ranks, total = report.world_size, report.total
     sizes = range(max(batch_size // 2 // ranks, 1) * ranks, min(2 * batch_size, total) + 1, ranks)
@@ -240,18 +240,18 @@ def add_reports(reports: Sequence[Report]) -> Report:
 def describe_epoch(
     reports: Sequence[Report], consumed: int, earlier: Sequence[Report] = ()
 ) -> tuple[str, dict[str, int]]:
-    """Return one epoch's account from the reports of all ranks.
+    """Return one epoch's counts from the reports of all ranks.
 
     Args:
-        reports: each rank's, of the same epoch.
-        consumed: samples that the training loop took, over all ranks.
-        earlier: what was counted of this epoch before the run was resumed.
+        reports: one per rank, of the same epoch.
+        consumed: samples that the training loop read, summed over ranks.
+        earlier: reports of this epoch from before the run was resumed.
 
     Returns:
-        The account in words, where epochs are counted from 1, and its numbers.
+        A text, in which epochs are counted from 1, and the counts by name.
 
     Raises:
-        RuntimeError: the loaders' counts and the loop's do not agree.
+        RuntimeError: the loaders' counts and the loop's differ.
     """
     first, whole = reports[0], add_reports([*earlier, *reports])
     seen, skipped, bad = whole.seen, whole.skipped, whole.bad

@@ -1,6 +1,6 @@
 """Supervised classification with any timm model: one LightningModule.
 
-What it shares with others is in `module`, its optimizer in `optim`.
+Code shared with the other modules is in `module`, the optimizer in `optim`.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class ClassificationModule(TrainingModule):
 
         Args:
             model: name of a timm model; or "local-dir:FOLDER", whose weights are loaded unless model_args forbid it.
-            num_classes: labels run from 0 to num_classes - 1. `fit` takes it from the data where these name their
+            num_classes: labels run from 0 to num_classes - 1. By default `fit` takes it from data with named
                 classes: folders, tables, or an evaluation folder next to shards.
             model_args: more arguments of the model (drop_path_rate, img_size, pretrained, ...).
             augmentation: arguments of timm.data.create_transform (scale, auto_augment, re_prob, ...).
             mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null: no mixup.
             label_smoothing: share of a target spread over all classes, with or without mixup.
-            optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
-            layer_decay: each layer's learning rate is this times the next one's; null for one rate.
+            optimizer: AdamW and its schedule, or a dictionary of settings that differ from the defaults.
+            layer_decay: ratio of each layer's learning rate to that of the next layer; null: one rate for all layers.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
         """
         super().__init__(locals(), DEFAULT)
         if num_classes is None:
-            raise ValueError("model.num_classes is not set, and the data name no classes: set it to their number")
+            raise ValueError("model.num_classes is not set, and the data names no classes: set it to their number")
         # timm takes seconds, and the help of `fit` imports this module.
         import timm
         from timm.data import Mixup, create_transform, resolve_data_config
@@ -107,7 +107,7 @@ class ClassificationModule(TrainingModule):
         return batch
 
     def check_labels(self, label: Any) -> None:
-        """Raise ValueError for a class number outside of the model's classes; labels on a GPU are not waited for."""
+        """Raise ValueError for a label that is not a class of the model; labels on a GPU are not checked."""
         if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
             return
         outside = label[(label < 0) | (label >= self.num_classes)]
@@ -118,7 +118,7 @@ class ClassificationModule(TrainingModule):
             )
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
-        if self.in_fabric:  # a Trainer has read it already
+        if self.in_fabric:  # with a Trainer `as_read` has run already
             batch = self.as_read(batch)
         image, target = batch["image"], batch["label"]
         smoothing = self.label_smoothing
@@ -141,12 +141,12 @@ class ClassificationModule(TrainingModule):
         return [] if data.evaluation is None else [f"val/{name}" for name in names]
 
     def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
-        """Let a ModelCheckpoint of a recipe save nothing, with a warning, in a run without an evaluation."""
+        """In a run without evaluation, warn that a recipe's ModelCheckpoint saves nothing."""
         if isinstance(data, ImageLabelData) and data.evaluation is None:
             idle = [one for one in callbacks if isinstance(one, ModelCheckpoint) and (one.monitor or "")[:4] == "val/"]
             callbacks = [one for one in callbacks if one not in idle]
             for one in idle:
-                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing, as nothing is evaluated")
+                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing without an evaluation")
         super().set_monitors(callbacks, data)
 
     def on_validation_epoch_start(self) -> None:
@@ -175,7 +175,7 @@ class ClassificationModule(TrainingModule):
         return self(batch["image"]).float().softmax(dim=-1)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trained parameters in groups, without decay for those that timm's model lists."""
+        """Return the trained parameters in groups, without decay where the timm model excludes them from it."""
         decay = self.settings.weight_decay
         # Such as the position embedding and the class token.
         undecayed = set(self.model.no_weight_decay()) if hasattr(self.model, "no_weight_decay") else set()

@@ -1,6 +1,6 @@
 """Contrastive training of any OpenCLIP model: one LightningModule.
 
-What it shares with others is in `module`, its optimizer in `optim`. The model and the loss are OpenCLIP's.
+Code shared with the other modules is in `module`, the optimizer in `optim`. The model and the loss are OpenCLIP's.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from diffvision.training.optim import OptimizerSettings
 from diffvision.training.progress import follow
 
 FEATURES = ("image_features", "text_features")
-# By model: what to know before it is trained.
+# Model -> a warning before it is trained.
 CAUTIONS = {
-    "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): take DiffCLIP-debug-0.2; "
+    "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): use DiffCLIP-debug-0.2; "
     "see docs/concepts/common_mode.md"
 }
 # Metrics of an evaluation that the progress bar shows.
@@ -46,7 +46,8 @@ HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
 class ContrastiveModule(TrainingModule):
     """An OpenCLIP model with OpenCLIP's loss, over pairs of images and captions.
 
-    A batch has images and captions: token ids [B, L], or strings, which are tokenised here. It is one optimizer step.
+    A batch has images and captions, as token ids [B, L] or as strings, which are tokenised here. Each batch is one
+    optimizer step.
     The loss is computed in float32 whatever the precision, over the features of all ranks (local loss, gathered with
     gradient), so DDP's mean of the gradients is the gradient of the global batch.
 
@@ -55,7 +56,7 @@ class ContrastiveModule(TrainingModule):
         transform: image -> tensor for training.
         eval_transform: the same without augmentation.
         tokenizer: captions -> int64 [B, L].
-        prompts: a line on each zero-shot evaluation of a fit.
+        prompts: one line of text per zero-shot evaluation of a fit.
     """
 
     keys: ClassVar = ("image", "text")
@@ -81,13 +82,13 @@ class ContrastiveModule(TrainingModule):
         Args:
             model: name of an OpenCLIP model, ours or OpenCLIP's; or "local-dir:FOLDER", to start from its weights.
             pretrained: tag or file of weights to start from.
-            preprocess: mean, std, interpolation, resize_mode where they differ from the model's.
+            preprocess: values of mean, std, interpolation and resize_mode that replace the model's.
             augmentation: fields of open_clip's AugmentationCfg (scale, ratio, color_jitter, ...).
-            lock_image: freeze the image tower but for this many of its last groups (0: the whole tower).
+            lock_image: freeze the image tower except this many of its last layer groups (0: the whole tower).
             lock_text: the same for the text tower.
             loss: "clip" (softmax over the global batch) or "siglip" (a sigmoid for each pair, with a bias).
-            optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
-            accum_freq: cut a rank's batch into this many chunks to save memory; the gradients are those of the whole.
+            optimizer: AdamW and its schedule, or a dictionary of settings that differ from the defaults.
+            accum_freq: split a rank's batch into this many chunks to save memory; the gradients are the same.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
         """
@@ -109,7 +110,7 @@ class ContrastiveModule(TrainingModule):
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         self.prompts: list[str] = []
-        # SigLIP's start: scale 10 and bias -10, so that the many negatives contribute little to the loss at first.
+        # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
@@ -121,7 +122,7 @@ class ContrastiveModule(TrainingModule):
                 **{f"image_{key}": value for key, value in (preprocess or {}).items()},
                 **start,
             )
-        if model.startswith(FOLDER):  # the weights are those of the folder, whatever pretrained says
+        if model.startswith(FOLDER):  # the folder's weights, whatever `pretrained` is
             check(recorded(model), self.model, model, self.model_cfg)
         elif pretrained is not None:
             check_start(pretrained, self.model)
@@ -136,7 +137,7 @@ class ContrastiveModule(TrainingModule):
             self.model.compile()  # in place: the state_dict's keys stay
 
     def setup(self, stage: str) -> None:
-        """Make the loss, which depends on the number of ranks; warn of a model that is a poor choice for a fit."""
+        """Create the loss, which depends on the number of ranks; warn about a model that is a poor choice for a fit."""
         super().setup(stage)
         if stage == "fit" and self.name in CAUTIONS:
             rank_zero_warn(CAUTIONS[self.name])
@@ -219,10 +220,10 @@ class ContrastiveModule(TrainingModule):
     def backward_chunks(self, batch: ImageTextBatch) -> Tensor:
         """Compute the gradients of `backward_whole` with the activations of one chunk at a time in memory.
 
-        1. Every chunk's features, without a graph. 2. The loss of all features together, with all their negatives, and
-        its gradient for each feature and for the scale: once, where OpenCLIP's accum-freq computes it for every chunk.
-        3. Every chunk again, with a graph and the same random numbers (dropout), through which those gradients are
-        propagated; DDP reduces at the last one only.
+        1. Compute the features of every chunk, without a graph. 2. Compute the loss of all features together, with all
+        negatives, and its gradient for the features and the scale. This is done once, whereas OpenCLIP's accum-freq
+        does it for every chunk. 3. Run every chunk again, with a graph and the same random numbers (dropout), and
+        backpropagate those gradients. DDP reduces at the last chunk only.
         """
         chunks = [*zip(batch["image"].chunk(self.accum_freq), batch["text"].chunk(self.accum_freq), strict=True)]
         states, outputs = [], []
@@ -242,7 +243,7 @@ class ContrastiveModule(TrainingModule):
         # Only strategies of several processes synchronise gradients.
         hold = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # the second pass repeats random numbers: the run's must not be rewound
+        with torch.random.fork_rng(devices):  # the second pass repeats random numbers; restore the run's afterwards
             for i, (image, text) in enumerate(chunks):
                 restore_random_state(self.device, states[i])
                 with hold() if i < len(chunks) - 1 else nullcontext():
@@ -251,13 +252,13 @@ class ContrastiveModule(TrainingModule):
         return loss.detach()
 
     def loss_of(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
-        """Return the loss of features and scale, in float32: bfloat16 has no decimals left for logits near 100."""
+        """Return the loss of features and scale, in float32: bfloat16 has no fractional digits for logits near 100."""
         with torch.autocast(self.device.type, enabled=False):
             whole = {k: widen(v) for k, v in out.items()}
             return (loss or self.loss)(**{k: detach_zero_rows(v) if k in FEATURES else v for k, v in whole.items()})
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Return the StepGuard; raise ValueError where the trainer's settings are for what this module does itself.
+        """Return the StepGuard; raise ValueError if the trainer clips or accumulates too, which this module does.
 
         It is the earliest hook in which the module has its trainer.
         """
@@ -274,7 +275,7 @@ class ContrastiveModule(TrainingModule):
         return super().configure_callbacks()
 
     def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of the evaluation folders, those of the first of them first.
+        """Return the metrics of the evaluation folders, in the order of the folders.
 
         Raises:
             ValueError: a folder cannot be evaluated.
@@ -301,7 +302,7 @@ class ContrastiveModule(TrainingModule):
     ) -> None:
         """Evaluate a folder with the functions of `diffvision evaluate`, over all ranks; or sum the loss of a batch.
 
-        The loss of a batch of pairs has the negatives of this batch alone.
+        The loss of a batch uses negatives from this batch only.
         """
         if not isinstance(batch, EvaluationFolder):
             loss = self.loss_of(self.model(batch["image"], batch["text"]), self.batch_loss)
@@ -332,8 +333,8 @@ class ContrastiveModule(TrainingModule):
     ) -> dict[str, Tensor]:
         """Return normalised features of images, or of images and captions: `image_features`, `text_features` [B, D].
 
-        What comes with images and is no caption, such as class numbers, is ignored. Of an evaluation folder, which is
-        a validation batch of `ImageTextData`, they are the features of this rank's share of its images.
+        Labels and other values that come with the images are ignored. A validation batch of `ImageTextData` is an
+        evaluation folder: the result has the features of this rank's share of its images.
         """
         if isinstance(batch, EvaluationFolder):
             batches = batch.batches(self.eval_transform, rank=self.global_rank, world_size=self.trainer.world_size)
@@ -355,12 +356,12 @@ class ContrastiveModule(TrainingModule):
         return {"model": self.name, "preprocess": preprocess, KEY: architecture(self.model, self.model_cfg)}
 
     def arguments_without_weights(self) -> dict[str, Any]:
-        """Return `pretrained`, left out."""
+        """Return `pretrained: None`."""
         return {"pretrained": None}
 
 
 def is_captions(text: Any) -> TypeGuard[Sequence[str]]:
-    """Return whether a text is strings rather than token ids."""
+    """Return whether a text is a list of strings rather than token ids."""
     return isinstance(text, list | tuple) and all(isinstance(caption, str) for caption in text)
 
 
@@ -381,8 +382,8 @@ def widen(x: Tensor) -> Tensor:
 def detach_zero_rows(features: Tensor) -> Tensor:
     """Return normalised features [B, D] without a gradient for rows whose embedding was zero.
 
-    Such a row has no direction that could be changed. F.normalize divides it by 1e-12, and so would multiply its
-    gradient by 1e12, which AdamW's second moments would take thousands of steps to forget. Other rows keep every bit.
+    A zero row has no direction. F.normalize divides it by 1e-12, so its gradient would be multiplied by 1e12, and
+    AdamW's second moments would take thousands of steps to recover. Other rows are bit-identical.
     """
     return torch.where(features.detach().norm(dim=-1, keepdim=True) < 0.9, features.detach(), features)
 

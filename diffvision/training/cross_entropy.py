@@ -1,7 +1,7 @@
 """Next-token cross entropy from hidden states, without the logits of all tokens at once.
 
-`torch.nn.functional.linear_cross_entropy` does not serve: torch 2.10, the oldest that is supported, has none, and the
-one of newer versions has neither the penalty on the normaliser nor the cross entropy without it.
+`torch.nn.functional.linear_cross_entropy` cannot be used: torch 2.10, the oldest supported version, lacks it, and newer
+versions have no z-loss, and so cannot return the cross entropy without it either.
 """
 
 from typing import Any, NamedTuple
@@ -13,16 +13,16 @@ from torch.nn import functional as F
 
 from diffvision.ops.autocast import product_dtype
 
-IGNORED = -100  # the target of a token that does not count, as in torch
+IGNORED = -100  # target of a token that is left out of the loss, as in torch
 
 
 class SoftTargets(NamedTuple):
-    """A distribution over K tokens that each prediction is compared with besides its target, such as a teacher's.
+    """A distribution over K tokens, such as a teacher's, that each prediction is trained on besides its target.
 
     Attributes:
         ids: the tokens.
         probabilities: of the tokens; each row sums to 1.
-        weight: of the cross entropy with the distribution; the target's has 1 - weight.
+        weight: weight of the cross entropy with the distribution; the target's is 1 - weight.
     """
 
     ids: Int[Tensor, "T K"]
@@ -42,16 +42,16 @@ def linear_cross_entropy(
     """Return the sums over tokens of cross entropy + z_loss * log(Z)^2, and of the cross entropy alone, in nats.
 
     The logits `hidden @ weight.T` are computed for `chunk` tokens at a time, in float32 (as `LanguageModel.logits`
-    does), and replaced by their gradient: T x vocab numbers are never kept, and no product is computed twice. The
-    gradients are those of sums, so that float16 loses no small numbers, and are scaled in the backward pass.
+    does), and overwritten by their gradient. The full [T, vocab] logits are never stored, and no product is computed
+    twice. Gradients are of the sum and are scaled in the backward pass, so that small ones do not underflow in float16.
 
     Args:
         hidden: inputs of the output projection; under autocast products are in autocast's dtype.
         weight: of the output projection, without bias.
         targets: ids, or IGNORED.
-        z_loss: weight of the penalty on the normaliser Z (arXiv 2204.02311 section 5: 1e-4); 0: no penalty.
+        z_loss: weight of the z-loss, log(Z)^2 of the softmax normaliser Z (1e-4 in arXiv 2204.02311 section 5).
         chunk: tokens whose logits are in memory together.
-        soft: distributions that count in the first sum besides the targets.
+        soft: distributions that the first sum includes besides the targets.
 
     Returns:
         Both in float32 or better; only the first has a gradient, and only once.
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _join_targets(labels: Tensor, soft: SoftTargets, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the targets and of their distributions [C, 1 + K], and each one's share: they sum to 1."""
+    """Return the tokens of targets and distributions [C, 1 + K], and their target probabilities, which sum to 1."""
     probabilities = soft.probabilities[rows]
     hard = torch.full_like(probabilities[:, :1], 1 - soft.weight)
     return torch.cat([labels, soft.ids[rows]], dim=1), torch.cat([hard, soft.weight * probabilities], dim=1)

@@ -1,7 +1,4 @@
-"""Distillation of a language model: what a teacher expects after each token that is learned.
-
-Its answers as text are data like any other. The loss is in `cross_entropy`.
-"""
+"""Distillation of a language model from a teacher's next-token distributions. The loss is in `cross_entropy`."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from diffvision.training.cross_entropy import IGNORED, SoftTargets
 
 @dataclass(frozen=True)
 class Distillation:
-    """How a model learns from another model's logits, next to the tokens of the data.
+    """Settings for learning from a teacher's logits besides the tokens of the data.
 
     Attributes:
         teacher: a language model with the same tokenizer: `hf:PATH` or `hf:ID` of transformers', or one of ours.
-        top_k: the teacher's likeliest tokens that count, as a distribution that sums to 1.
-        weight: of the cross entropy with that distribution; the data's tokens have 1 - weight.
+        top_k: number of the teacher's likeliest tokens to use, renormalised to sum to 1.
+        weight: weight of the cross entropy with the teacher; the data's tokens have 1 - weight.
     """
 
     teacher: str
@@ -38,18 +35,18 @@ class Distillation:
             )
         if not 0 < self.weight <= 1:
             raise ValueError(
-                f"distill.weight is {self.weight}: it must be above 0, and 1 at most, for no data's tokens"
+                f"distill.weight is {self.weight}: it must be above 0 and at most 1 (1: the teacher alone)"
             )
 
 
 class Teacher:
-    """A language model that is only asked, and so is no part of the module that it teaches or of its checkpoints.
+    """The teacher, run without gradients; it is not a submodule of the trained module, nor in its checkpoints.
 
     Args:
-        settings: which model, and what of it counts.
+        settings: the model, and how its logits are used.
         tokenizer: of the data.
         length: tokens of a sequence, which it must be able to read.
-        device: where it is put.
+        device: device of the model.
 
     Raises:
         FileNotFoundError, ValueError: as `open_model`; it has another tokenizer, or reads fewer tokens.
@@ -69,13 +66,13 @@ class Teacher:
         self.model = opened.module.requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
-        return self  # averages of a module's weights begin with a copy of it
+        return self  # EMA copies the module
 
     @torch.no_grad()
     def soft_targets(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> SoftTargets:
-        """Return the distributions after each token [B * N, K] whose target is not IGNORED; zeros for the others.
+        """Return the distribution for each position [B * N, K]; zeros where the target is IGNORED.
 
-        Each document is read in a row apart, so that any causal model can be the teacher.
+        Each document is a row of its own, so that any causal model can be the teacher.
 
         Args:
             inputs: ids [B, N].
@@ -111,7 +108,7 @@ def _check_tokenizer(teacher: str, theirs: Any, ours: Tokenizer) -> None:
     """Raise ValueError unless each of our tokens is the teacher's token of that id."""
     if theirs is None:
         raise ValueError(
-            f"the teacher {teacher} has no tokenizer next to it, to compare with the data's: put tokenizer.json there"
+            f"the teacher {teacher} has no tokenizer to compare with the data's: put tokenizer.json next to it"
         )
     known = theirs.vocabulary() if isinstance(theirs, Tokenizer) else theirs.tokenizer.get_vocab()
     other = next((token for token, number in ours.vocabulary().items() if known.get(token) != number), None)

@@ -20,10 +20,10 @@ class EMA(EMAWeightAveraging):
 
     `evaluate` of a checkpoint therefore evaluates the averages.
 
-    Lightning 2.6 alone does not resume exactly, so four things differ. A checkpoint that is taken while the averages
-    are in the module (within validation, and after training) holds both sets in their places; the epoch of the last
-    update is saved; the averages are kept on the training device, rather than on the CPU; and sharded weights are
-    refused, because Lightning would average each rank's part.
+    Lightning 2.6 alone does not resume exactly, so four things differ. A checkpoint taken while the averages are in
+    the module (during validation, and after training) stores both sets under the right keys. The epoch of the last
+    update is saved. The averages are on the training device rather than on the CPU. Sharded weights are refused,
+    because Lightning would average each rank's shard.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class EMA(EMAWeightAveraging):
 
         Args:
             decay: weight of the previous average, from 0 to 1.
-            update_every_n_steps: optimizer steps between updates; 0 for updates by the epoch alone.
+            update_every_n_steps: optimizer steps between updates; 0: update at ends of epochs only.
             update_starting_at_step: the first step (from 0) that updates.
             update_starting_at_epoch: update at the ends of epochs too, from this one on; null: never.
             device: where the averages are kept; by default the training device.
@@ -54,8 +54,8 @@ class EMA(EMAWeightAveraging):
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
-        self._averaged_epoch = -1  # at whose end the averages were last updated
-        self._averages = False  # whether there are averages: since the beginning of the first fit
+        self._averaged_epoch = -1  # the epoch at whose end the averages were last updated
+        self._averages = False  # whether averages exist: from the first fit on
         self._swapped = False  # whether the module holds the averages, and the average model the training weights
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -67,10 +67,10 @@ class EMA(EMAWeightAveraging):
         return due
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Make the averages before a fit; raise ValueError where the strategy shards the weights."""
+        """Create the averages before a fit; raise ValueError if the strategy shards the weights."""
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             name = type(trainer.strategy).__name__
-            raise ValueError(f"{name} shards the weights, and EMA averages whole ones only: use ddp, or leave EMA out")
+            raise ValueError(f"{name} shards the weights, which EMA cannot average: use ddp, or leave EMA out")
         self._swapped = False
         lightning_internals.set_default_device(self, trainer.strategy.root_device)
         with warnings.catch_warnings():
@@ -87,7 +87,7 @@ class EMA(EMAWeightAveraging):
         self._swapped = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Swap the averages into the module; Lightning copies them, but a checkpoint may still be asked for."""
+        """Swap the averages into the module; Lightning would copy them, but a checkpoint may still be saved."""
         self.on_validation_epoch_start(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class EMA(EMAWeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore the averages in a fit; elsewhere the module loads them, as they are the checkpoint's state_dict."""
+        """Restore the averages for a fit; otherwise the module loads them itself, from the checkpoint's state_dict."""
         if self._averages:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 

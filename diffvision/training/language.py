@@ -134,9 +134,9 @@ class LanguageModule(TrainingModule):
         saved = {
             field.name: field.default for field in fields(language.LanguageConfig) if field.default is not MISSING
         } | saved
-        if wrong := _differing(saved, current, ignored):
+        if wrong := _differing_fields(saved, current, ignored):
             differing = ", ".join(f"{k} {saved.get(k)!r} (here {current[k]!r})" for k in wrong)
-            remedy = _remedy(saved, ignored)
+            remedy = _suggest_settings(saved, ignored)
             raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {differing}: {remedy}")
 
     def configure_model(self) -> None:
@@ -348,16 +348,16 @@ def shift(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     return inputs, targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED), documents[:, :-1]
 
 
-def _differing(saved: dict[str, Any], current: dict[str, Any], ignored: tuple[str, ...]) -> list[str]:
+def _differing_fields(saved: dict[str, Any], current: dict[str, Any], ignored: tuple[str, ...]) -> list[str]:
     """Return the fields in which two configurations differ."""
     return [name for name, value in current.items() if name not in ignored and saved.get(name) != value]
 
 
-def _remedy(saved: dict[str, Any], ignored: tuple[str, ...]) -> str:
+def _suggest_settings(saved: dict[str, Any], ignored: tuple[str, ...]) -> str:
     """Say what to set for a model of this configuration: the nearest named model, and the fields that differ."""
     known = {name: asdict(language.config(name)) for name in language.model_names()}
     differing = {
-        name: _differing(saved, config, ignored)
+        name: _differing_fields(saved, config, ignored)
         for name, config in known.items()
         if config["variant"] == saved["variant"]
     }

@@ -87,7 +87,7 @@ class ProgressLine(ProgressBar):
     ) -> None:
         self._clock.stepped(trainer.global_step)
         due = self._screen is not None or is_logging_step(trainer, trainer.global_step)
-        if self.is_enabled and due and self._waited():
+        if self.is_enabled and due and self._is_line_due():
             self._show(trainer, metrics=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,7 +120,7 @@ class ProgressLine(ProgressBar):
             self._within = 0.0
         else:
             self._within = (sum(batches[:dataloader_idx]) + batch_idx) / total if math.isfinite(total) else 0.0
-        if self._waited():
+        if self._is_line_due():
             self._show(trainer)
 
     on_test_start = on_predict_start = on_validation_start
@@ -143,7 +143,7 @@ class ProgressLine(ProgressBar):
         """
         doing = self._doing.removesuffix(" classes")
         self._doing, self._within = (f"{doing} classes" if what == "classes" else doing), share
-        if self._waited():
+        if self._is_line_due():
             self._show(self.trainer)
 
     # --- the line ---
@@ -154,7 +154,7 @@ class ProgressLine(ProgressBar):
         if self._screen is None:
             self._shown = time.monotonic()  # a short evaluation needs no line
 
-    def _waited(self) -> bool:
+    def _is_line_due(self) -> bool:
         return time.monotonic() - self._shown >= (self.seconds if self._screen is None else REDRAWN)
 
     def _show(self, trainer: pl.Trainer, metrics: bool = False) -> None:
@@ -168,7 +168,7 @@ class ProgressLine(ProgressBar):
             total = total_steps(trainer)
             head = describe_position(trainer, total)
             share = None if total is None else trainer.global_step / max(total, 1)
-            left = self._left(trainer, total)
+            left = self._seconds_left(trainer, total)
             parts = [f"{self._doing} {self._within:.0%}", *self._parts] if self._doing else self._parts
         else:
             head, share, left, parts = self._doing or "evaluating", self._within, None, []
@@ -177,7 +177,7 @@ class ProgressLine(ProgressBar):
         else:
             self._screen.draw(format_line(head, share, left, parts, self._screen.width, self._screen.bar))
 
-    def _left(self, trainer: pl.Trainer, total: int | None) -> float | None:
+    def _seconds_left(self, trainer: pl.Trainer, total: int | None) -> float | None:
         limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._within)]
         limits += [timer.time_remaining() for timer in find_callbacks(trainer, Timer)]
         return min((limit for limit in limits if limit is not None), default=None)

@@ -15,18 +15,18 @@ EAGER_MAP_BYTES = 2**30  # of both maps in float32, up to which `eager` is tried
 
 
 def backends_for(problem: Problem) -> list[str]:
-    """Return the names of the backends that say that they can compute a problem, the one of the rule first."""
-    usual, _ = rule(problem)
+    """Return the names of the backends that can compute a problem, the heuristic's choice first."""
+    default, _ = rule(problem)
     maps = 8 * problem.batch * problem.heads * problem.queries * problem.keys
     able = [
         name
         for name, module in BACKENDS.items()
         if module.limit(problem) is None
         and (name != "eager" or maps <= EAGER_MAP_BYTES)
-        # The others take packed sequences one by one, as the rule's does.
-        and (not problem.packed or hasattr(module, "diff_attention_varlen") or name == usual)
+        # The others take packed sequences one by one, as the default does.
+        and (not problem.packed or hasattr(module, "diff_attention_varlen") or name == default)
     ]
-    return sorted(able, key=lambda name: name != usual)
+    return sorted(able, key=lambda name: name != default)
 
 
 def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]]:

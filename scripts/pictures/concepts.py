@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from diffvision.analysis.figures.style import COLOURS
-from diffvision.nn.diff_attention import depth_lambda_init
+from diffvision.nn.lambda_init import depth_lambda_init
 
 BLUE, ORANGE, GREEN, PINK = COLOURS[:4]
 THEMES = {"light": ("#1f2328", "#d5d9de"), "dark": ("#e2e8ee", "#3d4650")}  # ink, lines of the grid

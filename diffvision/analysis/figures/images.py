@@ -154,7 +154,7 @@ def _frame(ax: Any, image: Any) -> None:
 
 @styled
 def compared_models(image: Any, models: Mapping[str, ModelAttention], region: Any | None = None) -> Figure:
-    """Return an image, and one row per model with its maps over the image, all on one scale of colours.
+    """Return an image, and one row per model with its maps over the image; all share a colour scale.
 
     Dark is zero, bright is high, blue is below zero, in percent of a row of attention.
 

@@ -197,7 +197,7 @@ class Images:
         return self._known[name]
 
     def _existing(self, path: str | PurePosixPath) -> Path | None:
-        """Return the first file of that path in the folders, else the only one in the folders in them, if any."""
+        """Return the file of that path: the first in `folders`, else in subfolders, whose copies must be equal."""
         if direct := [folder / path for folder in self.folders if (folder / path).is_file()]:
             return direct[0]
         inside = [folder / path for folder in self._inside if (folder / path).is_file()]

@@ -121,7 +121,7 @@ class ShardIndex:
         name, last = b"%s.%s\0" % (key, member_type.encode(_ENCODING, _ERRORS)), headers[-tarfile.BLOCKSIZE :]
         if last[: len(name)] == name and len(name) <= 100 and not last[345] and last[156] in b"0\0":
             has_size = last[124:135] == b"%011o" % size and last[135] in b" \0"
-            if has_size and (len(headers) == tarfile.BLOCKSIZE or _notes_neither_name_nor_size(headers)):
+            if has_size and (len(headers) == tarfile.BLOCKSIZE or _is_harmless_pax_header(headers)):
                 return True
         try:
             member: tarfile.TarInfo | None
@@ -210,8 +210,8 @@ class _Rows:
         )
 
 
-def _notes_neither_name_nor_size(headers: bytes) -> bool:
-    """Return whether the first header is one extended block, as for fractions of a second, without these."""
+def _is_harmless_pax_header(headers: bytes) -> bool:
+    """Return whether the first header is one pax block that sets neither name nor size, such as a time's fraction."""
     notes = headers[tarfile.BLOCKSIZE : -tarfile.BLOCKSIZE]
     return (
         len(notes) == tarfile.BLOCKSIZE

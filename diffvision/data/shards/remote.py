@@ -92,7 +92,7 @@ def download(location: str, to: str, progress: Callback, patience: Patience) -> 
 
 
 def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | None]:
-    """Return what a server says of a file's version, and its size in bytes; "" and None where it says nothing.
+    """Return a file's version (such as its ETag) and size in bytes from its server; "" and None where unknown.
 
     Raises:
         OSError: the server does not answer, or has no such file.

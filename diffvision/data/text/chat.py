@@ -280,7 +280,7 @@ def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:
 
 
 def find_template(source: str | Path) -> str | None:
-    """Return the template that came with a tokenizer, of several the default one; None if there is none.
+    """Return a tokenizer's chat template, the default one if there are several; None if there is none.
 
     Args:
         source: the tokenizer's file or folder.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from diffvision.models.convert.state import State
 from diffvision.nn import AttentionLayer
-from diffvision.nn.diff_attention import depth_lambda_init
+from diffvision.nn.lambda_init import depth_lambda_init
 
 TOWER = "diff_vit_{}_patch{}_clip_{}"
 

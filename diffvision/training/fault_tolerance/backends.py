@@ -34,7 +34,7 @@ def agree_on_tuning(trainer: pl.Trainer, module: pl.LightningModule, run: dict[s
         return
     tuning = tuned.tuning_of(device)
     if run is not None:
-        tuning = _of_run(run, tuning, device, str(trainer.ckpt_path))
+        tuning = _tuning_of_run(run, tuning, device, str(trainer.ckpt_path))
     elif device == "cuda" and _is_unmeasured(tuning, module):
         rank_zero_info(
             f"backends of attention were not measured on {tuned.device_name(device)}: `diffvision tune` finds the "
@@ -51,7 +51,7 @@ def _is_unmeasured(tuning: tuned.Tuning | None, module: pl.LightningModule) -> b
     return any(isinstance(part, AttentionLayer) for part in module.modules())
 
 
-def _of_run(run: dict[str, Any], current: tuned.Tuning | None, device: str, origin: str) -> tuned.Tuning | None:
+def _tuning_of_run(run: dict[str, Any], current: tuned.Tuning | None, device: str, origin: str) -> tuned.Tuning | None:
     """Return the choices of the run that wrote a checkpoint; on another machine the current ones."""
     if run.get("tuning") == "":  # it was of a device with one backend
         return current
@@ -68,11 +68,11 @@ def _of_run(run: dict[str, Any], current: tuned.Tuning | None, device: str, orig
     if machine == here or before == current:
         return before
     rank_zero_warn(
-        f"resumed from {origin}: its choices of attention backends were for {_words(machine)}, not for "
-        f"{_words(here)}: those of now count, so its numbers are not bit-equal"
+        f"resumed from {origin}: its choices of attention backends were for {_describe_machine(machine)}, not for "
+        f"{_describe_machine(here)}: those of now count, so its numbers are not bit-equal"
     )
     return current
 
 
-def _words(machine: dict[str, str]) -> str:
+def _describe_machine(machine: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in machine.items())

@@ -144,7 +144,7 @@ def verify(path: str | Path) -> Record:
     """
     path, reason = Path(path), ""
     for record in read_records(path):
-        if not (reason := _fault(path, record)):
+        if not (reason := _find_file_fault(path, record)):
             return record
     raise DamagedCheckpoint(reason)
 
@@ -164,7 +164,7 @@ def find_newest_valid(directories: Iterable[Path]) -> tuple[Path | None, dict[Pa
             faults[path] = str(error)
     for _, _, path, record in sorted(candidates, key=lambda c: c[:2], reverse=True):
         unusable = "" if record.resumable else "holds weights alone, or was not taken between two steps"
-        reason = _fault(path, record) or unusable or _fault_inside(path, record)
+        reason = _find_file_fault(path, record) or unusable or _find_content_fault(path, record)
         if not reason:
             faults.pop(path, None)  # killed while it was replaced: the file is the former one, and whole
             return path, faults
@@ -187,7 +187,7 @@ def clean(directory: Path) -> list[Path]:
     return orphans
 
 
-def _fault(path: Path, record: Record) -> str:
+def _find_file_fault(path: Path, record: Record) -> str:
     """Say what is wrong with a file, going by a record of it; return "" where it is as it was saved."""
     if path.is_dir():
         return "is a directory: sharded checkpoints have no sha256; give it with --ckpt_path"
@@ -203,7 +203,7 @@ def _fault(path: Path, record: Record) -> str:
     return "" if same else "has other bytes than were saved (sha256)"
 
 
-def _fault_inside(path: Path, record: Record) -> str:
+def _find_content_fault(path: Path, record: Record) -> str:
     """Say what is wrong with the content of a file whose bytes are those that were saved; return "" for no fault."""
     try:
         content = read_checkpoint(path)

@@ -42,9 +42,12 @@ def find_fault(content: dict[str, Any]) -> str:
     faults = [find_misfit(content, LIGHTNING | optional), find_misfit(run, {}, RUN_KEY)]
     if not any(faults):
         expected = {name: kind for name, kind in RUN.items() if name in run} | (EXACT if "place" in run else {})
-        faults = [find_misfit(run, expected, RUN_KEY), *(_unusual(state, name) for name, state in weights.items())]
+        faults = [
+            find_misfit(run, expected, RUN_KEY),
+            *(_bad_entry(state, name) for name, state in weights.items()),
+        ]
     if not any(faults):
-        faults = [_unusual(state, "optimizer_states") for state in _moments(content)]
+        faults = [_bad_entry(state, "optimizer_states") for state in _optimizer_tensors(content)]
         faults += [
             f"{states} in its content has {len(content[states])} states for the {len(run[names])} {names} of its run"
             for names, states in STATES.items()
@@ -55,7 +58,7 @@ def find_fault(content: dict[str, Any]) -> str:
     return next((f"is malformed: {fault}" for fault in faults if fault), "")
 
 
-def _unusual(state: dict[Any, Any], name: str) -> str:
+def _bad_entry(state: dict[Any, Any], name: str) -> str:
     """Name a key of a state_dict that is no str, or a tensor that is sparse or has no values; return "" for none."""
     for key, value in state.items():
         if not isinstance(key, str):
@@ -67,7 +70,7 @@ def _unusual(state: dict[Any, Any], name: str) -> str:
     return ""
 
 
-def _moments(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _optimizer_tensors(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield each parameter's state in each optimizer, its tensors by names such as "exp_avg of parameter 0"."""
     for optimizer in content["optimizer_states"]:
         for index, state in optimizer["state"].items():
@@ -77,7 +80,7 @@ def _moments(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def find_bad_states(content: dict[str, Any]) -> str:
     """Apply `find_bad_tensors` to a checkpoint's weights and optimizers, whose layout `find_fault` has checked."""
-    return find_bad_weights(content) or next(filter(None, map(find_bad_tensors, _moments(content))), "")
+    return find_bad_weights(content) or next(filter(None, map(find_bad_tensors, _optimizer_tensors(content))), "")
 
 
 def find_bad_weights(checkpoint: dict[str, Any]) -> str:

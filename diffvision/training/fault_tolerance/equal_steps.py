@@ -60,7 +60,7 @@ class EvenRanks(pl.Callback):
         trainer.fit_loop.max_batches = min(lengths)
         # Lightning has computed val_check_batch from the length of each rank's loader.
         if trainer.val_check_batch not in (None, math.inf):
-            trainer.val_check_batch = self.peers.least(int(trainer.val_check_batch))
+            trainer.val_check_batch = self.peers.min(int(trainer.val_check_batch))
         if not self._asks:
             left = ", ".join(f"rank {r} {n - min(lengths)} of {n}" for r, n in enumerate(lengths) if n > min(lengths))
             rank_zero_warn(f"ranks have different numbers of batches; each epoch leaves out: {left}. {REMEDY}")
@@ -89,7 +89,7 @@ class EvenRanks(pl.Callback):
 
     def _exchange(self, state: int) -> list[int]:
         """Return every rank's state of its batches; raise ValueError where some ranks have none at all."""
-        states = self.peers.most([state if rank == self.peers.rank else 0 for rank in range(self.peers.world)])
+        states = self.peers.max([state if rank == self.peers.rank else 0 for rank in range(self.peers.world)])
         empty = [rank for rank, state in enumerate(states) if state == NONE]
         if empty and len(empty) < len(states):
             raise ValueError(f"{name_ranks(empty)} no batch in this epoch and others have: {REMEDY}")

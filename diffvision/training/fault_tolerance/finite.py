@@ -112,7 +112,7 @@ class StepGuard(pl.Callback):
 
     def _skip(self, trainer: pl.Trainer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        blame = max(gather(trainer, own_blame := self._blame()))
+        blame = max(gather(trainer, own_blame := self._rate_blame()))
         if scaler is not None and not blame and scaler.get_scale() >= LEAST_SCALE:
             return
         for parameter in parameters:
@@ -129,16 +129,17 @@ class StepGuard(pl.Callback):
         if self.in_a_row > self.max_skipped:
             raise FloatingPointError(
                 f"{what}: steps {trainer.global_step + 1 - self.in_a_row} to {trainer.global_step} were not finite, "
-                f"over optimizer.max_skipped={self.max_skipped}: see their batches in {file}; {REMEDIES}{self._kept()}"
+                f"over optimizer.max_skipped={self.max_skipped}: see their batches in {file}; {REMEDIES}"
+                + self._list_kept()
             )
         rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} lists its samples")
 
-    def _kept(self) -> str:
+    def _list_kept(self) -> str:
         """Name the checkpoints to resume from that newer ones would have replaced."""
         kept = ", ".join(str(path) for path in self._rotation.kept)
         return f". Kept from before these steps: {kept}" if kept else ""
 
-    def _blame(self) -> int:
+    def _rate_blame(self) -> int:
         """Return how likely this rank is the cause: 2 if its batch is not finite, 1 if only its loss, 0 otherwise."""
         if self._bad_rows():
             return 2

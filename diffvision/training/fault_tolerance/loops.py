@@ -3,7 +3,7 @@
 Lightning 2.6 takes a checkpoint of a step's end for one of what comes after it too: the validation that was due then,
 and the end of an epoch with its hooks, are skipped by the run that is resumed; and a run by max_steps, resumed from an
 epoch's end, ends that epoch twice. So the loops' counters are set to where the callbacks were, before they are loaded
-(`settle`), and what was left to do is done (`resume`). Lightning's private names are in `lightning_internals`.
+(`complete_hook`), and what was left to do is done (`resume`). Lightning's private names are in `lightning_internals`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_moment(loops: dict[str, Any], at: Moment) -> Moment:
     return "epoch" if epoch["ready"] == epoch["processed"] and batch["is_last_batch"] else at
 
 
-def settle(loops: dict[str, Any], at: Moment) -> None:
+def complete_hook(loops: dict[str, Any], at: Moment) -> None:
     """Change the state of a fit's loops, from a checkpoint, so that the hook which saved it counts as completed."""
     progress = loops["epoch_progress"] if at == "epoch" else loops["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):

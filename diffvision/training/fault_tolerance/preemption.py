@@ -106,9 +106,9 @@ class Preemption(pl.Callback):
             self._before = {number: handler for number, handler in self._before.items() if number not in noted}
         self._restore()
 
-    def _agreed(self) -> int:
+    def _agree_on_signal(self) -> int:
         """Return the signal that any rank has received, the same on all; 0 for none."""
-        received = self.peers.most([number in self.received for number in self._known])
+        received = self.peers.max([number in self.received for number in self._known])
         return max(
             (number for number, seen in zip(self._known, received, strict=True) if seen),
             default=0,
@@ -119,14 +119,14 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End a run that has not trained yet, without a checkpoint."""
-        if (number := self._agreed()) not in (0, SAVE):
+        if (number := self._agree_on_signal()) not in (0, SAVE):
             raise Preempted(number)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         """Act after a step on what the ranks have agreed on."""
         if lightning_internals.is_accumulating(trainer):
             return
-        number = self._agreed()
+        number = self._agree_on_signal()
         last = trainer.global_step == trainer.max_steps  # then the run ends by itself
         if number and not (last and number != SAVE):
             self._act(trainer, number)
@@ -135,7 +135,7 @@ class Preemption(pl.Callback):
         """Count how often the ranks will ask each other in this validation."""
         batches = sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         # Ranks may have different numbers of batches: they ask as often as all of them can.
-        self._turns = self.peers.least(int(min(batches, sys.maxsize)))
+        self._turns = self.peers.min(int(min(batches, sys.maxsize)))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Act between two batches of a validation."""
@@ -145,7 +145,7 @@ class Preemption(pl.Callback):
 
     def watch_signals(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of a long evaluation on all ranks; between two of them a run may end."""
-        turns = self.peers.least(len(batches))
+        turns = self.peers.min(len(batches))
         for number, batch in enumerate(batches):
             if number < turns and self._trainer is not None:
                 self._interrupt(self._trainer)
@@ -153,7 +153,7 @@ class Preemption(pl.Callback):
 
     def _interrupt(self, trainer: pl.Trainer) -> None:
         """End a run in an evaluation, if a signal asks for it; one that only asks to save waits for the next step."""
-        number = self._agreed()
+        number = self._agree_on_signal()
         if number in (0, SAVE) or trainer.state.fn != "fit":
             return
         if trainer.sanity_checking:

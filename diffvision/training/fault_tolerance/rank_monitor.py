@@ -65,7 +65,7 @@ class Peers:
         self._watch = Watch(self.rank, separate, launcher_process(), started)
         self._watch.start()
 
-    def most(self, numbers: Sequence[int]) -> list[int]:
+    def max(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each number over all ranks."""
         if self._group is None:
             return list(numbers)
@@ -73,9 +73,9 @@ class Peers:
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
         return sent.tolist()
 
-    def least(self, number: int) -> int:
+    def min(self, number: int) -> int:
         """Return the smallest number over all ranks."""
-        return -self.most([-number])[0]
+        return -self.max([-number])[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -153,11 +153,11 @@ class Watch(threading.Thread):
 
     def look(self) -> bool:
         """Return whether another rank has failed."""
-        if cause := self._reported() or self._ended():
+        if cause := self._read_reported_failure() or self._find_ended_rank():
             self.reason = f"rank {self.rank} ends because {cause}"
         return bool(cause)
 
-    def _reported(self) -> str:
+    def _read_reported_failure(self) -> str:
         """Return what the first rank that failed has reported, or "" if none has."""
         if self.store is None:
             return ""
@@ -169,7 +169,7 @@ class Watch(threading.Thread):
             return "the process that ranks meet at is gone"
         return "" if int(rank) == self.rank else f"rank {rank} has failed: {error}"
 
-    def _ended(self) -> str:
+    def _find_ended_rank(self) -> str:
         """Say which of the started ranks is gone without a report, or return "" if none is."""
         for rank, process in enumerate(self.started, start=1):
             if status := process.poll():

@@ -115,7 +115,7 @@ class RunState(pl.Callback):
                 for c in find_callbacks(trainer, ModelCheckpoint)
             },
             "row": lightning_internals.metrics_to_log(trainer) if at == "step" else {},
-            "settings": self._described(trainer),
+            "settings": self._describe_settings(trainer),
             "tuning": backends.describe_tuning(trainer),
         }
         if unfinished and not self._warned:
@@ -179,7 +179,7 @@ class RunState(pl.Callback):
             state = checkpoint["loops"]["fit_loop"]
             self._loader_states = state.get("combined_loader", [])
             self._run = run = run | {"place": loops.read_moment(state, run["place"])}
-            loops.settle(state, run["place"])
+            loops.complete_hook(state, run["place"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Agree on backends of attention, and check that optimizers are of the kinds whose states will be loaded.
@@ -248,10 +248,10 @@ class RunState(pl.Callback):
                 f"{origin}: {len(run['random'])} processes trained it and here are {trainer.world_size}: every sample "
                 "comes as it would have, random numbers (dropout) do not"
             )
-        if "settings" in run and (lines := list(describe_changes(run["settings"], self._described(trainer)))):
+        if "settings" in run and (lines := list(describe_changes(run["settings"], self._describe_settings(trainer)))):
             rank_zero_warn(f"{origin}: it continues with other settings than before: {list_few(lines, limit=NAMED)}")
 
-    def _described(self, trainer: pl.Trainer) -> dict[str, str]:
+    def _describe_settings(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return what a run's numbers depend on, by name."""
         device = trainer.strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

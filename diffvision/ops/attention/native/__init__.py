@@ -80,7 +80,7 @@ def _call(
     tasks = batch * kv_heads if "grad_k" in others else batch * heads * -(-queries // rows)
     threads = min(tasks, torch.get_num_threads())
     call = _Call(batch, heads, kv_heads, key_maps, queries, keys, size, v.shape[3], rows, threads, causal)
-    call.scale, call.product = scale, kernel().product
+    call.scale, call.product = scale, kernel().sgemm
     given = {"q": _rows_of(q), "k": _rows_of(k), "v": _rows_of(v), **others}
     given["scratch"] = q.new_empty(threads * 4 * rows * keys)
     if mask is not None:

@@ -43,14 +43,14 @@ class Kernel:
     Attributes:
         forward: takes the address of a `Call`, and writes the output.
         backward: the same, and writes the gradients.
-        product: the address of the matrix product that a `Call` names.
+        sgemm: the address of torch's BLAS matrix product, which the kernel calls through a `Call`.
     """
 
-    def __init__(self, library: Path, product: ctypes.c_void_p) -> None:
+    def __init__(self, library: Path, sgemm: ctypes.c_void_p) -> None:
         functions = ctypes.CDLL(str(library))
         self.forward, self.backward = functions.diff_attention_forward, functions.diff_attention_backward
         self.forward.restype = self.backward.restype = None
-        self.product = product
+        self.sgemm = sgemm
 
 
 def kernel() -> Kernel:
@@ -76,17 +76,17 @@ def _find_kernel() -> Kernel | str:
         return f"its kernel is for processors with AVX2 or AVX512, torch found {found}"
     try:
         torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        product = ctypes.cast(torchs.sgemm_, ctypes.c_void_p)
+        sgemm = ctypes.cast(torchs.sgemm_, ctypes.c_void_p)
     except (OSError, AttributeError):
         return f"torch {torch.__version__} has no matrix product that can be called (sgemm_)"
     try:
         folder = _folder()
-        return (_load_cached(folder / _name(), product) if folder else None) or _compile(folder, product)
+        return (_load_cached(folder / _name(), sgemm) if folder else None) or _compile(folder, sgemm)
     except (OSError, AttributeError) as error:  # the loader's message names the file
         return f"its kernel cannot be compiled or loaded: {error}"
 
 
-def _load_cached(path: Path, product: ctypes.c_void_p) -> Kernel | None:
+def _load_cached(path: Path, sgemm: ctypes.c_void_p) -> Kernel | None:
     """Load the kernel from a trusted folder; return None unless the file is this user's and as it was written."""
     try:
         # Without waiting for the other end of a pipe.
@@ -97,12 +97,12 @@ def _load_cached(path: Path, product: ctypes.c_void_p) -> Kernel | None:
             content = file.read(MAX_BYTES)
         if content[-DIGEST_BYTES:] != hashlib.sha256(content[:-DIGEST_BYTES]).digest():
             return None
-        return Kernel(path, product)
+        return Kernel(path, sgemm)
     except OSError:  # it may have been compiled for a newer system that has the same home folder
         return None
 
 
-def _compile(folder: Path | None, product: ctypes.c_void_p) -> Kernel | str:
+def _compile(folder: Path | None, sgemm: ctypes.c_void_p) -> Kernel | str:
     """Compile the kernel, load it, and keep it in a trusted folder that can be written."""
     if isinstance(compiler := _compiler(), str):
         return compiler
@@ -127,7 +127,7 @@ def _compile(folder: Path | None, product: ctypes.c_void_p) -> Kernel | str:
             file.write(digest)
             file.flush()
             os.fsync(file.fileno())
-        loaded = Kernel(library, product)  # a file that does not load is not kept
+        loaded = Kernel(library, sgemm)  # a file that does not load is not kept
         if folder:
             kept = folder / library.name
             with suppress(OSError):
@@ -171,7 +171,7 @@ def _folder() -> Path | None:
             place.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
             return None
-        # Whoever may write a folder may put another one in the place of what is in it, except in a sticky one.
+        # Refuse a path if another user can write to a folder on it, and so replace what it contains (not if sticky).
         others_enter = True
         for status in map(Path.stat, places):
             others_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
