@@ -10,7 +10,7 @@ PACKAGE = Path(diffvision.__file__).parent
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "core", "base", "misc"}
 
 
-def test_no_nameless_rooms():
+def test_no_module_is_called_utils_or_helpers():
     assert not [path for path in PACKAGE.rglob("*") if path.stem in NAMELESS]
 
 
