@@ -84,7 +84,7 @@ class LambdaAnnealing(pl.Callback):
             steps: T, in optimizer steps; half of the run or less leaves steps in which lambda is learned.
         """
         if steps < self.least:
-            raise ValueError(f"steps is {steps}: give {self.least} or more, or lambda begins at 0")
+            raise ValueError(f"steps is {steps}: lambda takes at least {self.least}, to be above 0 at the first")
         self.steps = steps
 
     def shares(self, done: float) -> tuple[float, float]:

@@ -146,7 +146,7 @@ class ClassificationModule(TrainingModule):
             idle = [one for one in callbacks if isinstance(one, ModelCheckpoint) and (one.monitor or "")[:4] == "val/"]
             callbacks = [one for one in callbacks if one not in idle]
             for one in idle:
-                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing without an evaluation")
+                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing, as nothing is evaluated")
         super().set_monitors(callbacks, data)
 
     def on_validation_epoch_start(self) -> None:

@@ -36,7 +36,7 @@ from diffvision.training.progress import follow
 FEATURES = ("image_features", "text_features")
 # Model -> a warning before it is trained.
 CAUTIONS = {
-    "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): use DiffCLIP-debug-0.2; "
+    "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): take DiffCLIP-debug-0.2; "
     "see docs/concepts/common_mode.md"
 }
 # Metrics of an evaluation that the progress bar shows.

@@ -35,7 +35,7 @@ class Distillation:
             )
         if not 0 < self.weight <= 1:
             raise ValueError(
-                f"distill.weight is {self.weight}: it must be above 0 and at most 1 (1: the teacher alone)"
+                f"distill.weight is {self.weight}: it must be above 0, and 1 at most, for no data's tokens"
             )
 
 
@@ -108,7 +108,7 @@ def _check_tokenizer(teacher: str, theirs: Any, ours: Tokenizer) -> None:
     """Raise ValueError unless each of our tokens is the teacher's token of that id."""
     if theirs is None:
         raise ValueError(
-            f"the teacher {teacher} has no tokenizer to compare with the data's: put tokenizer.json next to it"
+            f"the teacher {teacher} has no tokenizer next to it, to compare with the data's: put tokenizer.json there"
         )
     known = theirs.vocabulary() if isinstance(theirs, Tokenizer) else theirs.tokenizer.get_vocab()
     other = next((token for token, number in ours.vocabulary().items() if known.get(token) != number), None)
