@@ -4,7 +4,7 @@
 
 Relative errors |O' - O| / |O| of a plain head and of a differential head (lambda 0.8) whose second map's queries and
 keys correlate with the first's, and the factor that `evaluate-language --tasks low_bit` reports as `cancellation`.
-`bias` adds 5 to four channels of the keys, which smoothing takes out. docs/results/low_bit.md has the table.
+`bias` adds 5 to four channels of the keys, which smoothing takes out. docs/results/tables.json has the table.
 """
 
 import argparse
