@@ -42,10 +42,12 @@ _PREFIX = "diffvision"
 # The functions of OpenCLIP that are wrapped, where they are defined, and the arguments that the wrappers pass on.
 _TEXT, _VISION = (open_clip.model, "_build_text_tower"), (open_clip.model, "_build_vision_tower")
 _DOWNLOAD = (open_clip.pretrained, "download_pretrained")
+_TOKENIZER = (open_clip.factory, "get_tokenizer")
 _ARGUMENTS = {
     _TEXT: ["embed_dim", "text_cfg", "quick_gelu", "cast_dtype"],
     _VISION: ["embed_dim", "vision_cfg", "quick_gelu", "cast_dtype"],
     _DOWNLOAD: ["cfg", "prefer_hf_hub", "cache_dir"],
+    _TOKENIZER: ["model_name", "context_length", "cache_dir", "kwargs"],
 }
 _ATTENTION_ARGUMENTS = ["self", "q_x", "k_x", "v_x", "attn_mask"]
 # The settings that the tower decides, and the fields that only OpenCLIP's custom block (which ours replaces) reads.
@@ -212,7 +214,31 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return build_vision_tower
 
 
-_WRAPPERS: dict[Any, Callable] = {_TEXT: _wrap_text, _VISION: _wrap_vision, _DOWNLOAD: wrap_download}
+def _wrap_tokenizer(get: Callable[..., Any]) -> Callable[..., Any]:
+    """Return OpenCLIP's `get_tokenizer`, where a bpe_path "diffvision:FILE" is a file of ours.
+
+    A configuration cannot name a file of an installed package, whose path differs between machines.
+    """
+
+    @functools.wraps(get)
+    def get_tokenizer(model_name="", context_length=None, cache_dir=None, **kwargs):
+        config = (open_clip.get_model_config(model_name) if model_name else None) or {}
+        settings = (config.get("text_cfg") or {}).get("tokenizer_kwargs") or {}
+        prefix, colon, file = str(settings.get("bpe_path", "")).partition(":")
+        if prefix == _PREFIX and colon:
+            kwargs = {"bpe_path": str(CONFIGS / Path(file).name), **kwargs}
+        return get(model_name, context_length, cache_dir, **kwargs)
+
+    get_tokenizer._replaces = get  # type: ignore[attr-defined]
+    return get_tokenizer
+
+
+_WRAPPERS: dict[Any, Callable] = {
+    _TEXT: _wrap_text,
+    _VISION: _wrap_vision,
+    _DOWNLOAD: wrap_download,
+    _TOKENIZER: _wrap_tokenizer,
+}
 
 
 def _requested_attention(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:

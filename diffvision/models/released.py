@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.files import locked
+from diffvision.models.bundled import bundled
 from diffvision.models.names import DIFFCLIP_PREPROCESS
 
 CONVERTED = "diffvision_layout"
@@ -33,11 +34,19 @@ def _diffclip(repository: str) -> dict[str, Any]:
     }
 
 
+def _bundled(name: str) -> dict[str, Any]:
+    # The normalisation of the recipe that they were trained by, clip/debug.yaml.
+    about = {"quick_gelu": True, "mean": [0.33, 0.33, 0.33], "std": [0.27, 0.27, 0.27]}
+    return {tag: {"file": str(file), **about} for tag, file in bundled(name).items()}
+
+
 TAGS = {
+    "CLIP-nano": _bundled("CLIP-nano"),
+    "DiffCLIP-nano": _bundled("DiffCLIP-nano"),
     "DiffCLIP-ViT-B-16": {
         "cc3m": _diffclip("hammh0a/DiffCLIP_ViTB16_CC3M"),
         "cc12m": _diffclip("hammh0a/DiffCLIP_ViTB16_CC12M"),
-    }
+    },
 }
 """Name of one of our OpenCLIP models -> tag -> OpenCLIP's description of it."""
 

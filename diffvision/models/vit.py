@@ -32,6 +32,7 @@ from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
+from diffvision.models.bundled import bundled
 from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
 from diffvision.moved import get_renamed
 from diffvision.nn import (
@@ -334,6 +335,18 @@ def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
     }
 
 
+def _default_cfgs() -> dict[str, dict[str, Any]]:
+    """Return the `default_cfg` of each NAME, or of NAME.TAG where the package has weights."""
+    cfgs = {}
+    for name, model in MODELS.items():
+        cfg = _default_cfg(name, model.shape)
+        tags = bundled(name)
+        cfgs |= {f"{name}.{tag}": {**cfg, "file": str(file), "num_classes": 10} for tag, file in tags.items()}
+        if not tags:
+            cfgs[name] = cfg
+    return cfgs
+
+
 def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     """Build a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
     variant, shape = MODELS[name]
@@ -418,7 +431,7 @@ def _register(name: str) -> None:
 
 
 # timm looks for this name in the module when a function is registered.
-default_cfgs = generate_default_cfgs({name: _default_cfg(name, model.shape) for name, model in MODELS.items()})
+default_cfgs = generate_default_cfgs(_default_cfgs())
 for _name in MODELS:
     _register(_name)
 

@@ -25,7 +25,7 @@ from diffvision.models.names import host_names
 from diffvision.opening import images
 from diffvision.opening.model import Host, Model
 from diffvision.opening.runs import CHECKPOINTS, best_checkpoint, run_in
-from diffvision.opening.specs import is_name, labelled, no_path, unknown
+from diffvision.opening.specs import is_name, labelled, no_path, tags_of, unknown
 from diffvision.opening.weights import (
     CONFIG,
     OPEN_CLIP,
@@ -48,8 +48,8 @@ def open_model(
 
     Args:
         spec: which model:
-            NAME            of an OpenCLIP or timm model (NAME.TAG: with timm's weights of that tag), ours included, or
-                            of one of our language models;
+            NAME            of an OpenCLIP or timm model, ours included, or of one of our language models (NAME.TAG:
+                            with the pretrained weights of that tag);
             PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
                             OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
             RUN             the directory of a run of `diffvision fit`, or a folder with one run in it: its best
@@ -186,7 +186,11 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
 def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
     import open_clip
 
-    if name in host_names()["language"]:
+    known = host_names()
+    base, _, tag = name.rpartition(".")
+    if checkpoint is None and not name.startswith(HUB) and name not in known["open_clip"] and tag in tags_of(base):
+        name, checkpoint = base, tag
+    if name in known["language"]:
         from diffvision.opening import texts
 
         return texts.open_language_name(name, checkpoint)

@@ -5,6 +5,7 @@ The whole grammar, and the opening of models, are in `grammar.py`.
 
 from pathlib import Path
 
+from diffvision.models.bundled import bundled
 from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.hub import HUB, HUGGING_FACE
 from diffvision.models.names import host_names, unknown_model
@@ -55,6 +56,9 @@ def is_name(text: str) -> bool:
     known = host_names()
     if text.startswith(HUB) or text in known["open_clip"] or text in known["language"]:
         return True
+    base, dot, tag = text.rpartition(".")
+    if dot and tag in tags_of(base):
+        return True
     name, dot, _ = text.partition(".")
     # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag, and "adapted_vit." is followed by a model's name.
     if name not in known["timm"] or not dot or name == "adapted_vit":
@@ -70,6 +74,11 @@ def unknown(text: str) -> Exception:
     if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
         return no_path(text)
     known = host_names()
+    base, dot, last = text.rpartition(".")
+    if dot and base in (*known["open_clip"], *known["language"]):
+        from diffvision.opening.weights import no_such_weights
+
+        return no_such_weights(last, base, tags_of(base))
     if name in known["timm"]:
         from diffvision.opening.weights import no_such_weights
 
@@ -84,6 +93,16 @@ def no_path(text: str) -> FileNotFoundError:
         f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
         f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
     )
+
+
+def tags_of(name: str) -> list[str]:
+    """Return the tags of an OpenCLIP or language model's pretrained weights; none for other names."""
+    known = host_names()
+    if name in known["open_clip"]:
+        import open_clip
+
+        return open_clip.list_pretrained_tags_by_model(name)
+    return [*bundled(name)] if name in known["language"] else []
 
 
 def timm_tags(name: str) -> list[str]:

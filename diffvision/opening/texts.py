@@ -13,13 +13,14 @@ from typing import Any, cast
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.bounds import bounded
+from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert import motif
 from diffvision.models.convert.state import few
 from diffvision.models.files import tensors_only
 from diffvision.opening.model import Model
 from diffvision.opening.specs import check_transformers
-from diffvision.opening.weights import check_name, folder_config, run_of
+from diffvision.opening.weights import check_name, folder_config, no_such_weights, run_of
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_length, which generation uses
 
@@ -29,6 +30,11 @@ def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
     if checkpoint is None:
         return _language_model(language.create(name), name)
     path = Path(checkpoint)
+    if not path.exists() and not path.suffix and len(path.parts) == 1:
+        tags = bundled(name)
+        if str(checkpoint) not in tags:
+            raise no_such_weights(checkpoint, name, [*tags])
+        return open_language(tags[str(checkpoint)], name)
     model = open_language(path, read_origin(path).model if path.is_file() else None)
     check_name(model.name if model.name in language.model_names() else None, name, path)
     return model

@@ -160,6 +160,7 @@ class Size:
 # the width", and the multiples of 64 (V2: of 8) are this repository's reading. The paper has no small sizes: the names
 # of those here count parameters without the embedding, and the vocabulary is small, so as not to outweigh the rest.
 SIZES = {
+    "nano": Size(64, 2, 2, 32, 171, 149, 768),
     "debug": Size(64, 2, 4, 16, 171, 149, 4096),
     "1m": Size(128, 5, 8, 16, 341, 296, 4096),
     "3m": Size(256, 4, 8, 32, 688, 600, 4096),
