@@ -1,4 +1,4 @@
-"""How far `diffvision.adapt` is off before training: the table of docs/guides/adapt.md.
+"""How far `diffvision.adapt` is off before training: docs/benchmarks/adapt_exactness.json.
 
     python scripts/benchmarks/adapt_exactness.py
 
