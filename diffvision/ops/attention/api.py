@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from diffvision.ops.attention import choice, tuned
 from diffvision.ops.attention.problem import describe
 
-# The backends of calls that were checked. Decoding adds one per length, so it is emptied at this size.
+# The backends of calls that were checked. Prompts add one per length, so it is emptied at this size.
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], ModuleType] = {}
 
@@ -154,15 +154,22 @@ def _find_backend(
     key: tuple[Any, ...] | None = None
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if backend == choice.preferred == "auto" and choice.seen is None and not is_graph:
-        tensors = [
-            (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t)
-            for t in (q, k, v, lam, mask)
-        ]
-        key = (*tensors, causal, scale, dropout, torch.is_grad_enabled(), forward_ad._current_level, tuned.generation)
         try:
+            # With one query "auto" reads no more of the keys' number than its power of two, so decoding chooses rarely.
+            is_step = q.shape[3] == 1 and mask is None and k.shape[3] == v.shape[2] > 0
+            lengths = (v.shape[2] - 1).bit_length() if is_step else (k.shape[3], v.shape[2])
+            key = (
+                *(q.shape, k.shape[:3], k.shape[4:], v.shape[:2], v.shape[3:], lengths),
+                *((t.dtype, t.device, t.requires_grad) for t in (q, k, v)),
+                *(
+                    (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t)
+                    for t in (lam, mask)
+                ),
+                *(causal, scale, dropout, torch.is_grad_enabled(), forward_ad._current_level, tuned.generation),
+            )
             if key in _known:
                 return _known[key]
-        except TypeError:  # a symbolic size, or an argument of a wrong type
+        except (AttributeError, IndexError, TypeError):  # a symbolic size, or an argument of a wrong type or rank
             key = None
     _check(q, k, v, lam, mask, dropout, scale)
     if isinstance(lam, Tensor) and lam.shape != (1,):
@@ -222,8 +229,10 @@ def _check(
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 3:
-        shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; {shapes}")
+        raise ValueError(
+            f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
     for name, cu, total in (("cu_seqlens", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
         if not isinstance(cu, Tensor):
             raise ValueError(f"{name} must be an int32 tensor, got {cu!r}: torch.tensor(..., dtype=torch.int32)")
