@@ -187,10 +187,19 @@ def test_under_autocast_and_deterministic_algorithms_the_numbers_are_the_same():
         torch.use_deterministic_algorithms(False)
 
 
+def test_decoding_chooses_once_for_all_lengths_up_to_a_power_of_two(chosen):
+    names, choices = chosen
+    for keys in range(1, 301):
+        diff_attention(*tensors(1, keys), 0.5)
+    assert len(choices) == 10  # 1, 2, 3-4, 5-8, ..., 257-300
+    alone = [choice.rule(Problem(2, 2, 2, 1, keys, 8, 16, grad=False))[0] for keys in range(1, 301)]
+    assert names == alone
+
+
 def test_the_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(api, "_MAX_KNOWN", 4)
     for keys in range(1, 11):
-        diff_attention(*tensors(1, keys), 0.5)
+        diff_attention(*tensors(2, keys), 0.5)
         assert len(api._known) <= 4
 
 
