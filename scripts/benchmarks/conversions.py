@@ -1,6 +1,6 @@
 """Runs every conversion: how far its outputs are from the source's, and whether the way back gives the same bits.
 
-    python scripts/benchmarks/conversions.py   # about half a minute; prints the table of docs/guides/convert.md
+    python scripts/benchmarks/conversions.py   # half a minute; prints the rows of docs/benchmarks/conversions.json
 
 The sources are the original authors' outputs (tests/assets: DiffCLIP, unilm) or the other library next to ours, on
 random weights of a few layers: the algebra is compared, and no weights are fetched.
