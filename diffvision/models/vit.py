@@ -335,9 +335,9 @@ def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _default_cfgs() -> dict[str, dict[str, Any]]:
+def _default_cfgs() -> dict[str, Any]:
     """Return the `default_cfg` of each NAME, or of NAME.TAG where the package has weights."""
-    cfgs = {}
+    cfgs: dict[str, Any] = {}
     for name, model in MODELS.items():
         cfg = _default_cfg(name, model.shape)
         tags = bundled(name)
