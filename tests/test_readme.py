@@ -71,6 +71,11 @@ def test_python_of_start(tmp_path):
     assert (tmp_path / "photos" / "captions.csv").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_python_of_your_own_parts(tmp_path):
+    executed("\n".join(blocks(ROOT / "docs/guides/own.md", "python")), tmp_path)
+
+
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
