@@ -150,14 +150,20 @@ def test_links_of_the_readme_lead_somewhere():
 
 def test_the_numbers_under_the_picture_are_those_of_its_file():
     about = json.loads((ROOT / "docs/images/photographs.json").read_text())
-    digit, layer = about["share of the digit"], about["layer drawn"]
-    of_maps = digit["of magnitude, by layer"][layer]
+    of_diff, of_plain = (about["seeds"][0][name] for name in ("diff_vit_debug", "plain_vit_debug"))
+    digit = of_diff["share of the digit, by layer"][of_diff["layer"]]
+    plain = of_plain["share of the digit, by layer"][of_plain["layer"]]["map"]
+    counted = [run["pictures where the digit's share of"] for run in about["seeds"]]
+    first, second, third = (counts["the difference exceeds its share of map 1"] for counts in counted)
+    covers = about["the digit's share of all patches"]
     lines = (ROOT / "README.md").read_text(), (ROOT / "docs/images/photographs.md").read_text()
     for text in (" ".join(page.split()) for page in lines):
-        assert f"the digit covers {digit['of all patches']:.0%} of the patches" in text
-        assert f"{of_maps['map 1']:.0%} of map 1, {of_maps['map 2']:.0%} of map 2" in text
-        assert f"{of_maps['difference']:.0%} of their difference (λ = {about['lambda'][layer]:.2f})" in text
-        assert f"{about['test']['acc1']:.0%} of {about['test']['pictures']} test pictures" in text
+        assert f"covers {covers:.0%} of the patches" in text
+        assert f"{digit['map 1']:.0%} of map 1, {digit['map 2']:.0%} of map 2" in text
+        assert f"{digit['difference']:.0%} of their difference" in text
+        assert f"{first} of {about['test pictures']} test pictures (other seeds: {second} and {third})" in text
+        assert f"same recipe, gives it {plain:.0%}" in text
+        assert f"({of_plain['acc1']:.0%} against {of_diff['acc1']:.0%})" in text
 
 
 @pytest.mark.slow
