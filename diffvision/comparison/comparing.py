@@ -15,7 +15,7 @@ from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, group_seeds, read_entries
 from diffvision.comparison.measuring import (
     data_of,
-    first_images,
+    first_inputs,
     image_plan,
     measure_images,
     measure_text,
@@ -77,7 +77,7 @@ def compare_models(
         planned = image_plan(data, tasks, first.host, options)
         if settings.blind is not None:
             check_blind(planned)
-        inputs = {name: first_images(model, planned, options) for name, model in opened.items()}
+        inputs = {name: first_inputs(model, planned, options) for name, model in opened.items()}
 
         def measure_one(model: str, label: str) -> Metrics:
             return measure_images(opened[model], label, planned, settings, options)

@@ -86,8 +86,8 @@ def measure_images(
     }
 
 
-def first_images(model: Model, planned: Planned, options: Options, count: int = 16) -> dict[str, Tensor]:
-    """Return the first images of the first folder, and texts of it if the model reads text."""
+def first_inputs(model: Model, planned: Planned, options: Options, count: int = 16) -> dict[str, Tensor]:
+    """Return the first images of the first folder and, if the model reads text, its captions or else its prompts."""
     folder = planned[0][0]
     batch = next(iter(folder.batches(model.transform, split=options.split, batch_size=count)))
     inputs = {"image": batch["image"].to(model.device)}

@@ -90,13 +90,13 @@ class Features:
 
     def images(self, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
         """Return features [N, D] of a split's images as the model gives them, and their labels [N] int64."""
-        rows = self._split(folder, split, self._encode_labelled, _LABELLED)
+        rows = self._encode_split(folder, split, self._encode_labelled, _LABELLED)
         return rows["images"], rows["labels"]
 
     def pairs(self, folder: EvaluationFolder, split: str, *, encode_texts: bool = True) -> Pairs:
         """Return features of a split's images and of all their captions."""
-        kinds = {name: dtype for name, dtype in _CAPTIONED.items() if name != "texts" or encode_texts}
-        rows = self._split(folder, split, partial(self._encode_captioned, encode_texts=encode_texts), kinds)
+        dtypes = {name: dtype for name, dtype in _CAPTIONED.items() if name != "texts" or encode_texts}
+        rows = self._encode_split(folder, split, partial(self._encode_captioned, encode_texts=encode_texts), dtypes)
         owner = torch.arange(len(rows["counts"])).repeat_interleave(rows["counts"])
         strings = _unpack("captions", rows), _unpack("kinds", rows)
         return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings)
@@ -129,14 +129,14 @@ class Features:
         with self._evaluating():
             return self._encode_texts(texts)
 
-    def _split(
-        self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], kinds: Mapping[str, torch.dtype]
+    def _encode_split(
+        self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], dtypes: Mapping[str, torch.dtype]
     ) -> Rows:
-        """Return the rows of a split, gathered over all ranks.
+        """Return the encoded rows of a split, gathered over all ranks; they are computed once and kept.
 
         Args:
             encode: a batch -> rows.
-            kinds: the dtype of each of the rows, which a rank without samples does not know.
+            dtypes: the dtype of each tensor to return, by name; a rank without samples does not know them.
 
         Raises:
             ValueError: the folder has no such split, or no readable sample in it.
@@ -145,10 +145,10 @@ class Features:
             raise ValueError(
                 f"evaluation folder {folder.name!r} has no split {split!r}: it has {', '.join(folder.splits) or 'none'}"
             )
-        key = (folder.path, split, *kinds)
+        key = (folder.path, split, *dtypes)
         if key not in self._kept:
             rows = self._rows(folder, split, encode)
-            self._kept[key] = {name: gather_rows(rows.get(name), self.device, dtype) for name, dtype in kinds.items()}
+            self._kept[key] = {name: gather_rows(rows.get(name), self.device, dtype) for name, dtype in dtypes.items()}
             if not len(self._kept[key]["images"]):
                 raise ValueError(f"split {split!r} of evaluation folder {folder.name!r} has no readable sample")
         return self._kept[key]

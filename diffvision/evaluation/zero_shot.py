@@ -18,8 +18,8 @@ from diffvision.evaluation.samples import Metrics, each, means
 def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc1, acc5 and mean_per_class_recall of the classes' texts as a classifier of a split's images.
 
-    A class's vector is the normalised mean of its prompts' unit vectors; an image's logits are 100 times its cosine
-    similarities to these vectors.
+    A class's vector is the normalised mean of its prompts' unit vectors (`Features.classes`); an image's logits are 100
+    times its cosine similarities to these vectors.
     """
     return classification_samples(*_logits(features, folder, options))
 

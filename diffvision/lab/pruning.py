@@ -204,9 +204,9 @@ class Compress:
         recent = position >= (prompts.stop - prompts.recent)[:, None]
         real = (position >= prompts.start[:, None]) & (position < prompts.stop[:, None])
         if method.weights is None:
-            scores = self._without_queries(call, prompts, position, generator)
+            scores = self._score_without_queries(call, prompts, position, generator)
         else:
-            scores = self._observed(call, prompts, recent, method)
+            scores = self._score_by_queries(call, prompts, recent, method)
         scores = scores.masked_fill(recent[:, None], torch.inf).masked_fill(~real[:, None], -torch.inf)
         order = scores.argsort(dim=-1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
@@ -223,20 +223,24 @@ class Compress:
         if method.by_value and call.v is None:
             raise ValueError(f"{self.method} reads values, which DiffLlama's layers have in halves: take another")
 
-    def _without_queries(
+    def _score_without_queries(
         self, call: Call, prompts: Prompts, position: Tensor, generator: torch.Generator
     ) -> Float[Tensor, "B Hk N"]:
+        """Return scores, of which the highest are kept, by the methods that read no queries."""
         batch, heads = call.q.shape[0], _count_kv_heads(call)
         if self.method == "knorm":
             keys = call.k[..., : len(position), :]
             return _mean_over_groups(-keys.float().square().sum(dim=(2, 4)).sqrt(), heads)
         if self.method == "random":
             return torch.rand(batch, heads, len(position), generator=generator).to(position.device)
-        first = position - prompts.start[:, None]
-        order = torch.where((first >= 0) & (first < SINKS), len(position), first)
-        return order[:, None].expand(-1, heads, -1).float()
+        offset = position - prompts.start[:, None]
+        scores = torch.where((offset >= 0) & (offset < SINKS), len(position), offset)
+        return scores[:, None].expand(-1, heads, -1).float()
 
-    def _observed(self, call: Call, prompts: Prompts, recent: Tensor, method: Method) -> Float[Tensor, "B Hk N"]:
+    def _score_by_queries(
+        self, call: Call, prompts: Prompts, recent: Tensor, method: Method
+    ) -> Float[Tensor, "B Hk N"]:
+        """Return scores, of which the highest are kept, by the attention that a method's queries give each key."""
         assert method.weights is not None
         longest = int((prompts.stop - prompts.start).max())
         count = {"window": min(self.window, longest), "all": longest, "last": 1}[method.observed]

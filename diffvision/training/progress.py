@@ -139,7 +139,7 @@ class ProgressLine(ProgressBar):
 
         Args:
             share: of the evaluation, from 0 to 1.
-            what: is evaluated; "classes" for the texts that come before the images of a zero-shot evaluation.
+            what: what is encoded; "classes" for the prompts of a zero-shot evaluation, which come before its images.
         """
         doing = self._doing.removesuffix(" classes")
         self._doing, self._within = (f"{doing} classes" if what == "classes" else doing), share

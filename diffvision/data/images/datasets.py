@@ -49,7 +49,7 @@ def read_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageC
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{path} is not all of what `datasets` saved ({error}): save it again") from None
     source = str(path) if split is None else f"{path}, split {split}"
-    return _read_columns(source, loaded if split is None else loaded[split], columns)
+    return _read_dataset(source, loaded if split is None else loaded[split], columns)
 
 
 def read_parquet(
@@ -65,13 +65,21 @@ def read_parquet(
         every: the files of all splits; names of classes are numbered with theirs.
     """
     rows = _datasets().Dataset.from_parquet(list(map(str, files)), cache_dir=str(user_cache("datasets")))
-    return _read_columns(source, rows, columns, root, every)
+    return _read_dataset(source, rows, columns, root, every)
 
 
-def _read_columns(
+def _read_dataset(
     source: str, rows: Any, columns: dict[str, str], root: Path | None = None, every: Sequence[Path] = ()
 ) -> ImageCollection:
-    """Return the rows of a `datasets.Dataset`."""
+    """Return the images of a `datasets.Dataset`, with captions and labels if it has such columns.
+
+    Args:
+        source: its name in messages.
+        rows: the dataset.
+        columns: as `sources.find_images` takes them.
+        root: the folder that image paths must be in; None does not check paths.
+        every: the .parquet files of all splits, whose labels are numbered together.
+    """
     datasets = _datasets()
     resolved = resolve_columns(rows.column_names, columns, source)
     image = resolved["image"]

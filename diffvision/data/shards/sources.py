@@ -157,7 +157,11 @@ def checked_location(location: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Write out `{000000..000123}` and `{train,val}`, left to right; numbers keep their leading zeros."""
+    """Return the locations that a pattern with `{000000..000123}` or `{train,val}` stands for; leading zeros stay.
+
+    Raises:
+        ValueError: it stands for too many locations, or `checked_location` refuses one.
+    """
     match = _BRACES.search(pattern)
     if match is None:
         return [checked_location(pattern)]

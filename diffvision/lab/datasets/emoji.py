@@ -120,7 +120,7 @@ def _outlines_alone(outlines: Pictures, colours: Pictures) -> Pictures:
 
 
 def _distinct(emoji: Sequence[Emoji], styles: Sequence[Pictures]) -> list[Emoji]:
-    """Return the emoji whose name and pictures no earlier one has: a family looks the same whoever is in it."""
+    """Return the emoji that share neither a name nor a picture, in any style, with an earlier one."""
     seen: set[tuple[int, str | bytes]] = set()
     kept = []
     for one in emoji:

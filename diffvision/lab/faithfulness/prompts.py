@@ -92,7 +92,7 @@ def fit_prompt(row: Row, tokenizer: Any, room: int | None, ask: Ask, templates: 
 
 
 def _cut(document: list[int], keep: int, where: str, tokenizer: Any) -> str:
-    """Return the text of the tokens that are kept; a character that is cut through is left out."""
+    """Return the text of `keep` tokens: the first for "end", else as many from both ends; no partial character."""
     if where == "end":
         parts = [document[:keep]]
     else:

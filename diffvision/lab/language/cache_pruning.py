@@ -99,16 +99,16 @@ def cache_pruning(
 
 
 def sparsity(model: nn.Module, rows: Tensor, *, batch_size: int = 8, progress: Progress = unseen) -> dict[str, float]:
-    """Return how few keys hold a row of attention, by layer and length: what pruning would live on.
+    """Return how few keys hold most of the attention, by layer and length: the fewer, the more can be pruned.
 
     Of what multiplies the values (the difference of the maps in differential layers), in magnitude: the number of keys
-    that hold 95% of a row, and the Gini coefficient of a row, 0 where all keys have alike and 1 where one has all.
-    Means over heads and the last 16 queries of rows cut at a quarter, half and all of their length.
+    that hold 95% of a query's weights, and their Gini coefficient, 0 where all keys have equal weight and 1 where one
+    has all. Means over heads and the last 16 queries of sequences cut at a quarter, half and all of their length.
 
     Args:
         model: as `analysis.capture.captured`.
-        rows: int64 [S, N].
-        batch_size: rows at a time.
+        rows: tokens, int64 [S, N].
+        batch_size: sequences at a time.
         progress: as in `scoring`.
 
     Returns:

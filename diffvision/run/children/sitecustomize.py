@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 
-def next_sitecustomize() -> None:
+def run_next_sitecustomize() -> None:
     """Run the sitecustomize.py that this one hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
@@ -23,4 +23,4 @@ with contextlib.suppress(ImportError, SyntaxError):  # another Python: without d
     from diffvision.registration import register
 
     register("transformers")
-next_sitecustomize()
+run_next_sitecustomize()

@@ -132,7 +132,7 @@ class StepGuard(pl.Callback):
                 f"over optimizer.max_skipped={self.max_skipped}: see their batches in {file}; {REMEDIES}"
                 + self._list_kept()
             )
-        rank_zero_warn(f"{what}: it is skipped, the {self.in_a_row}. in a row; {file} lists its samples")
+        rank_zero_warn(f"{what}: it is skipped ({self.in_a_row} in a row); {file} lists its samples")
 
     def _list_kept(self) -> str:
         """Name the checkpoints to resume from that newer ones would have replaced."""

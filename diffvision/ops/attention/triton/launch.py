@@ -88,13 +88,13 @@ def block(size: int) -> int:
 
 def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:
     tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size()))
-    arguments = _inputs(x, tiles) | _get_strides("out", out, "bh.m", x) | _lse(lse, x)
+    arguments = _inputs(x, tiles) | _get_strides("out", out, "bhm", x) | _lse(lse, x)
     return [Launch(rows.forward, _grid(x, tiles, arguments), arguments | {"SAVE": lse is not None}, tiles)]
 
 
 def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | None) -> list[Launch]:
     tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size()))
-    arguments = _inputs(x, tiles) | _get_strides("out", out, "bh.m", x) | _lse(lse, x)
+    arguments = _inputs(x, tiles) | _get_strides("out", out, "bhm", x) | _lse(lse, x)
     arguments |= {"o2": out if o2 is None else o2, "SAVE": lse is not None}
     return [Launch(streaming.forward, _grid(x, tiles, arguments), arguments, tiles)]
 
@@ -103,8 +103,8 @@ def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: t
     """Return the launches that write grads = (dq, dk, dv), and D2 into deltas[:, :, 1]."""
     dq, dk, dv = grads
     n, d, v, size = _longest(x)[1], x.q.shape[4], x.v.shape[3], x.q.element_size()
-    tensors = _get_strides("grad", grad, "bh.m", x) | _get_strides("dq", dq, "bhpm", x)
-    tensors |= _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bh.n", x) | _lse(lse, x)
+    tensors = _get_strides("grad", grad, "bhm", x) | _get_strides("dq", dq, "bhpm", x)
+    tensors |= _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bhn", x) | _lse(lse, x)
     tensors |= {"d2_rows": deltas[:, :, 1], "grad_scale": x.scale, "H": x.k.shape[1]}
     tiles = _tiles(x, rows_backward_tiles(n, d, v, size))
     programs = _sequences(x) * x.k.shape[1]
@@ -120,11 +120,11 @@ def backward_streaming(
     """Return the launches that write grads = (dq, dk, dv), and (D1, D2) into deltas [B, H, 2, M]."""
     dq, dk, dv = grads
     d, v, size = x.q.shape[4], x.v.shape[3], x.q.element_size()
-    given = _get_strides("grad", grad, "bh.m", x) | _lse(lse, x)
+    given = _get_strides("grad", grad, "bhm", x) | _lse(lse, x)
     sums = Tiles(32, 16, 4, 1)
     both = _inputs(x, sums)
     names = ("lam", "cu_q", "H", "M", "V", "BLOCK_V", "BLOCK_M", "VARLEN", "lam_b", "lam_h", "lam_m")
-    arguments = {name: both[name] for name in names} | given | _get_strides("out", out, "bh.m", x)
+    arguments = {name: both[name] for name in names} | given | _get_strides("out", out, "bhm", x)
     arguments |= {"o2": o2, "result": deltas}
     del arguments["lse"]
     launches = [Launch(streaming.delta, _grid(x, sums, arguments), arguments, sums)]
@@ -133,7 +133,7 @@ def backward_streaming(
     for parts in streaming_passes(d, v, x.k.shape[2], size):
         tiles = _tiles(x, streaming_keys_tiles(size))
         arguments = (
-            _inputs(x, tiles) | given | _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bh.n", x) | parts
+            _inputs(x, tiles) | given | _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bhn", x) | parts
         )
         arguments |= {"H": x.k.shape[1], "blocks": triton.cdiv(_longest(x)[1], tiles.n)}
         programs = arguments["blocks"] * _sequences(x) * x.k.shape[1]
@@ -234,9 +234,10 @@ def _grid(x: Inputs, tiles: Tiles, arguments: dict[str, Any]) -> int:
 
 
 def _get_strides(name: str, tensor: Tensor, axes: str, x: Inputs) -> dict[str, Any]:
-    """Return a tensor and the strides of its axes, spelled by `axes` with a dot for an axis that it does not have."""
-    strides = dict(zip(axes.replace(".", ""), tensor.stride(), strict=False))
-    if x.packed is not None:  # every sequence starts from the same pointer, at another row
+    """Return a tensor and its strides as a kernel's arguments (q, q_b, q_h, ...); an axis without a letter is last."""
+    strides = dict(zip(axes, tensor.stride(), strict=False))
+    # Packed sequences share one batch row; the kernel finds theirs by cu_q and cu_k.
+    if x.packed is not None:
         strides["b"] = 0
     return {name: tensor} | {f"{name}_{axis}": stride for axis, stride in strides.items()}
 
@@ -263,8 +264,8 @@ def _inputs(x: Inputs, tiles: Tiles) -> dict[str, Any]:
     return (
         _get_strides("q", x.q, "bhpm", x)
         | _get_strides("k", x.k, "bhpn", x)
-        | _get_strides("v", x.v, "bh.n", x)
-        | _get_strides("lam", x.lam, "bh.m", x)
+        | _get_strides("v", x.v, "bhn", x)
+        | _get_strides("lam", x.lam, "bhm", x)
         | mask
         | {
             "cu_q": None if x.packed is None else x.packed.cu_q,
