@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The check of a machine with a GPU in under nine minutes: the GPU tests, `diffvision tune`, short trainings, benchmarks.
 #
-#     scripts/gpu_check.sh OUT              writes OUT/gpu_check.json, the benchmarks' pages and pictures, one log
+#     scripts/gpu_check.sh OUT              writes OUT/gpu_check.json, the benchmarks' pictures, one log
 #     WHEELS=folder scripts/gpu_check.sh OUT       puts the wheels of a folder on the path first (nothing is downloaded)
 #     DEVICE=cpu QUICK=1 scripts/gpu_check.sh OUT  tries the script itself without a GPU: few tests, shapes and models
 #
@@ -40,7 +40,7 @@ part() {
     code=$?
     cat "$work/$name.log" >>"$out/gpu_check.log"
     printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
-    cp "$work"/*.md "$work"/*.png "$out" 2>/dev/null
+    cp "$work"/*.png "$out" 2>/dev/null
     "$python" scripts/benchmarks/gpu_report.py "$work" "$out/gpu_check.json"
     echo "   exit status $code after $((SECONDS - start)) s"
 }

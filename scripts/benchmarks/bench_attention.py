@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/bench_attention.py [--quick] [--device cpu] [--threads 2] [--level op|module]
 
-writes attention-<device>-<dtype>-<level>.md, .json (every time of every round) and .png.
+writes attention-<device>-<dtype>-<level>.json (every time of every round) and .png, and prints tables.
 
 --level op times the operation on q, k and v with the strides that a layer's projections give (`attention_ways.py`);
 --level module times whole modules of width 768 (`attention_modules.py`). The baseline is plain attention by torch's
@@ -306,7 +306,7 @@ def run(args: Any, shapes: list[Shape]) -> dict[str, Any]:
     report |= {"rounds": args.rounds, "shapes": []}
     settings = {shape.name: lambda shape=shape: report["shapes"].append(measure(shape, args)) for shape in shapes}
     try:
-        measure_all(args, name, report, settings, markdown)
+        measure_all(args, name, report, settings)
     finally:
         # Also of what was measured when the run is stopped.
         if report["shapes"]:

@@ -2,7 +2,8 @@
 
     python scripts/benchmarks/bench_growth.py [tokens] [batch] [depth] [workers] [--tokens 4096] [--threads 2]
 
-writes growth-<device>-<dtype>.md, .json (every time of every round) and .png. `benchmark.py` says how times are taken.
+writes growth-<device>-<dtype>.json (every time of every round) and .png, and prints tables.
+`benchmark.py` says how times are taken.
 
 tokens: an attention module of width 768, one sample, forward and backward, as `attention_modules.py` has them.
 batch: a training step of a tiny ViT (192 wide, 12 blocks, 197 tokens). depth: the same at a batch of 8, by its blocks.
@@ -176,7 +177,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         wanted = [(axis, size) for axis in args.axes for size in sizes[axis] if axis != "tokens" or size <= args.tokens]
         settings = {f"{size} {axis}": partial(measure, axis, size) for axis, size in wanted}
         try:
-            measure_all(args, name, report, settings, markdown)
+            measure_all(args, name, report, settings)
         finally:
             if report["axes"]:
                 draw(report).savefig(args.output / f"{name}.png", dpi=130, facecolor="white")

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/bench_language.py [--quick] [--size 30m] [--device cpu] [--threads 2] [--output DIR]
 
-writes language-<device>-<dtype>.md, .json (every time of every round) and .png. Without transformers our models are
-timed alone, and the columns of Hugging Face's say "not installed".
+writes language-<device>-<dtype>.json (every time of every round) and .png, and prints tables.
+Without transformers our models are timed alone, and the columns of Hugging Face's say "not installed".
 
 All models of a run have one size's width, depth, heads and vocabulary (`diffvision.models.language.SIZES`), tied
 embeddings and random weights; Hugging Face's run with sdpa. A training step is forward, cross entropy, backward and
@@ -352,7 +352,7 @@ def run(args: Any) -> dict[str, Any]:
     report["tables"] = []
     measured = {s.title: lambda s=s: report["tables"].extend(measure(s, built, args)) for s in settings}
     try:
-        measure_all(args, name, report, measured, markdown)
+        measure_all(args, name, report, measured)
     finally:
         # Also of what was measured when the run is stopped.
         if any(entry["task"] != "linear" for entry in report["tables"]):

@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/bench_models.py [--quick] [--device cpu] [--threads 2] [--compile] [--output DIR]
 
-writes models-<device>-<dtype>.md, .json (every time of every round) and .png.
+writes models-<device>-<dtype>.json (every time of every round) and .png, and prints tables.
 
 A training step is forward, backward and AdamW: cross entropy over 1,000 classes for a ViT, the contrastive loss for
 CLIP. Inference is the forward pass in evaluation, for CLIP both towers. On CUDA weights are float32 and the forward
@@ -279,7 +279,7 @@ def run(args: Any, families: list[Family]) -> dict[str, Any]:
 
             settings[f"{family.name}, {task}{', compiled' if compiled else ''}"] = table_of
     try:
-        measure_all(args, name, report, settings, markdown)
+        measure_all(args, name, report, settings)
     finally:
         # Also of what was measured when the run is stopped.
         if report["tables"]:

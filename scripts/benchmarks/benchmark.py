@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 Settings = dict[str, Callable[[], None]]
-Page = Callable[[dict[str, Any]], str]
 LEAST_SECONDS = 0.02
 LEAST_ROUNDS = 3
 
@@ -261,12 +260,11 @@ def progress(total: int, minutes: float) -> Iterator[Callable[[str], bool]]:
         bar.update(task, completed=total, description="done")
 
 
-def write(folder: Path, name: str, report: dict[str, Any], markdown: str) -> None:
-    """Write NAME.json and NAME.md, each replaced in one step: a run that is stopped leaves whole files."""
-    for ending, text in (("json", json.dumps(report, indent=1, allow_nan=False)), ("md", markdown)):
-        scratch = folder / f".{name}.{ending}"
-        scratch.write_text(text + "\n")
-        scratch.replace(folder / f"{name}.{ending}")
+def write(folder: Path, name: str, report: dict[str, Any]) -> None:
+    """Write NAME.json, replaced in one step: a run that is stopped leaves a whole file."""
+    scratch = folder / f".{name}.json"
+    scratch.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    scratch.replace(folder / f"{name}.json")
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -290,13 +288,12 @@ def remarks(report: dict[str, Any], passes: list[tuple[str, dict[str, dict[str, 
     return parts
 
 
-def measure_all(args: argparse.Namespace, name: str, report: dict[str, Any], settings: Settings, page: Page) -> None:
-    """Measure the settings in order, and write NAME.json and NAME.md after each.
+def measure_all(args: argparse.Namespace, name: str, report: dict[str, Any], settings: Settings) -> None:
+    """Measure the settings in order, and write NAME.json after each.
 
     Args:
         report: has "left_out", which lists the titles of settings that were not reached in the time given.
         settings: title -> a function that measures it and adds what it measured to the report.
-        page: makes the page of a report.
     """
     report["left_out"] = list(settings)
     with progress(len(settings), args.minutes) as following:
@@ -305,7 +302,7 @@ def measure_all(args: argparse.Namespace, name: str, report: dict[str, Any], set
                 break
             measure()
             report["left_out"].remove(title)
-            write(args.output, name, report, page(report))
+            write(args.output, name, report)
 
 
 def autocast(args: argparse.Namespace) -> Callable[[], AbstractContextManager]:
