@@ -21,7 +21,7 @@ from diffvision.models import clip
 from diffvision.nn import ATTENTION
 
 DEBUG = ["CLIP-debug", "DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug", "DiffCLIP-DINT-debug"]
-FULL = sorted(name for name in clip.model_names() if "debug" not in name)
+FULL = sorted(name for name in clip.model_names() if not name.endswith("nano") and "debug" not in name)
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
 
 
