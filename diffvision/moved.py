@@ -91,6 +91,7 @@ MODULES = {
 """old module or package -> new"""
 
 NAMES: dict[str, str] = {
+    "diffvision.nn.diff_attention:depth_lambda_init": "diffvision.nn.lambda_init:depth_lambda_init",
     **{
         f"diffvision.analysis.figures.language:{name}": f"diffvision.lab.language.figures:{name}"
         for name in (

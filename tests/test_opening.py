@@ -140,6 +140,16 @@ def test_arguments_beside_the_weights(tmp_path, trained):
     assert same(open_model(NAME, str(path)).module, trained)
 
 
+def test_names_with_weights_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("diffvision.models.bundled.WEIGHTS", tmp_path)
+    model = language.create("diff-nano")
+    language.save(model, tmp_path / "diff-nano.prose")
+    opened = open_model("diff-nano.prose").module.state_dict()
+    assert all(torch.equal(tensor, opened[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="prose"):
+        open_model("diff-nano.verse")
+
+
 def test_names_that_nobody_knows(tmp_path):
     with pytest.raises(
         ValueError,

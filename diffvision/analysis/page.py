@@ -222,7 +222,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def _svg(figure: Figure, alt: str) -> str:
-    """Return a figure as an SVG element: with a transparent background, and the page's text colour and font."""
+    """Return a figure as an SVG element with a transparent background, and the page's text colour and font."""
     import matplotlib as mpl
 
     buffer = io.StringIO()

@@ -25,7 +25,7 @@ from diffvision.models.names import host_names
 from diffvision.opening import images
 from diffvision.opening.model import Host, Model
 from diffvision.opening.runs import CHECKPOINTS, best_checkpoint, run_in
-from diffvision.opening.specs import is_name, labelled, no_path, tags_of, unknown
+from diffvision.opening.specs import is_name, labelled, no_path, split_tag, unknown
 from diffvision.opening.weights import (
     CONFIG,
     OPEN_CLIP,
@@ -186,11 +186,10 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
 def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
     import open_clip
 
-    known = host_names()
-    base, _, tag = name.rpartition(".")
-    if checkpoint is None and not name.startswith(HUB) and name not in known["open_clip"] and tag in tags_of(base):
-        name, checkpoint = base, tag
-    if name in known["language"]:
+    if checkpoint is None and not name.startswith(HUB):
+        name, tag = split_tag(name)
+        checkpoint = tag or None
+    if name in host_names()["language"]:
         from diffvision.opening import texts
 
         return texts.open_language_name(name, checkpoint)

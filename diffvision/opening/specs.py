@@ -56,8 +56,7 @@ def is_name(text: str) -> bool:
     known = host_names()
     if text.startswith(HUB) or text in known["open_clip"] or text in known["language"]:
         return True
-    base, dot, tag = text.rpartition(".")
-    if dot and tag in tags_of(base):
+    if split_tag(text)[1]:
         return True
     name, dot, _ = text.partition(".")
     # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag, and "adapted_vit." is followed by a model's name.
@@ -93,6 +92,12 @@ def no_path(text: str) -> FileNotFoundError:
         f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
         f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
     )
+
+
+def split_tag(name: str) -> tuple[str, str]:
+    """Return the name and the tag of NAME.TAG, for OpenCLIP and language models; other names whole, with no tag."""
+    base, _, tag = name.rpartition(".")
+    return (base, tag) if name not in host_names()["open_clip"] and tag in tags_of(base) else (name, "")
 
 
 def tags_of(name: str) -> list[str]:
