@@ -162,8 +162,10 @@ def test_names_that_nobody_knows(tmp_path):
         open_model(NAME, "laion2b")
     with pytest.raises(ValueError, match="its pretrained weights are openai"):
         open_model("ViT-B-32", "laion9")
-    with pytest.raises(ValueError, match="it has no pretrained weights"):
+    with pytest.raises(ValueError, match="its pretrained weights are digits"):
         open_model("diff_vit_debug", "in1k")
+    with pytest.raises(ValueError, match="it has no pretrained weights"):
+        open_model("dint_vit_debug", "in1k")
     with pytest.raises(ValueError, match="preprocess has size: it takes mean"):
         open_model(NAME, preprocess={"size": 3})
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT / "diffvision" / "weights"
 RESULTS = ROOT / "docs" / "results" / "bundled.csv"
 MERGES = ROOT / "diffvision" / "models" / "clip_configs" / "nano_merges.txt.gz"
+WINDOW = 128  # tokens that the language models are trained on at a time
 COLUMNS = ("model", "parameters", "data", "metric", "value", "low", "high", "seeds", "mean", "mean_low", "mean_high")
 
 
@@ -54,7 +55,7 @@ PAIRS = (
         ("--data.train={data}/train", "--data.evaluation={data}/zero_shot"),
         "zero_shot",
         "classification",
-        ("classification/zero_shot/acc1",),
+        ("classification/digits/acc1",),
         DIGITS,
     ),
     Pair(
@@ -85,7 +86,7 @@ PAIRS = (
         ),
         "validation",
         "perplexity",
-        ("perplexity", "bits_per_byte"),
+        ("perplexity/perplexity", "perplexity/bits_per_byte"),
         f"the source of CPython's standard library (PSF-2.0), Python {sys.version.split()[0]}",
     ),
 )
@@ -183,15 +184,29 @@ def origin(pair: Pair, model: str) -> str:
     return f"{model} by configs/{pair.recipe}, seed 0, trained on {pair.source}."
 
 
-def measure(pair: Pair, spec: str, work: Path) -> dict[str, float]:
+def measure(pair: Pair, checkpoint: Path, work: Path) -> dict[str, float]:
     """Return the metrics that `diffvision evaluate` or `diffvision evaluate-language` prints, with intervals."""
-    import diffvision
+    from diffvision.data.images.folders import find_folders
+    from diffvision.evaluation import suite
+    from diffvision.evaluation.features import Features
+    from diffvision.evaluation.inference import InferenceSettings
+    from diffvision.evaluation.intervals import with_intervals
     from diffvision.evaluation.language.command import run
+    from diffvision.evaluation.language.options import LanguageOptions
+    from diffvision.evaluation.options import Options
+    from diffvision.opening import open_model
 
     data = str(work / pair.data / pair.evaluated)
-    if pair.command == "evaluate":
-        return diffvision.evaluate(spec, data, tasks=pair.tasks, num_workers=0, device="cpu")
-    return next(iter(run([spec], tasks=pair.tasks or "", data=data, device="cpu").values()))
+    if pair.command == "evaluate-language":
+        options = LanguageOptions(window=WINDOW)
+        results = run(str(checkpoint), tasks=pair.tasks or "", data=data, device="cpu", options=options)
+        return next(iter(results.values()))
+    opened = open_model(checkpoint).for_images()
+    features = Features(opened.module, opened.transform, opened.tokenizer, InferenceSettings(64, 0, "cpu", "fp32"))
+    metrics: dict[str, float] = {}
+    for folder, names in suite.plan(find_folders(data), None if pair.tasks is None else [pair.tasks], Options()):
+        metrics |= with_intervals(suite.measure(features, folder, names, Options()))
+    return metrics
 
 
 def mean_interval(values: list[float]) -> tuple[float, float, float]:
@@ -207,20 +222,16 @@ def rows_of(pair: Pair, model: str, seeds: int, work: Path) -> list[dict[str, An
     """Return a model's rows of the table."""
     from diffvision import open_model
 
-    spec = f"{model}.{pair.data}"
-    parameters = sum(parameter.numel() for parameter in open_model(spec).module.parameters())
-    bundled = measure(pair, spec, work)
-    others = [measure(pair, str(last_checkpoint(work, model, seed)), work) for seed in range(1, seeds)]
+    checkpoints = [last_checkpoint(work, model, seed) for seed in range(seeds)]
+    parameters = sum(parameter.numel() for parameter in open_model(checkpoints[0]).module.parameters())
+    first, *others = (measure(pair, checkpoint, work) for checkpoint in checkpoints)
     rows = []
     for metric in pair.metrics:
-        name = next(one for one in bundled if one == metric or one.endswith(f"/{metric}"))
-        values = [metrics[name] for metrics in (bundled, *others)]
-        found = [bundled[name], bundled.get(f"{name}_low", ""), bundled.get(f"{name}_high", "")]
-        spread = mean_interval(values) if seeds > 1 else ("", "", "")
+        found = [first[metric], first.get(f"{metric}_low", ""), first.get(f"{metric}_high", "")]
+        spread = mean_interval([first[metric], *(one[metric] for one in others)]) if others else ("", "", "")
         numbers = [f"{value:.4f}" if isinstance(value, float) else value for value in (*found, *spread)]
-        rows.append(
-            dict(zip(COLUMNS, (spec, parameters, pair.data, name, *numbers[:3], seeds, *numbers[3:]), strict=True))
-        )
+        values = (f"{model}.{pair.data}", parameters, pair.data, metric, *numbers[:3], seeds, *numbers[3:])
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 
 
@@ -228,15 +239,15 @@ def write_card(pair: Pair, model: str, rows: list[dict[str, Any]]) -> None:
     """Write a model's card, with both models' numbers."""
     spec = f"{model}.{pair.data}"
     is_language = pair.command == "evaluate-language"
-    data = " ".join(
-        ["--data", f"data/{pair.data}/{pair.evaluated}".rstrip("/"), *(("--tasks", pair.tasks) if pair.tasks else ())]
-    )
+    evaluated = f"--data {f'data/{pair.data}/{pair.evaluated}'.rstrip('/')}"
+    evaluated += f" --tasks {pair.tasks}" if pair.tasks else ""
+    evaluated += f" --options.window {WINDOW}" if is_language else ""
     given = " ".join(argument.format(data=f"data/{pair.data}") for argument in pair.arguments)
     tokenizer = f"diffvision data tokenizer data/{pair.data}/train data/{pair.data}/tokenizer.json --vocab_size 768\n"
     commands = (
         f"diffvision data make {pair.data} data/{pair.data}\n{tokenizer if is_language else ''}"
         f"diffvision fit --config {pair.recipe} --model.model={model} --seed_everything=0 {given}\n"
-        f"diffvision {pair.command} {spec} {data}\n"
+        f"diffvision {pair.command} {spec} {evaluated}\n"
     )
     lines = [f"# {spec}", "", "Small weights to look at and to test with, not to build on.", ""]
     lines += [
