@@ -38,7 +38,7 @@ def recalls(
 
     Args:
         chunk: queries at a time; never more than `chunk` rows of scores exist.
-        device: where the scores are sorted.
+        device: where the scores are computed and sorted.
     """
     return means(recall_samples(images, texts, owner, recall_k, chunk=chunk, device=device))
 
@@ -68,8 +68,9 @@ def _best(
 ) -> dict[int, Tensor]:
     """Return for each K the best candidates' indexes, [queries, min(K, candidates)]."""
     best: dict[int, list[Tensor]] = {k: [] for k in recall_k}
+    columns = candidates.to(device).T
     for rows in queries.split(chunk):
-        scores = (rows @ candidates.T).to(device)
+        scores = rows.to(device) @ columns
         for k in recall_k:  # one topk for each K: among equal scores the first of ten need not be the first of one
             best[k].append(scores.topk(min(k, scores.shape[1]), dim=1).indices.cpu())
     return {k: torch.cat(parts) for k, parts in best.items()}

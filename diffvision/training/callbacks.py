@@ -129,11 +129,13 @@ class Throughput(pl.Callback):
     """Logs `train/samples_per_second` over all ranks, and for text `train/tokens_per_second` too.
 
     The rate is the samples consumed over the wall time since the last logging step. The time includes waiting for data,
-    but not validation and the ends of epochs.
+    but not validation and the ends of epochs. `train/data_wait` is the share of it for which this rank's process waited
+    for our loaders; a GPU may still be busy with earlier steps then.
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.samples, self.tokens, self.seconds, self.mark = 0, 0, 0.0, time.perf_counter()
+        self.waited = getattr(trainer.train_dataloader, "waited", None)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave out the time since the last batch."""
@@ -152,6 +154,10 @@ class Throughput(pl.Callback):
             pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=not self.tokens)
             if self.tokens:
                 pl_module.log("train/tokens_per_second", self.tokens / self.seconds, prog_bar=True)
+            if self.waited is not None:
+                loader: Any = trainer.train_dataloader
+                pl_module.log("train/data_wait", (loader.waited - self.waited) / self.seconds, prog_bar=True)
+                self.waited = loader.waited
             self.samples, self.tokens, self.seconds = 0, 0, 0.0
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

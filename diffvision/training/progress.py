@@ -36,6 +36,7 @@ ALIASES = {
     r"val/perplexity": "val ppl",
     r"train/samples_per_second": "img/s",
     r"train/tokens_per_second": "tok/s",
+    r"train/data_wait": "data wait",
     r"train/lr": "lr",
     r"lambda": "lambda",
     r"train/logit_scale": "scale",

@@ -143,10 +143,14 @@ def test_throughput_leaves_validation_out(monkeypatch):
     clock = iter([0.0, 0.0, 1.0, 10.0, 11.0, 20.0])
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(clock))
     run, module, meter = trainer(step=1, world_size=2), Module(), Throughput()
+    loader = run.train_dataloader = SimpleNamespace(waited=5.0)  # seconds, before this run
     batch = {"image": torch.zeros(8, 3, 2, 2)}
     meter.on_train_start(run, module)
     meter.on_train_epoch_start(run, module)
     meter.on_train_batch_end(run, module, None, batch, 0)
     meter.on_validation_end(run, module)
-    meter.on_train_batch_end(trainer(world_size=2), module, None, batch, 1)
+    loader.waited += 0.5
+    run.global_step = 10
+    meter.on_train_batch_end(run, module, None, batch, 1)
     assert module.logged["train/samples_per_second"] == 2 * 2 * 8 / 2
+    assert module.logged["train/data_wait"] == 0.5 / 2

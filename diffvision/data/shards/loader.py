@@ -157,6 +157,9 @@ class ShardLoader:
         limits: how many bad samples stop the run.
         stall_timeout: seconds without a sample, while a batch is waited for, after which workers count as stuck.
 
+    Attributes:
+        waited: seconds that its users have waited for batches.
+
     Raises:
         ValueError: a batch size that ranks cannot share or that is larger than the dataset; a state of another run.
         BadDataError: while iterating, when there are too many bad samples.
@@ -193,7 +196,7 @@ class ShardLoader:
         self._resume = False  # whether the next iteration starts there rather than at the beginning of the epoch
         self.order = partial(ShuffledOrder, shards.counts, seed, window=window)  # epoch -> order
         self.report = self._new_report(0, 0)
-        self.stall_timeout, self._pulse = stall_timeout, Pulse()
+        self.stall_timeout, self._pulse, self.waited = stall_timeout, Pulse(), 0.0
         shards.on_progress(self._pulse.beat)
         reader = BatchReader(
             shards, kind, self.order, stride=batch_size, seed=seed, limits=self.limits, pulse=self._pulse
@@ -242,11 +245,13 @@ class ShardLoader:
         self.report = report = self._new_report(epoch, first)
         self._requests.epoch, self._requests.first = epoch, first
         last = len(self) - 1
-        batches = watched(self._loader, self._pulse, self.stall_timeout)
+        batches, begun = watched(self._loader, self._pulse, self.stall_timeout), time.monotonic()
         for number, (batch, tally) in enumerate(batches, start=first):
+            self.waited += time.monotonic() - begun
             report.add(tally, self.limits)
             self._position = (epoch, number + 1) if number < last else (epoch + 1, 0)
             yield batch
+            begun = time.monotonic()
 
     def names(self, epoch: int, batch: int) -> list[str]:
         """Return this rank's share of a batch, each sample as "shard: key"; a substitute's is the bad sample's."""
