@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
-from diffvision.analysis.figures.style import COLOURS, legend_below, panels, styled
+from diffvision.analysis.figures.style import COLOURS, legend_below, new_figure, styled
 from diffvision.analysis.statistics import relative_entropy, shares
 from diffvision.models.language import LanguageModel
 from diffvision.models.modes import evaluating
@@ -203,7 +203,8 @@ def report(study: Study) -> None:
 @styled
 def draw(study: Study) -> Any:
     """Return a figure: what attention does over the context length; means over seeds, with their deviations."""
-    figure, axes = panels(len(METRICS), width=3.2, height=3.6)
+    figure = new_figure(4.6, 2.7 * len(METRICS))  # one column: a phone shows 4.6 inches at about their size
+    axes = figure.subplots(len(METRICS), 1)
     by_family = trained(study)
     for ax, metric in zip(axes, METRICS, strict=True):
         for number, (family, runs) in enumerate(by_family.items()):
@@ -213,9 +214,10 @@ def draw(study: Study) -> Any:
             style = {"color": COLOURS[number % len(COLOURS)], "linestyle": "-" if number < 4 else "--"}
             ax.errorbar(LENGTHS, means, bars, label=family, linewidth=1.2, capsize=2, **style)
         ax.axvline(256, color="grey", linewidth=0.8, linestyle=":")
-        ax.set(title=metric, xlabel="context, tokens", xscale="log", xticks=LENGTHS, xticklabels=LENGTHS)
+        ax.set(title=metric, xscale="log", xticks=LENGTHS, xticklabels=LENGTHS)
         ax.minorticks_off()
-    return legend_below(figure, axes[0])
+    axes[-1].set_xlabel("context, tokens")
+    return legend_below(figure, axes[0], columns=2)
 
 
 if __name__ == "__main__":

@@ -322,5 +322,6 @@ def run_study(
     else:
         report(study)
         if options.images:
+            options.images.mkdir(parents=True, exist_ok=True)
             name = f"{study.results.name}.svg"
             draw(study).savefig(options.images / name, facecolor="white", metadata={"Date": None})

@@ -317,9 +317,9 @@ def draw(study: Study) -> Any:
     points, speed = points_of(study), step_seconds(study)
     if not speed:
         raise SystemExit(f"no seconds in {study.results}: run `speed`")
-    figure = new_figure(9, 6)
+    figure = new_figure(4.6, 7.2)  # two columns: a phone shows 4.6 inches at about their size
     count = 4 + len(study.tuned_sizes)
-    axes = figure.subplots(2, 3).ravel()[:count]
+    axes = figure.subplots(3, 2).ravel()[:count]
     for unused in figure.axes[count:]:
         unused.set_axis_off()
     middle = study.sizes[1]
@@ -339,8 +339,8 @@ def draw(study: Study) -> Any:
             basin = study.basin(family, size)
             ax.plot(list(basin), list(basin.values()), ".-", color=colour)
     titles = ["each number of FLOPs", f"{middle} parameters", "best size tried", "best size tried"]
-    titles += [f"{size} parameters, one seed" for size in study.tuned_sizes]
-    labels = ["parameters without embedding", "tokens", "FLOPs", "seconds on one core"]
+    titles += [f"{size}, one seed" for size in study.tuned_sizes]
+    labels = ["non-embedding parameters", "tokens", "FLOPs", "seconds on one core"]
     labels += ["learning rate"] * len(study.tuned_sizes)
     for ax, title, label in zip(axes, titles, labels, strict=True):
         ax.set(title=title, xlabel=label, xscale="log")
@@ -349,7 +349,7 @@ def draw(study: Study) -> Any:
     axes[2].set_xticks(budgets_of(points), [f"{budget:g}" for budget in budgets_of(points)], fontsize=8)
     for ax, size in zip(axes[4:], study.tuned_sizes, strict=True):
         ax.set_xticks(rates_of(size), [f"{1000 * rate:g}e-3" for rate in rates_of(size)], fontsize=8)
-    axes[0].set_ylabel("validation loss, nats a token")
+    figure.supylabel("validation loss, nats per token", fontsize=9)
     return legend_below(figure, axes[1])
 
 
