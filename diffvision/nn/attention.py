@@ -432,23 +432,8 @@ class Attention(AttentionLayer):
     variant, query_maps, key_maps, value_maps = "standard", 1, 1, 1
 
     def attend(self, inputs: Inputs) -> Tensor:
-        x, q, k, v, mask, is_causal, dropout, _ = inputs
-        length, keys = q.shape[3], k.shape[3]
-        if is_causal and (mask is not None or length != keys):  # torch's `is_causal` is aligned to the first key
-            if length > 1:
-                lower = torch.ones(length, keys, dtype=torch.bool, device=x.device).tril(keys - length)
-                mask = lower if mask is None else mask & lower
-            is_causal = False
-        grouped = self.num_heads != self.num_kv_heads
-        return F.scaled_dot_product_attention(
-            q.squeeze(2),
-            k.squeeze(2),
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            enable_gqa=grouped,
-        )
+        _, q, k, v, mask, is_causal, dropout, _ = inputs
+        return ops.softmax_attention(q.squeeze(2), k.squeeze(2), v, causal=is_causal, mask=mask, dropout=dropout)
 
     def combine(self, maps: Tensor, lam: Tensor | None, inputs: Inputs) -> Tensor:
         return maps.squeeze(2)

@@ -5,15 +5,22 @@ unequal sizes, SDPA silently takes the MATH path on a CPU, which keeps every [M,
 equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
 zeros (two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials
 and was faster in all measurements (docs/benchmarks/speed.md). On CUDA the memory-efficient and cuDNN
-kernels take unequal sizes as they are, if they are aligned.
+kernels take unequal sizes as they are, if they are aligned. `plan_cuda` says what else a call needs there.
 """
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem
 
 
@@ -41,8 +48,8 @@ def diff_attention(
     if k.shape[3] == 0:  # zeros that depend on every input: torch's gradients without keys may be NaN
         zero = (k.sum() + v.sum()).to(q.dtype)
         return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
-    q, k, v = _equal_sizes(q, k, v)
     mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
+    q, k, v, kernels = _prepare(q, k, v, mask)
 
     # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
     def attend(m: int) -> Tensor:
@@ -52,7 +59,9 @@ def diff_attention(
             q[:, :, m], key, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
 
-    return subtract(attend(0), attend(1), lam, q.dtype)[..., :value_dim]
+    with kernels:
+        first, second = attend(0), attend(1)
+    return subtract(first, second, lam, q.dtype)[..., :value_dim]
 
 
 def softmax_attention(
@@ -77,19 +86,95 @@ def softmax_attention(
     Returns:
         [B, H, M, V]; a row that may not attend to any key is zeros.
     """
-    scale, value_dim, grouped = q.shape[3] ** -0.5, v.shape[3], bool(q.shape[1] != k.shape[1])
+    scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
     mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
-    q, k, v = _equal_sizes(q, k, v)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    q, k, v, kernels = _prepare(q, k, v, mask)
+    grouped = bool(q.shape[1] != k.shape[1])
+    with kernels:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
     return out[..., :value_dim]
 
 
+class Plan(NamedTuple):
+    """What a call on CUDA needs so that torch finds a kernel that keeps no [M, N] map and has right gradients."""
+
+    repeat_heads: bool  # repeat keys and values for each query head of their group
+    avoid_cudnn: bool
+
+
+def plan_cuda(
+    *,
+    capability: tuple[int, int],
+    version: tuple[int, int],
+    half: bool,
+    equal: bool,
+    grouped: bool,
+    masked: bool,
+    square: bool,
+    grad: bool,
+) -> Plan:
+    """Return what a call of torch's attention needs on a card.
+
+    Grouped heads: the memory-efficient kernel takes them from torch 2.15 on. In older releases the flash kernel is the
+    only one known to: in half precision, for equal sizes without a mask. Otherwise torch computes every map.
+
+    cuDNN comes first from compute capability 9.0 on. Under a mask its gradients may be NaN from torch 2.11 on (pytorch
+    issue 196678), with a single query too (cudnn-frontend issue 1072), and no release is known to be right. It makes a
+    plan for each pair of lengths, and decoding has another pair for every token.
+
+    Args:
+        capability: the card's compute capability.
+        version: torch's major and minor version.
+        half: whether the dtype has 16 bits.
+        equal: whether values have the size of keys.
+        grouped: whether several query heads read one key/value head.
+        masked: whether torch is given a mask.
+        square: whether there are as many queries as keys.
+        grad: whether gradients are needed.
+    """
+    in_flash = capability >= (8, 0) and half and equal and not masked
+    return Plan(
+        repeat_heads=grouped and version < (2, 15) and not in_flash,
+        avoid_cudnn=capability >= (9, 0) and (not square or (masked and grad and version >= (2, 11))),
+    )
+
+
+_MAJOR, _MINOR = torch.__version__.split(".")[:2]
+_VERSION = (int(_MAJOR), int(_MINOR))
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager]:
+    """Return queries, keys and values as the device's kernels take them, and the context to call torch's attention in.
+
+    Heads are axis 1; queries, keys and values may have an axis of maps, and end in [.., N, D].
+    """
+    if not q.is_cuda:
+        return *_equal_sizes(q, k, v), _ALL
+    q, k, v = (_align(t) for t in (q, k, v))
+    plan = plan_cuda(
+        capability=_capability(q.device.index),
+        version=_VERSION,
+        half=q.dtype.itemsize == 2,
+        equal=q.shape[-1] == v.shape[-1],
+        grouped=q.shape[1] != k.shape[1],
+        masked=mask is not None,
+        square=q.shape[-2] == k.shape[-2],
+        grad=needs_gradients(q, k, v),
+    )
+    if plan.repeat_heads:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return q, k, v, _without_cudnn() if plan.avoid_cudnn else _ALL
+
+
 def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad queries, keys and values with zero columns to one size, unless the device's kernels need none."""
+    """Pad queries, keys and values with zero columns to one size."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    if head_dim == value_dim or (q.is_cuda and _align(head_dim, q.dtype) and _align(value_dim, q.dtype)):
+    if head_dim == value_dim:
         return q, k, v
     if head_dim < value_dim:
         widen = (0, value_dim - head_dim)
@@ -97,8 +182,41 @@ def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k, F.pad(v, (0, head_dim - value_dim))
 
 
-def _align(size: int, dtype: torch.dtype) -> bool:
-    return size * dtype.itemsize % 16 == 0
+def _align(t: Tensor) -> Tensor:
+    """Pad the last axis with zero columns to a multiple of 8, which the memory-efficient kernel needs."""
+    missing = -t.shape[-1] % 8
+    return F.pad(t, (0, missing)) if missing else t
+
+
+_ALL = nullcontext()
+
+
+@torch.compiler.assume_constant_result  # a cache is not to be traced
+def _capability(index: int) -> tuple[int, int]:
+    return _capability_once(index)
+
+
+@cache
+def _capability_once(index: int) -> tuple[int, int]:
+    """Return a card's compute capability; fake tensors of a machine without one get that of an A100."""
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (8, 0)
+
+
+def _without_cudnn() -> AbstractContextManager:
+    if torch.compiler.is_compiling():  # a graph takes this context as a whole
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return _cudnn_disabled()
+
+
+@contextmanager
+def _cudnn_disabled() -> Iterator[None]:
+    """Do what `sdpa_kernel` does for one kernel, at a hundredth of its time."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _torch_mask(

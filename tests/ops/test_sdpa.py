@@ -1,0 +1,131 @@
+"""What calls of torch's attention get on CUDA: sizes, heads and kernels. Those marked gpu run its kernels."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from diffvision.ops import diff_attention, softmax_attention
+from diffvision.ops.attention import sdpa
+
+CARDS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+SELF = {"half": True, "equal": True, "grouped": False, "masked": False, "square": True, "grad": True}
+
+
+def plan(capability=(9, 0), version=(2, 15), **differing):
+    return sdpa.plan_cuda(capability=capability, version=version, **SELF | differing)
+
+
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("differing", [{}, {"masked": True}, {"equal": False}, {"half": False}])
+def test_heads_are_repeated_where_no_kernel_surely_takes_groups(capability, differing):
+    assert not plan(capability, (2, 15), grouped=True, **differing).repeat_heads
+    assert not plan(capability, (2, 10), **differing).repeat_heads
+    flash_takes_them = not differing and capability >= (8, 0)
+    assert plan(capability, (2, 14), grouped=True, **differing).repeat_heads != flash_takes_them
+
+
+def test_cudnn_is_avoided_where_its_gradients_may_be_nan_and_for_changing_lengths():
+    for capability, half in itertools.product([(9, 0), (10, 0), (12, 0), (13, 0)], [True, False]):
+        assert not plan(capability, half=half).avoid_cudnn
+        assert plan(capability, (2, 11), half=half, masked=True).avoid_cudnn
+        assert plan(capability, (3, 0), half=half, masked=True).avoid_cudnn  # no release is known to be right
+        assert not plan(capability, (2, 10), half=half, masked=True).avoid_cudnn
+        assert not plan(capability, half=half, masked=True, grad=False).avoid_cudnn
+        assert plan(capability, half=half, square=False, grad=False).avoid_cudnn
+    assert not plan((8, 9), masked=True).avoid_cudnn  # there it is not among the first
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record the calls of torch's attention, and whether cuDNN was allowed in them."""
+    seen = []
+
+    def record(q, k, v, **settings):
+        seen.append((q.shape, k.shape, v.shape, settings, torch.backends.cuda.cudnn_sdp_enabled()))
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(sdpa, "_capability_once", lambda index: (9, 0))
+    with FakeTensorMode():
+        yield seen
+
+
+def heads(count, length, size):
+    return torch.empty(2, count, length, size, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("version", [(2, 14), (2, 15)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_calls_on_cuda_are_aligned_and_repeated_and_keep_their_scale(calls, monkeypatch, version, masked):
+    monkeypatch.setattr(sdpa, "_VERSION", version)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if masked else None
+    q, k = (torch.stack([heads(count, 9, 12)] * 2, dim=2) for count in (4, 2))
+    assert diff_attention(q, k, heads(2, 9, 20), 0.5, mask=mask, backend="sdpa").shape == (2, 4, 9, 20)
+    assert softmax_attention(heads(4, 9, 12), heads(2, 9, 12), heads(2, 9, 20), mask=mask).shape == (2, 4, 9, 20)
+    count = 4 if version == (2, 14) else 2
+    assert len(calls) == 3
+    for of_q, of_k, of_v, settings, _ in calls:
+        assert (of_q, of_k, of_v) == ((2, 4, 9, 16), (2, count, 9, 16), (2, count, 9, 24))
+        assert settings["enable_gqa"] == (count == 2)
+        assert settings["scale"] == 12**-0.5
+
+
+def test_cudnn_is_disabled_for_a_call_alone_and_stays_off_where_it_was(calls):
+    q, mask = heads(4, 9, 16).requires_grad_(), torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda")
+    softmax_attention(q, q, q, mask=mask)
+    softmax_attention(q, q, q)
+    softmax_attention(q[:, :, :1], q, q)
+    assert [enabled for *_, enabled in calls] == [False, True, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        softmax_attention(q, q, q, mask=mask)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("queries", "keys"), [(704, 704), (1, 704), (704, 192)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_finite_and_right_for_logits_of_minus_120(dtype, queries, keys, compiled):
+    # cuDNN returns NaN for the queries' gradient (pytorch issue 196678): lengths of 64 more than a multiple of 128
+    def inputs():
+        torch.manual_seed(0)
+        q, k = 0.1 * torch.randn(1, 2, 2, queries, 64), 0.1 * torch.randn(1, 2, 2, keys, 64)
+        q[..., 0], k[..., 0] = 1.0, -120 * 64**0.5
+        made = (q, k, torch.randn(1, 2, keys, 64), torch.full((1,), 0.5))
+        return [t.to("cuda", t.dtype if t.dim() == 1 else dtype).requires_grad_() for t in made]
+
+    mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(max(keys - queries, 0))
+    grad = torch.randn(1, 2, queries, 64, device="cuda", dtype=dtype)
+    function = torch.compile(diff_attention, fullgraph=True) if compiled else diff_attention
+    results = []
+    for call, backend in ((function, "sdpa"), (diff_attention, "eager")):
+        leaves = inputs()
+        out = call(*leaves, mask=mask, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for got, expected in zip(*results, strict=True):
+        assert got.isfinite().all()
+        if got.shape[-1] == 64:  # the first column's gradient of the queries is 960 times a sum that should be 0
+            got, expected = got[..., 1:], expected[..., 1:]
+        error = (got.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 16 * torch.finfo(dtype).eps, error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(12, 12), (20, 20), (20, 40), (64, 128)])
+def test_grouped_heads_under_a_mask_keep_no_map(dtype, head_dim, value_dim):
+    made = [(1, 4, 2, 2048, head_dim), (1, 2, 2, 2048, head_dim), (1, 2, 2048, value_dim)]
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in made)
+    mask = torch.ones(2048, 2048, dtype=torch.bool, device="cuda").tril()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = diff_attention(q, k, v, 0.5, mask=mask, backend="sdpa")
+    out.sum().backward()
+    maps = 2 * 4 * 2048 * 2048 * dtype.itemsize
+    assert torch.cuda.max_memory_allocated() - before < maps
+    expected = diff_attention(q, k, v, 0.5, mask=mask, backend="eager")
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
