@@ -1,4 +1,4 @@
-"""What a large lambda takes away: colours and backgrounds by image towers with differential attention.
+"""What a large lambda costs: colours and backgrounds by image towers with differential attention.
 
     python scripts/studies/common_mode.py data --source FASHION_MNIST   # scenes of one garment, as tensors
     python scripts/studies/common_mode.py grid                          # the runs, and what they cost
