@@ -60,8 +60,11 @@ class Passage:
 # ---- pictures ------------------------------------------------------------------------------------------------------
 
 
-def sample_pictures() -> list[Picture]:
-    """Draw two test digits and a scene of two as `diffvision data make` does, with their regions and captions."""
+def sample_pictures(tokenizer: Any = None) -> list[Picture]:
+    """Draw two test digits and a scene of two as `diffvision data make` does, with their regions and captions.
+
+    Pictures whose captions the tokenizer would cut are left out, if any picture remains.
+    """
     _, test = load_split()
     pictures = []
     for label, colour, background, seed in ((3, "yellow", "blue", 3), (7, "pink", "green", 6)):
@@ -75,7 +78,8 @@ def sample_pictures() -> list[Picture]:
     empty = decode_image(draw_scene(scene.emptied(), test, np.random.default_rng(4)))
     changed = np.abs(np.asarray(image, dtype=int) - np.asarray(empty, dtype=int)).max(axis=2) >= _INK // 3
     words = scene.caption()
-    return [*pictures, Picture(words, image, Image.fromarray(np.uint8(255) * changed), (words,))]
+    pictures.append(Picture(words, image, Image.fromarray(np.uint8(255) * changed), (words,)))
+    return [one for one in pictures if tokenizer is None or not _is_cut(one.name, tokenizer)] or pictures
 
 
 def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
@@ -189,11 +193,15 @@ def read_captions(texts: Sequence[str], tokenizer: Any) -> list[Passage]:
         if not text.strip():
             raise ValueError("a text is empty: give a caption")
         (row,) = tokenizer([text])
-        if torch.equal(row, tokenizer([f"{text} a"])[0]):
+        if _is_cut(text, tokenizer):
             raise ValueError(f"text {text[:40]!r}... fills the model's context of {len(row)} tokens: shorten it")
         ids = row[: int(row.nonzero().max()) + 1].tolist()
         read.append(Passage(text, row, _words(ids, tokenizer)))
     return read
+
+
+def _is_cut(text: str, tokenizer: Any) -> bool:
+    return torch.equal(*tokenizer([text, f"{text} a"]))
 
 
 def _words(tokens: Sequence[int], tokenizer: Any) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ def pictures_and_passages(
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
     is_sample = not pictures
-    pictures = pictures or inputs.sample_pictures()
+    pictures = pictures or inputs.sample_pictures(None if texts else first.tokenizer)
     if first.tokenizer is None:
         return pictures, []
     captions = [caption for picture in pictures for caption in picture.captions]

@@ -1,6 +1,7 @@
 """`diffvision inspect`: what it writes of image-text models and a language model, and what it refuses."""
 
 import json
+from functools import partial
 from html.parser import HTMLParser
 
 import numpy as np
@@ -9,7 +10,7 @@ import timm
 import torch
 from PIL import Image
 
-from diffvision import cli
+from diffvision import cli, open_model
 from diffvision.analysis.maps import open_layers
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.command import export
@@ -239,6 +240,13 @@ def test_samples_know_their_regions():
         assert 0.03 < (region > 0).mean() < 0.6
         (caption,) = picture.captions
         assert any(word in caption for word in ("three", "seven", "zero"))
+
+
+def test_samples_fit_the_text_context():
+    short = open_model("DiffCLIP-nano.digits").tokenizer
+    assert [" on the left and " in picture.name for picture in inputs.sample_pictures(short)] == [False, False]
+    assert len(inputs.sample_pictures(open_model("DiffCLIP-debug").tokenizer)) == 3
+    assert len(inputs.sample_pictures(partial(short, context_length=3))) == 3  # none fits, which is then refused
 
 
 def refused(match, **given):
