@@ -158,12 +158,19 @@ def test_the_numbers_under_the_picture_are_those_of_its_file():
     covers = about["the digit's share of all patches"]
     lines = (ROOT / "README.md").read_text(), (ROOT / "docs/images/photographs.md").read_text()
     for text in (" ".join(page.split()) for page in lines):
-        assert f"covers {covers:.0%} of the patches" in text
-        assert f"{digit['map 1']:.0%} of map 1, {digit['map 2']:.0%} of map 2" in text
+        assert (
+            f"A digit on {covers:.0%} of the patches gets {digit['map 1']:.0%} of map 1, {digit['map 2']:.0%} of map 2"
+            in text
+        )
         assert f"{digit['difference']:.0%} of their difference" in text
-        assert f"{first} of {about['test pictures']} test pictures (other seeds: {second} and {third})" in text
-        assert f"same recipe, gives it {plain:.0%}" in text
+        assert f"{first} of {about['test pictures']} pictures (other seeds: {second}, {third})" in text
+        assert f"The plain ViT gives it {plain:.0%}" in text
         assert f"({of_plain['acc1']:.0%} against {of_diff['acc1']:.0%})" in text
+    falls = [run["diff_vit_debug"] for run in about["seeds"][1:]]
+    shares = [run["share of the digit, by layer"][run["layer"]] for run in falls]
+    page = " ".join((ROOT / "docs/concepts/differential.md").read_text().split())
+    low, high = (f"{100 * share['map 1']:.1f} to {share['difference']:.1%}" for share in shares)
+    assert f"its mean share falls, from {low} and from {high}" in page
 
 
 @pytest.mark.slow
