@@ -129,9 +129,9 @@ def check_flash() -> list[Finding]:
     """Return a finding where there is a GPU and no library of flash attention that suits it."""
     import torch
 
-    from diffvision.ops.attention.flash import find_library
+    from diffvision.ops.attention.flash import find_libraries
 
-    if not torch.cuda.is_available() or not isinstance(reason := find_library(), str):
+    if not torch.cuda.is_available() or not isinstance(reason := find_libraries(), str):
         return []
     return [Finding(False, f"backend flash cannot be used here, and need not be: {reason}")]
 

@@ -29,7 +29,8 @@ from diffvision.tuning.timing import seconds_of
 from diffvision.tuning.ways import calls_of
 
 START = 300.0  # seconds until the process is ready: it imports torch
-STUCK = 120.0  # seconds of one case, after which a backend hangs
+COMPILE = 600.0  # seconds of a case's first call, which may compile kernels, after which a backend hangs
+STUCK = 120.0  # seconds of the rest of a case
 GRACE = 20.0  # seconds that a case may take which began when the time was nearly up
 POLL = 0.5
 NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
@@ -122,6 +123,7 @@ def _heard(
 ) -> Tried | _Ended:
     seconds: dict[int, float] = {}
     current: int | None = None
+    is_compiled = False  # the current case's kernels
     waited, until = 0.0, float("inf")  # waits are counted: a clock runs while both processes are suspended
     while True:
         ended = not reader.is_alive()  # asked first: what it read before is in the queue
@@ -137,18 +139,21 @@ def _heard(
                         f"the process that tries backends was not ready within {START:.0f} s: try again"
                     ) from None
                 continue
-            if waited > STUCK and not cases[current].compiled:
-                return Tried(seconds, f"it did not end within {STUCK:.0f} s at {_words(cases[current].problem)}")
-            if time.perf_counter() > until + GRACE or waited > STUCK:
+            longest = STUCK if is_compiled else COMPILE
+            if waited > longest and not cases[current].compiled:
+                return Tried(seconds, f"it did not end within {longest:.0f} s at {_words(cases[current].problem)}")
+            if time.perf_counter() > until + GRACE or waited > longest:
                 return Tried(seconds)
             continue
         news, now, waited = json.loads(line), time.perf_counter(), 0.0
         if "ready" in news:
             until = now + limit
         elif "begun" in news:
-            current = news["case"]
+            current, is_compiled = news["case"], False
             if now > until:
                 return Tried(seconds)
+        elif "compiled" in news:
+            is_compiled = True
         else:
             advance(1)
             if "wrong" in news:
@@ -188,6 +193,9 @@ def run(backend: str, cases: Sequence[Case], say: Callable[[dict[str, Any]], Non
         say({"case": index, "begun": True})
         message = ""
         try:
+            if not case.compiled:  # on a GPU the call returns when it has compiled kernels and launched them
+                calls_of(case, [backend])[backend]()
+                say({"case": index, "compiled": True})
             wrong = find_mistake(backend, case.problem, compiled=case.compiled, seed=index)
             if wrong is None:
                 call = calls_of(case, [backend])[backend]

@@ -28,6 +28,23 @@ def _hang(out):
     time.sleep(600)
 
 
+_calls = []
+
+
+def _compile(out):
+    if not _calls:
+        time.sleep(10)  # as a compiler in the first call
+    _calls.append(1)
+    return out
+
+
+def _hang_later(out):
+    if _calls:
+        time.sleep(600)
+    _calls.append(1)
+    return out
+
+
 def _orphan(out):
     subprocess.Popen(["sleep", "60"])  # which holds the pipes open
     os.abort()
@@ -56,6 +73,8 @@ BROKEN = {
     "crashing": _backend(_crash),
     "raising": _backend(_raise),
     "hanging": _backend(_hang),
+    "hanging_later": _backend(_hang_later),
+    "compiling": _backend(_compile),
     "nan": _backend(_nan),
     "orphaned": _backend(_orphan),
     "killed": _backend(_kill),

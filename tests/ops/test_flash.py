@@ -1,8 +1,12 @@
-"""The flash-attn backend. Neither library runs without a GPU: functions with their signatures and refusals stand in, so
-that layout, pairing, widening and pieces are compared with the formula; what is installed is tested where it is."""
+"""The flash-attn backend. No library runs without a GPU: functions that bind each call to the signatures of released
+packages (scripts/flash_signatures.py), with their refusals, stand in, so that layout, pairing, widening and pieces are
+compared with the formula; what is installed is tested where it is."""
 
+import inspect
+import json
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,14 @@ import torch
 from diffvision.ops import diff_attention, diff_attention_varlen
 from diffvision.ops.attention import Problem, flash, reference
 
+SIGNATURES = json.loads((Path(__file__).parents[1] / "assets/flash_signatures.json").read_text())
+PACKAGES = {package.name: package for package in flash.PACKAGES}
+RELEASES = {
+    "flash-attn 2.7.0": ("flash-attn 2", False),
+    "flash-attn 2.8.3.post2": ("flash-attn 2", False),
+    "FlashAttention-3 3.0.0 at 0251105a": ("FlashAttention-3", False),
+    "flash-attn-4 4.0.0b36": ("FlashAttention-4", True),  # returns (out, lse)
+}
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, dtype=torch.bfloat16, device="cuda")
 
 
@@ -24,56 +36,83 @@ def plain(q, k, v, scale, causal):
     return (weights @ v).transpose(1, 2)
 
 
-def refuse_what_both_refuse(q, k, v, largest):
-    for t in (q, k, v):
-        assert t.stride(-1) == 1, "a copy would be made"
-        assert t.shape[-1] % 8 == 0
-        assert t.shape[-1] <= largest
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "flash-attn 2 wants one size"
-    assert k.shape[:-1] == v.shape[:-1]
-    assert q.shape[-2] % k.shape[-2] == 0
+def signature(release, function):
+    """The real signature; a parameter without a default has to be given."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = SIGNATURES[release][function].items()
+    return inspect.Signature(
+        [inspect.Parameter(name, kind, default=... if optional else empty) for name, optional in parameters]
+    )
 
 
 class StandIn:
-    """Both functions of one library, by its own signature and return type; remembers what it was given."""
+    """Both functions of one library, bound to its signature, with its return type; remembers what it was given."""
 
-    def __init__(self, largest, returns_tuple):
-        self.largest, self.returns_tuple, self.calls = largest, returns_tuple, []
+    def __init__(self, release):
+        self.release, self.calls = release, []
+        name, self.returns_tuple = RELEASES[release]
+        self.package = PACKAGES[name]
 
-    def library(self):
-        return flash.Library("a stand-in", self.attend, self.attend_varlen, self.largest, traceable=True)
+    def libraries(self):
+        return (flash.Library(self.package, self.attend, self.attend_varlen),)
 
-    def attend(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    def bind(self, function, args, settings):
+        bound = signature(self.release, function).bind(*args, **settings).arguments
+        q, k, v = (bound.pop(name) for name in "qkv")
+        sizes = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"} if "varlen" in function else set()
+        assert bound.get("deterministic", False) is torch.are_deterministic_algorithms_enabled()
+        assert set(bound) - {"deterministic"} == sizes | {"softmax_scale", "causal"}
+        return q, k, v, bound
+
+    def refuse(self, q, k, v):
+        for t in (q, k, v):
+            assert t.stride(-1) == 1, "a copy would be made"
+            assert t.shape[-1] % 8 == 0
+            assert t.shape[-1] <= self.package.largest
+        unequal = not self.package.equal_sizes and q.shape[-1] <= 64
+        assert unequal or q.shape[-1] == v.shape[-1], "one size"
+        assert q.shape[-1] == k.shape[-1]
+        assert k.shape[:-1] == v.shape[:-1]
+        assert q.shape[-2] % k.shape[-2] == 0
+        self.calls.append((q, k, v))
+
+    def attend(self, *args, **settings):
+        q, k, v, bound = self.bind("flash_attn_func", args, settings)
         assert q.dim() == k.dim() == v.dim() == 4
         assert q.shape[0] == k.shape[0]
-        assert not causal or q.shape[1] <= k.shape[1], "rows without a key are not handed over"
-        refuse_what_both_refuse(q, k, v, self.largest)
-        self.calls.append((q, k, v))
-        out = plain(q, k, v, softmax_scale, causal)
+        assert not bound["causal"] or q.shape[1] <= k.shape[1], "rows without a key are not handed over"
+        self.refuse(q, k, v)
+        out = plain(q, k, v, bound["softmax_scale"], bound["causal"])
         return (out, None) if self.returns_tuple else out
 
-    def attend_varlen(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False
-    ):
+    def attend_varlen(self, *args, **settings):
+        q, k, v, bound = self.bind("flash_attn_varlen_func", args, settings)
         assert q.dim() == k.dim() == v.dim() == 3
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        refuse_what_both_refuse(q, k, v, self.largest)
-        self.calls.append((q, k, v))
-        ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        assert max_seqlen_q >= max(b - a for a, b in pairwise(ends_q))
-        assert max_seqlen_k >= max(b - a for a, b in pairwise(ends_k))
+        assert bound["cu_seqlens_q"].dtype == bound["cu_seqlens_k"].dtype == torch.int32
+        self.refuse(q, k, v)
+        ends_q, ends_k = bound["cu_seqlens_q"].tolist(), bound["cu_seqlens_k"].tolist()
+        assert bound["max_seqlen_q"] >= max(b - a for a, b in pairwise(ends_q))
+        assert bound["max_seqlen_k"] >= max(b - a for a, b in pairwise(ends_k))
         outs = []
         for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-            outs.append(plain(q[None, a:b], k[None, c:d], v[None, c:d], softmax_scale, causal)[0])
+            own = (q[None, a:b], k[None, c:d], v[None, c:d])
+            outs.append(plain(*own, bound["softmax_scale"], bound["causal"])[0])
         out = torch.cat(outs)
         return (out, None) if self.returns_tuple else out
 
 
-@pytest.fixture(params=["flash-attn 2", "FlashAttention-4"])
+@pytest.fixture(params=RELEASES)
 def stand_in(request, monkeypatch):
-    made = StandIn(256, False) if request.param == "flash-attn 2" else StandIn(128, True)
-    monkeypatch.setattr(flash, "find_library", made.library)
+    made = StandIn(request.param)
+    monkeypatch.setattr(flash, "find_libraries", made.libraries)
     return made
+
+
+def test_what_is_taken_for_a_signature():
+    with pytest.raises(TypeError, match="dropout"):
+        signature("FlashAttention-3 3.0.0 at 0251105a", "flash_attn_func").bind(1, 2, 3, dropout_p=0.0)
+    with pytest.raises(TypeError, match="max_seqlen_k"):
+        signature("flash-attn 2.8.3.post2", "flash_attn_varlen_func").bind(1, 2, 3, 4, 5, 6)
 
 
 def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, lam=(2, 4, 7, 1), dtype=torch.float64, device="cpu"):
@@ -112,7 +151,8 @@ def test_layout_pairs_and_sizes_equal_the_formula(shape, causal, stand_in):
     settings = {"causal": causal, "mask": None, "scale": None, "dropout": 0.0}
     out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, reference))
     torch.testing.assert_close(out, expected)
-    assert len(stand_in.calls) == calls
+    pieces = stand_in.package.equal_sizes or sizes.get("d", 16) > 64
+    assert len(stand_in.calls) == (calls if pieces else min(calls, 1 if sizes.get("keys") == 1 else 2))
     weight = torch.randn_like(out)
     grads, exact = (torch.autograd.grad(o, inputs, weight) for o in (out, expected))
     torch.testing.assert_close(grads, exact)
@@ -143,15 +183,15 @@ def test_equal_sizes_are_views_of_what_came(keys, stand_in):
 
 
 PLANS = {
-    (64, 64): (1, 64),
-    (64, 128): (1, 128),  # widened: as much matrix work as two pieces, half the exponentials
-    (128, 256): (2, 128),  # in pieces: the kernels of size 256 are the slower
-    (16, 32): (1, 32),
-    (96, 192): (2, 96),
-    (32, 33): (1, 40),
-    (80, 160): (2, 80),
-    (256, 256): (1, 256),
-    (256, 512): (2, 256),
+    (64, 64): (1, 64, 64),
+    (64, 128): (1, 128, 128),  # widened: as much matrix work as two pieces, half the exponentials
+    (128, 256): (2, 128, 128),  # in pieces: the kernels of size 256 are the slower
+    (16, 32): (1, 32, 32),
+    (96, 192): (2, 96, 96),
+    (32, 33): (1, 40, 40),
+    (80, 160): (2, 80, 80),
+    (256, 256): (1, 256, 256),
+    (256, 512): (2, 256, 256),
 }
 
 
@@ -160,6 +200,23 @@ def test_the_least_work_is_chosen(sizes):
     assert flash.plan(*sizes, largest=256) == PLANS[sizes]
     if max(sizes[0], 128) == 128:
         assert flash.plan(*sizes, largest=128) == PLANS[sizes]
+
+
+UNEQUAL = {
+    (64, 128): (1, 64, 128),
+    (64, 256): (1, 64, 256),
+    (64, 512): (2, 64, 256),
+    (32, 64): (1, 32, 64),
+    (30, 61): (1, 32, 64),
+    (64, 5): (1, 64, 8),
+    (72, 144): (2, 72, 72),  # its kernels above 64 take one size
+    (128, 256): (2, 128, 128),
+}
+
+
+@pytest.mark.parametrize("sizes", UNEQUAL)
+def test_wide_values_are_taken_as_they_are_by_flash_attention_3(sizes):
+    assert flash.plan(*sizes, largest=256, equal_sizes=False) == UNEQUAL[sizes]
 
 
 PACKED = {
@@ -208,7 +265,7 @@ LIMITS = {
     "dropout": ({"dropout": 0.1}, "dropout 0.1"),
     "mask": ({"masked": True}, "diff_attention_varlen"),
     "no keys": ({"keys": 0}, "0 keys"),
-    "head size": ({"head_dim": 264}, "head size 264: a stand-in is used up to"),
+    "head size": ({"head_dim": 264}, "head size 264: {} is used up to {}"),
 }
 
 
@@ -216,14 +273,79 @@ LIMITS = {
 def test_a_limit_names_the_value(case, stand_in):
     change, message = LIMITS[case]
     assert flash.limit(PROBLEM) is None
+    message = message.format(stand_in.package.name, stand_in.package.largest)
     assert message in flash.limit(PROBLEM._replace(**change))
 
 
 def test_what_cannot_be_traced_is_refused_in_a_compiled_graph(monkeypatch):
-    made = StandIn(128, True)
-    monkeypatch.setattr(flash, "find_library", lambda: made.library()._replace(traceable=False))
+    monkeypatch.setattr(flash, "find_libraries", StandIn("flash-attn-4 4.0.0b36").libraries)
     assert flash.limit(PROBLEM) is None
     assert torch.compile(lambda: flash.limit(PROBLEM) is not None, backend="eager", fullgraph=True)()
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Two libraries, of which the first is preferred."""
+
+    def install(*releases):
+        made = [StandIn(release) for release in releases]
+        monkeypatch.setattr(flash, "find_libraries", lambda: tuple(one.libraries()[0] for one in made))
+        return made
+
+    return install
+
+
+def attend(**sizes):
+    inputs = tensors(**sizes)
+    settings = {"causal": False, "mask": None, "scale": None, "dropout": 0.0}
+    out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, reference))
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_problem_that_one_cannot_take_goes_to_the_next(both):
+    fourth, second = both("flash-attn-4 4.0.0b36", "flash-attn 2.8.3.post2")
+    assert flash.limit(PROBLEM._replace(head_dim=136)) is None
+    attend(d=136, v=136)
+    assert (len(fourth.calls), len(second.calls)) == (0, 2)
+    attend(d=64, v=64)
+    assert (len(fourth.calls), len(second.calls)) == (2, 2)
+    reasons = flash.limit(PROBLEM._replace(head_dim=264))
+    assert "FlashAttention-4 is used up to 128" in reasons
+    assert "flash-attn 2 is used up to 256" in reasons
+
+
+def test_in_a_graph_the_traceable_one_is_taken(both):
+    both("flash-attn-4 4.0.0b36", "flash-attn 2.8.3.post2")
+    named = torch.compile(lambda: flash._library(64).package.name, backend="eager", fullgraph=True)
+    assert flash._library(64).package.name == "FlashAttention-4"
+    assert named() == "flash-attn 2"
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic", "stand_in")
+@pytest.mark.parametrize("keys", [1, 2])
+def test_each_library_is_told_to_be_deterministic(keys):
+    attend(keys=keys, d=64, v=64 * keys)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_flash_attention_3_is_deterministic_only_below_256(both):
+    third, second = both("FlashAttention-3 3.0.0 at 0251105a", "flash-attn 2.8.3.post2")
+    attend(d=64, v=256)  # its values are cut: 192 is the most
+    assert [v.shape[-1] for _, _, v in third.calls] == [128] * 4
+    assert {q.shape[-1] for q, _, _ in third.calls} == {64}
+    attend(d=200, v=200)
+    assert len(second.calls) == 2
+    (third,) = both("FlashAttention-3 3.0.0 at 0251105a")
+    assert "FlashAttention-3 is used up to 192 deterministically" in flash.limit(PROBLEM._replace(head_dim=200))
+    with pytest.raises(ValueError, match="sdpa"):
+        attend(d=200, v=200)
 
 
 # What is installed
@@ -232,11 +354,11 @@ def test_what_cannot_be_traced_is_refused_in_a_compiled_graph(monkeypatch):
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A folder on the path of its own, where a test writes packages; what was found before is forgotten."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "flash" not in p)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(flash, "_libraries", {})
+    monkeypatch.setattr(flash, "_found", {})
     flash._search_once.cache_clear()
 
     def write(file, text=""):
@@ -246,7 +368,7 @@ def packages(tmp_path, monkeypatch):
 
     yield write
     flash._search_once.cache_clear()
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         del sys.modules[name]
 
 
@@ -254,63 +376,93 @@ FUNCTIONS = "def flash_attn_func(): return __name__\ndef flash_attn_varlen_func(
 
 
 def test_nothing_installed(packages):
-    found = flash.find_library()
-    assert "flash_attn.cute is not installed; flash_attn is not installed" in found
+    found = flash.find_libraries()
+    missing = [f"{package.module} is not installed" for package in flash.PACKAGES]
+    assert found.startswith("; ".join(missing))
     assert "pip install" in found
     assert flash.limit(PROBLEM) == found
 
 
 def test_a_namespace_package_is_no_flash_attn_2(packages):
     packages("flash_attn/other/__init__.py")
-    assert "flash_attn is not installed" in flash.find_library()
+    assert "flash_attn is not installed" in flash.find_libraries()
 
 
 def test_a_package_without_the_function_is_none(packages):
     packages("flash_attn/__init__.py", "")
-    assert "flash_attn is installed but cannot be used" in flash.find_library()
-    assert "flash_attn_func" in flash.find_library()
+    assert "flash_attn is installed but cannot be used" in flash.find_libraries()
+    assert "flash_attn_func" in flash.find_libraries()
 
 
 def test_a_package_for_another_torch_is_none(packages):
     packages("flash_attn/__init__.py", "raise ImportError('undefined symbol: _ZN3c105')")
-    assert "undefined symbol" in flash.find_library()
+    assert "undefined symbol" in flash.find_libraries()
 
 
 def test_a_missing_dependency_is_named(packages):
     packages("flash_attn/cute/__init__.py", "import no_such_compiler")
-    assert "flash_attn.cute needs no_such_compiler" in flash.find_library()
+    assert "flash_attn.cute needs no_such_compiler" in flash.find_libraries()
 
 
-def test_flash_attn_2(packages):
+CONFIG = (
+    "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': False, 'FLASH_ATTENTION_DISABLE_HDIMDIFF64': %s}}"
+)
+
+
+@pytest.fixture
+def all_installed(packages):
     packages("flash_attn/__init__.py", FUNCTIONS)
-    found = flash.find_library()
-    assert (found.name, found.attend(), found.largest) == ("flash-attn 2", "flash_attn", 256)
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside flash-attn 2"])
-def test_flash_attention_4(packages, beside):
     packages("flash_attn/cute/__init__.py", FUNCTIONS)
-    if beside:
-        packages("flash_attn/__init__.py", FUNCTIONS)
-    found = flash.find_library()
-    assert (found.name, found.attend(), found.largest) == ("FlashAttention-4", "flash_attn.cute", 128)
+    packages("flash_attn_interface.py", FUNCTIONS)
+    packages("flash_attn_config.py", CONFIG % False)
+    return packages
+
+
+@pytest.mark.parametrize("package", flash.PACKAGES, ids=lambda package: package.name)
+def test_each_alone(package, packages):
+    packages("flash_attn_config.py", CONFIG % False)
+    path = package.module.replace(".", "/")
+    packages(f"{path}.py" if package.module == "flash_attn_interface" else f"{path}/__init__.py", FUNCTIONS)
+    [found] = flash.find_libraries()
+    assert (found.package, found.attend()) == (package, package.module)
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"), [((7, 5), "7.5"), ((8, 0), "flash-attn 2"), ((9, 0), "FlashAttention-4")]
+    ("capability", "names"),
+    [
+        ((8, 0), ["flash-attn 2"]),
+        ((8, 9), ["flash-attn 2"]),
+        ((9, 0), ["FlashAttention-3", "FlashAttention-4", "flash-attn 2"]),
+        ((10, 0), ["FlashAttention-4", "flash-attn 2"]),
+        ((11, 0), ["FlashAttention-4", "flash-attn 2"]),
+        ((12, 0), ["flash-attn 2"]),
+    ],
 )
-def test_the_gpu_decides_between_them(packages, capability, name, monkeypatch):
-    packages("flash_attn/__init__.py", FUNCTIONS)
+def test_the_gpu_decides_between_them(all_installed, capability, names, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert [library.package.name for library in flash.find_libraries()] == names
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
+def test_a_gpu_that_none_suits(packages, capability, monkeypatch):
     packages("flash_attn/cute/__init__.py", FUNCTIONS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    found = flash.find_library()
-    assert name in (found if isinstance(found, str) else found.name)
+    assert f"compute capability {capability[0]}.{capability[1]}" in flash.find_libraries()
+
+
+@pytest.mark.parametrize("reason", ["DISABLE_HDIMDIFF64", "needs flash_attn_config"])
+def test_a_flash_attention_3_that_lacks_what_is_used_is_none(packages, reason):
+    packages("flash_attn_interface.py", FUNCTIONS)
+    if "DISABLE" in reason:
+        packages("flash_attn_config.py", CONFIG % True)
+    assert reason in flash.find_libraries()
 
 
 def test_looking_is_done_once_and_not_on_import(packages):
     packages("flash_attn/__init__.py", FUNCTIONS)
-    assert flash.find_library() is flash.find_library()
+    assert flash.find_libraries() is flash.find_libraries()
     assert flash._search_once.cache_info().misses == 1
 
 
@@ -336,15 +488,12 @@ flash_attn_varlen_func = flash_attn_func
 """
 
 
-def test_its_backward_is_deterministic_where_torchs_has_to_be(packages):
+def test_its_backward_is_deterministic_where_torchs_has_to_be(packages, deterministic):
     packages("flash_attn/__init__.py", RECORDING)
     inputs = tensors(dtype=torch.float32)
-    flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
-    torch.use_deterministic_algorithms(True)
-    try:
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
         flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
-    finally:
-        torch.use_deterministic_algorithms(False)
     settings = sys.modules["flash_attn"].settings
     half = len(settings) // 2
     assert settings == [{}] * half + [{"deterministic": True}] * half
@@ -382,7 +531,7 @@ GPU = {
 def real():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if isinstance(found := flash.find_library(), str):
+    if isinstance(found := flash.find_libraries(), str):
         pytest.skip(found)
     return found
 

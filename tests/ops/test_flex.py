@@ -1,7 +1,10 @@
 """FlexAttention: limits, masks by themselves, the pairing of heads without a compiler; the kernels when slow or gpu."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from diffvision.ops import diff_attention
 from diffvision.ops.attention import Problem, flex, reference
@@ -106,6 +109,78 @@ def test_the_mask_and_its_blocks(m, n, causal, name):
     assert not (partial & whole).any()
     assert allowed[whole].all()
     assert not allowed[~(partial | whole)].any()
+
+
+@pytest.mark.parametrize(("m", "n"), LENGTHS)
+def test_the_causal_mask_in_blocks_for_flash_attention_4(m, n):
+    q, k = torch.empty(2, 3, 2, m, 16), torch.empty(2, 3, 1, n, 16)
+    blocks = flex._flash_blocks(q, k)
+    allowed = torch.ones(m, n, dtype=torch.bool).tril(n - m)
+    assert blocks.BLOCK_SIZE == (256, 128)
+    grid = torch.meshgrid(*(torch.arange(size) for size in (1, 1, m, n)), indexing="ij")
+    assert torch.equal(blocks.mask_mod(*grid)[0, 0], allowed)
+    whole = blocks.full_kv_num_blocks.new_zeros(-(-m // 256), -(-n // 128)).bool()
+    partial = whole.clone()
+    for seen, count, order in (
+        (whole, blocks.full_kv_num_blocks, blocks.full_kv_indices),
+        (partial, blocks.kv_num_blocks, blocks.kv_indices),
+    ):
+        for row in range(len(seen)):
+            seen[row, order[0, 0, row, : count[0, 0, row]].long()] = True
+    tiles = [t.repeat_interleave(256, 0).repeat_interleave(128, 1)[:m, :n] for t in (whole, partial)]
+    assert allowed[tiles[0]].all()
+    assert not allowed[~(tiles[0] | tiles[1])].any()
+
+
+CUDA = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(2, 4, 2, 65, 64))
+NOT_FLASH = {
+    "eager": {"compiling": False},
+    "CPU": {"q": {"is_cuda": False}},
+    "float32": {"q": {"dtype": torch.float32}},
+    "mask": {"mask": torch.ones(1, 1, 1, 65, dtype=torch.bool)},
+    "wide values": {"v": (2, 4, 65, 128)},
+    "large heads": {"q": {"shape": (2, 4, 2, 65, 136)}, "v": (2, 4, 65, 136)},
+    "odd heads": {"q": {"shape": (2, 4, 2, 65, 20)}, "v": (2, 4, 65, 20)},
+    "decoding": {"q": {"shape": (2, 4, 2, 1, 64)}},
+    "Ada": {"capability": (8, 9)},
+    "RTX 50": {"capability": (12, 0)},
+    "not installed": {"installed": False},
+    "an older torch": {"version": "2.14.1"},
+}
+
+
+@pytest.mark.parametrize("case", [None, *NOT_FLASH])
+def test_what_flash_attention_4_takes_in_a_graph(case, monkeypatch):
+    change = NOT_FLASH.get(case, {})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: change.get("compiling", True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: change.get("capability", (9, 0)))
+    monkeypatch.setattr(torch, "__version__", TorchVersion(change.get("version", "2.15.0+cu132")))
+    found = object() if change.get("installed", True) else None
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: found)
+    q = SimpleNamespace(**vars(CUDA) | change.get("q", {}))
+    v = SimpleNamespace(shape=change.get("v", (2, 4, 65, 64)))
+    assert flex._takes_flash(q, v, change.get("mask")) is (case is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_graph_asks_for_flash_attention_4(keys, causal, monkeypatch):
+    """On a CPU, with a compiler that makes no kernels: the option arrives, and the mask is right."""
+    monkeypatch.setattr(flex, "_takes_flash", lambda q, v, mask: True)
+    seen = []
+
+    def look(graph, inputs):
+        modules = [graph, *graph.children()]
+        seen.extend(str(node.args) for m in modules for node in m.graph.nodes if "flex_attention" in str(node.target))
+        return graph.forward
+
+    inputs = tensors(keys=keys, v=16, m=9, n=9)
+    settings = {"causal": causal, "mask": None, "scale": None, "dropout": 0.0}
+    out = torch.compile(flex.diff_attention, fullgraph=True, backend=look)(*inputs, **settings)
+    torch.testing.assert_close(out, reference.diff_attention(*inputs, **settings))
+    assert len(seen) == keys
+    assert all("'BACKEND': 'FLASH'" in arguments for arguments in seen)
 
 
 def test_causal_block_masks_are_kept_but_not_without_bound():

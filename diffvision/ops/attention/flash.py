@@ -1,16 +1,20 @@
-"""The flash-attn package: FlashAttention-4 (`flash_attn.cute`, Hopper and later) or flash-attn 2; variable lengths too.
+"""The flash-attn packages: FlashAttention-3 (Hopper), FlashAttention-4 (Hopper, Blackwell), flash-attn 2 (Ampere on).
 
-Both want queries, keys and values of one size here. flash-attn 2 requires it. FlashAttention-4's kernels for Hopper
-accept others, but its tests never run values wider than keys; its backward then refuses grouped heads, and by count
-needs more shared memory than there is. V1's wide values are therefore computed as in `sdpa`: queries and keys are
+Each call takes the first of the installed ones that suits the GPU, the head size, determinism and torch.compile.
+
+flash-attn 2 requires queries, keys and values of one size. FlashAttention-4 accepts others, but its tests skip their
+backward, or grouped heads there. For these two V1's wide values are computed as in `sdpa`: queries and keys are
 widened with zeros (one call per map), or the values are cut into pieces (one call per piece and map, as unilm's
 multihead_flashdiff_2.py does). Where both come to the same matrix work, widening computes half as many exponentials and
 is chosen up to size 128; above it the values are cut, since the kernels above 128 hold smaller blocks and their
 backward is less tested.
+FlashAttention-3 takes keys up to 64 with values up to 256, which its tests run both ways: one call per map, no copies.
+Its forward then runs the kernel for values of 256, its backward the one for the larger size.
 Where the maps share their key (V2) they are stacked as heads: one call.
 
-Source: Dao-AILab/flash-attention, flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (2.8.4), and
-flash_attn/cute/interface.py (4.0.0b36). Neither was run by the author of this file: tests stand in for both.
+Source: Dao-AILab/flash-attention: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (2.8.3.post2),
+hopper/flash_attn_interface.py and hopper/flash_api.cpp (3.0.0 at 0251105a), flash_attn/cute/interface.py (4.0.0b36).
+None was run by the author of this file: tests bind each call to their signatures, and stand in for what they compute.
 """
 
 import importlib
@@ -30,27 +34,46 @@ DTYPES = (torch.float16, torch.bfloat16)
 KERNELS = (32, 64, 96, 128, 192, 256)  # the head sizes that kernels are made for; one in between costs the next
 INSTALL = (
     "`pip install 'diffvision[flash-attn]' --no-build-isolation` builds flash-attn 2 (from Ampere on; it needs nvcc), "
-    "`pip install 'diffvision[flash]'` installs FlashAttention-4 (from Hopper on)"
+    "`pip install 'diffvision[flash]'` installs FlashAttention-4 (Hopper and Blackwell), FlashAttention-3 (Hopper) is "
+    "built from the folder hopper of Dao-AILab/flash-attention"
 )
 
 
-class Library(NamedTuple):
-    """The functions of an installed package that are used here."""
+class Package(NamedTuple):
+    """A package that may be installed."""
 
     name: str
-    attend: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [B, N, H, D], softmax_scale, causal
-    attend_varlen: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [T, H, D], cu_seqlens_q, ...
+    module: str
+    majors: range  # the compute capabilities that it is used on
     largest: int  # head size
     traceable: bool  # by torch.compile
+    equal_sizes: bool = True  # of keys and values; if False, keys up to 64 go with values up to `largest`
+    largest_deterministic: int = 256  # head size of a backward that adds in a fixed order
 
 
-_libraries: dict[str, Library] = {}
+class Library(NamedTuple):
+    """An installed package, and the functions of it that are used here."""
+
+    package: Package
+    attend: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [B, N, H, D], softmax_scale, causal
+    attend_varlen: Callable[..., Tensor | tuple[Tensor, ...]]  # q, k, v [T, H, D], cu_seqlens_q, ...
 
 
-def find_library() -> Library | str:
-    """Import the installed package that suits the GPU, once; return it, or the reason why there is none."""
+# In order of preference. FlashAttention-4 has larger sizes, but its tests skip their backward; it is no registered
+# operator, and its backward on 12.x is neither deterministic nor seen to compile.
+PACKAGES = (
+    Package("FlashAttention-3", "flash_attn_interface", range(9, 10), 256, True, False, 192),
+    Package("FlashAttention-4", "flash_attn.cute", range(9, 12), 128, False),
+    Package("flash-attn 2", "flash_attn", range(8, 100), 256, True),
+)
+
+_found: dict[str, tuple[Library, ...]] = {}
+
+
+def find_libraries() -> tuple[Library, ...] | str:
+    """Import the installed packages that suit the GPU, once; return them by preference, or why there is none."""
     answer = _search()
-    return _libraries.get(answer, answer)
+    return _found.get(answer, answer)
 
 
 @torch.compiler.assume_constant_result  # imports are not to be traced; a constant may only be text
@@ -60,26 +83,25 @@ def _search() -> str:
 
 @cache
 def _search_once() -> str:
-    """Return the name of the package, which is then in `_libraries`, or why there is none."""
+    """Return the names of the packages, which are then a key of `_found`, or why there is none."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is not None and capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: flash-attn needs 8.0 or more"
-    problems = []
-    if capability is None or capability >= (9, 0):
-        functions = _import_functions("flash_attn.cute")
-        if not isinstance(functions, str):
-            # Larger sizes exist, but the package's tests skip their backward; it is no registered operator.
-            return _keep(Library("FlashAttention-4", *functions, largest=128, traceable=False))
-        problems.append(functions)
-    functions = _import_functions("flash_attn")
-    if not isinstance(functions, str):
-        return _keep(Library("flash-attn 2", *functions, largest=256, traceable=True))
-    return "; ".join([*problems, functions, INSTALL])
-
-
-def _keep(library: Library) -> str:
-    _libraries[library.name] = library
-    return library.name
+    libraries, problems = [], []
+    for package in PACKAGES:
+        if capability is not None and capability[0] not in package.majors:
+            problems.append(f"{package.name} is not used on compute capability {capability[0]}.{capability[1]}")
+            continue
+        functions = _import_functions(package.module)
+        if isinstance(functions, str):
+            problems.append(functions)
+        else:
+            libraries.append(Library(package, *functions))
+    if not libraries:
+        return "; ".join([*problems, INSTALL])
+    names = ", ".join(library.package.name for library in libraries)
+    _found[names] = tuple(libraries)
+    return names
 
 
 def _import_functions(module: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | str:
@@ -89,12 +111,21 @@ def _import_functions(module: str) -> tuple[Callable[..., Tensor], Callable[...,
         # FlashAttention-4 makes `flash_attn` a namespace package, a folder without a file: that is no flash-attn 2.
         if spec is None or spec.origin is None:
             return f"{module} is not installed"
+        if module == "flash_attn_interface" and (left_out := _left_out()):
+            return f"{module} was built with {left_out[0]}"
         loaded = importlib.import_module(module)
         return loaded.flash_attn_func, loaded.flash_attn_varlen_func
     except ModuleNotFoundError as error:
         return f"{module} is not installed" if error.name in ("flash_attn", module) else f"{module} needs {error.name}"
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, or another package
         return f"{module} is installed but cannot be used ({error})"
+
+
+def _left_out() -> list[str]:
+    """Return the flags of FlashAttention-3's build that leave out a kernel of ours, some of which it does not check."""
+    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    needed = ("BACKWARD", "VARLEN", "HDIM64", "HDIMDIFF64", "HDIM128", "HDIM256")
+    return [name for name, is_set in flags.items() if is_set and name.rpartition("DISABLE_")[2] in needed]
 
 
 def limit(problem: Problem) -> str | None:
@@ -110,14 +141,26 @@ def limit(problem: Problem) -> str | None:
         return "flash-attn takes no mask; pack the tokens that count and call diff_attention_varlen"
     if 0 in (p.batch, p.queries, p.keys):
         return f"batch {p.batch}, {p.queries} queries, {p.keys} keys: flash-attn takes no empty tensor"
-    library = find_library()
-    if isinstance(library, str):
-        return library
-    if p.head_dim > library.largest:
-        return f"head size {p.head_dim}: {library.name} is used up to {library.largest}"
-    if not library.traceable and torch.compiler.is_compiling():
-        return f"{library.name} is no registered operator, so torch.compile cannot trace it; call it outside"
+    libraries = find_libraries()
+    if isinstance(libraries, str):
+        return libraries
+    reasons = [_refuse(library.package, p.head_dim) for library in libraries]
+    return None if None in reasons else "; ".join(filter(None, reasons))
+
+
+def _refuse(package: Package, head_dim: int) -> str | None:
+    """Return why a package cannot take a head size here, or None."""
+    if not package.traceable and torch.compiler.is_compiling():
+        return f"{package.name} is no registered operator, so torch.compile cannot trace it; call it outside"
+    if head_dim > (largest := _largest(package)):
+        kind = " deterministically" if torch.are_deterministic_algorithms_enabled() else ""
+        return f"head size {head_dim}: {package.name} is used up to {largest}{kind}"
     return None
+
+
+def _largest(package: Package) -> int:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return min(package.largest, package.largest_deterministic) if is_deterministic else package.largest
 
 
 def diff_attention(
@@ -138,13 +181,15 @@ def diff_attention(
         lam = lam.expand(*q.shape[:2], q.shape[3], 1)[:, :, blind:]
         q = q[:, :, :, blind:]
 
+    library = _library(q.shape[-1])
+
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B, N, H, D], the memory order of projections: views, no copies.
         settings = {"softmax_scale": scale, "causal": causal, **_determinism()}
-        out = _library().attend(*(t.transpose(1, 2) for t in (q, k, v)), **settings)
+        out = library.attend(*(t.transpose(1, 2) for t in (q, k, v)), **settings)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    first, second = _two_maps(call, q, k, v, scale)
+    first, second = _two_maps(library.package, call, q, k, v, scale)
     out = subtract(first, second, lam, q.dtype)
     return F.pad(out, (0, 0, blind, 0)) if blind else out
 
@@ -163,9 +208,10 @@ def diff_attention_varlen(
     scale: float | None,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
+    library = _library(q.shape[-1])
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out = _library().attend_varlen(
+        out = library.attend_varlen(
             q,
             k,
             v,
@@ -179,7 +225,7 @@ def diff_attention_varlen(
         )
         return out[0] if isinstance(out, tuple) else out
 
-    first, second = _two_maps(call, q, k, v, scale)
+    first, second = _two_maps(library.package, call, q, k, v, scale)
     return subtract(first, second, lam, q.dtype)
 
 
@@ -189,17 +235,22 @@ def _determinism() -> dict[str, bool]:
 
 
 def _two_maps(
-    call: Callable[[Tensor, Tensor, Tensor, float], Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float | None
+    package: Package,
+    call: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return each map's output by as few calls as the sizes allow. Heads are axis 1, the maps of q and k axis 2."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
-    pieces, size = plan(head_dim, value_dim, _library().largest)
+    pieces, size, value_size = plan(head_dim, value_dim, _largest(package), package.equal_sizes)
     width = -(-value_dim // pieces)
 
     def attend(q: Tensor, k: Tensor) -> Tensor:
         q, k = _widen(q, size), _widen(k, size)
-        outs = [call(q, k, _widen(piece, size), scale)[..., : piece.shape[-1]] for piece in v.split(width, dim=-1)]
+        outs = [call(q, k, _widen(p, value_size), scale)[..., : p.shape[-1]] for p in v.split(width, dim=-1)]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
@@ -208,25 +259,36 @@ def _two_maps(
     return attend(q[:, :, 0], k[:, :, 0]), attend(q[:, :, 1], k[:, :, 1])
 
 
-def plan(head_dim: int, value_dim: int, largest: int) -> tuple[int, int]:
-    """Return into how many pieces the values are cut, and the size that queries, keys and pieces are widened to.
+def plan(head_dim: int, value_dim: int, largest: int, equal_sizes: bool = True) -> tuple[int, int, int]:
+    """Return into how many pieces the values are cut, and the sizes that queries and keys, and pieces are widened to.
 
-    It is the plan of the least matrix work; among equals a size of at most 128, then the fewest calls.
+    With equal sizes it is the plan of the least matrix work; among equals a size of at most 128, then the fewest calls.
     """
+    if not equal_sizes and head_dim <= 64:
+        pieces = -(-value_dim // largest)
+        return pieces, _multiple_of_8(head_dim), _multiple_of_8(-(-value_dim // pieces))
     choices = []
     for pieces in range(1, -(-value_dim // 8) + 1):
-        size = -(-max(head_dim, -(-value_dim // pieces)) // 8) * 8  # both libraries want multiples of 8
+        size = _multiple_of_8(max(head_dim, -(-value_dim // pieces)))
         if size <= largest:
             kernel = next(k for k in KERNELS if k >= size)
             choices.append((pieces * kernel, kernel > 128, pieces, size))
-    return min(choices)[2:]
+    _, _, pieces, size = min(choices)
+    return pieces, size, size
+
+
+def _multiple_of_8(size: int) -> int:
+    return -(-size // 8) * 8  # what all libraries want
 
 
 def _widen(t: Tensor, size: int) -> Tensor:
     return t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1]))
 
 
-def _library() -> Library:
-    library = find_library()
-    assert isinstance(library, Library), library  # `limit` was called before
-    return library
+def _library(head_dim: int) -> Library:
+    libraries = find_libraries()
+    assert not isinstance(libraries, str), libraries  # `limit` was called before
+    for library in libraries:
+        if _refuse(library.package, head_dim) is None:
+            return library
+    raise ValueError(f"{_refuse(libraries[0].package, head_dim)}; use backend='sdpa'")

@@ -4,12 +4,16 @@ If each map has its keys (V1), there is one call per map: a single call over sta
 copied, since queries of one key head read one value head. Where they share their key (V2) the maps are stacked as
 heads, a view of the queries: one call reads keys and values once.
 
+Inside a graph of torch.compile, FlashAttention-4's kernel computes what it is known to take (`_takes_flash`): it cannot
+be called there itself. That path was read in torch 2.15 and FlashAttention-4 4.0.0b36, and never run.
+
 Source: torch.nn.attention.flex_attention, read and run in torch 2.15; arXiv 2412.05496.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ from diffvision.ops.attention.problem import Problem
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128  # FlexAttention's default block of queries and of keys
+FLASH_BLOCK = 256  # of queries: FlashAttention-4 computes two tiles of 128 a block on Blackwell
 
 # FlexAttention compiles again for each dtype, head count, size and kind of mask, and dynamo gives up after 8 of them
 # (an error under fullgraph=True, never a slow path). A process that trains one model and evaluates others meets more.
@@ -81,21 +86,33 @@ def diff_attention(
     if not q.is_cuda:  # on a CPU it refuses whatever requires gradients, even where none are recorded
         q, k, v = q.detach(), k.detach(), v.detach()
     stacked = k.shape[2] == 1
-    blocks = _block_mask(q, k, causal=causal, mask=mask, maps_a_head=2 if stacked else 1)
+    kernel: dict[str, Any] | None
+    if _takes_flash(q, v, mask):
+        blocks, kernel = _flash_blocks(q, k) if causal else None, {"BACKEND": "FLASH"}
+    else:
+        blocks = _block_mask(q, k, causal=causal, mask=mask, maps_a_head=2 if stacked else 1)
+        kernel = _kernel_options(q, v)
     if stacked:
-        maps = _attend(q.flatten(1, 2), k[:, :, 0], v, blocks, scale).unflatten(1, (-1, 2))
+        maps = _attend(q.flatten(1, 2), k[:, :, 0], v, blocks, scale, kernel).unflatten(1, (-1, 2))
         first, second = maps[:, :, 0], maps[:, :, 1]
     else:
-        first, second = (_attend(q[:, :, m], k[:, :, m], v, blocks, scale) for m in range(2))
+        first, second = (_attend(q[:, :, m], k[:, :, m], v, blocks, scale, kernel) for m in range(2))
     return subtract(first, second, lam, q.dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float | None) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: BlockMask | None,
+    scale: float | None,
+    kernel: dict[str, Any] | None,
+) -> Tensor:
     options = {
         "block_mask": blocks,
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
-        "kernel_options": _kernel_options(q, v),
+        "kernel_options": kernel,
     }
     with torch.autocast(q.device.type, enabled=False):  # it would cast float32 queries, keys and values down
         if torch.compiler.is_compiling():
@@ -104,8 +121,41 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: fl
             return _compile(q.device.type)(q, k, v, **options)
 
 
-def _kernel_options(q: Tensor, v: Tensor) -> dict[str, int] | None:
-    if not q.is_cuda or q.shape[3] + v.shape[3] <= 256:
+def _takes_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Return whether FlashAttention-4 computes the call: of one size, without a mask but the causal, in a graph.
+
+    Its tests skip the backward of values wider than keys. One query goes to the decoding kernel.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and q.is_cuda
+        and mask is None
+        and q.dtype != torch.float32
+        and q.shape[4] == v.shape[3] <= 128
+        and q.shape[4] % 8 == 0
+        and q.shape[3] > 1
+        and not torch.are_deterministic_algorithms_enabled()
+        and _has_flash()
+    )
+
+
+@torch.compiler.assume_constant_result
+def _has_flash() -> bool:
+    if torch.__version__ < "2.15" or not 9 <= torch.cuda.get_device_capability()[0] <= 11:
+        return False
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _flash_blocks(q: Tensor, k: Tensor) -> BlockMask:
+    """Return the causal mask with blocks that FlashAttention-4 takes, and without a tensor to read in it."""
+    return _build(q.shape[3], k.shape[3], q.device, causal=True, block=FLASH_BLOCK, offset=k.shape[3] - q.shape[3])
+
+
+def _kernel_options(q: Tensor, v: Tensor) -> dict[str, Any] | None:
+    if not q.is_cuda or q.shape[-1] + v.shape[-1] <= 256:
         return None
     return WIDE if q.dtype == torch.float32 else WIDE_HALF
 
@@ -135,18 +185,26 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
 
 
 def _build(
-    queries: int, keys: int, device: torch.device, *, causal: bool, mask: Tensor | None = None, maps_a_head: int = 1
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    maps_a_head: int = 1,
+    block: int = BLOCK,
+    offset: int | None = None,
 ) -> BlockMask:
     """Find the blocks of keys that a block of queries sees in part or as a whole, without another [M, N] tensor.
 
     A block counts as seen where each mask allows a pair; `mask_mod` then decides for each pair.
     """
-    q_blocks, k_blocks = -(-queries // BLOCK), -(-keys // BLOCK)
+    q_blocks, k_blocks = -(-queries // block), -(-keys // BLOCK)
     seen = torch.ones(1, 1, q_blocks, k_blocks, dtype=torch.bool, device=device)
     # A last block that reaches past the queries counts as partial, as in torch's `create_block_mask`.
-    whole = seen & (torch.arange(1, q_blocks + 1, device=device)[:, None] * BLOCK <= queries)
+    whole = seen & (torch.arange(1, q_blocks + 1, device=device)[:, None] * block <= queries)
     if causal:
-        below, inside = _causal_coverage(queries, keys, device)
+        below, inside = _causal_coverage(queries, keys, block, device)
         seen, whole = seen & below, whole & inside
     if mask is not None:
         some, every = _mask_coverage(mask, queries, keys)
@@ -155,16 +213,16 @@ def _build(
     return BlockMask.from_kv_blocks(
         *_order_blocks(seen & ~whole),
         *_order_blocks(whole),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(queries, keys, device, causal=causal, mask=mask, maps_a_head=maps_a_head),
+        BLOCK_SIZE=(block, BLOCK),
+        mask_mod=_mask_mod(queries, keys, device, causal=causal, mask=mask, maps_a_head=maps_a_head, offset=offset),
         seq_lengths=(queries, keys),
     )
 
 
-def _causal_coverage(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    first = torch.arange(-(-queries // BLOCK), device=device)[:, None] * BLOCK  # [q blocks, 1]
+def _causal_coverage(queries: int, keys: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    first = torch.arange(-(-queries // block), device=device)[:, None] * block  # [q blocks, 1]
     start = torch.arange(-(-keys // BLOCK), device=device)[None] * BLOCK  # [1, k blocks]
-    last = (first + BLOCK - 1).clamp(max=queries - 1)
+    last = (first + block - 1).clamp(max=queries - 1)
     seen = start <= last + keys - queries
     whole = start + BLOCK - 1 <= first + keys - queries
     return seen[None, None], whole[None, None]
@@ -186,13 +244,20 @@ def _order_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_mod(
-    queries: int, keys: int, device: torch.device, *, causal: bool, mask: Tensor | None, maps_a_head: int
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    maps_a_head: int,
+    offset: int | None = None,
 ) -> MaskMod:
     """Return whether query i of head h sees key j; the offset is a tensor, so that one kernel serves all lengths."""
-    offset = torch.full((), keys - queries, dtype=torch.int32, device=device)
+    shift = torch.full((), keys - queries, dtype=torch.int32, device=device) if offset is None else offset
 
     def aligned_to_the_last_key(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i + offset
+        return j <= i + shift
 
     if mask is None:
         return aligned_to_the_last_key

@@ -177,7 +177,12 @@ def _multiple(size: int, base: int) -> int:
 def machine_of(device: str) -> dict[str, str]:
     """Return what measurements on a device, "cpu" or "cuda", hold for: hardware and versions, as text."""
     threads = {"threads": str(torch.get_num_threads())} if device == "cpu" else {}
-    packages = ("torch", "triton", "diffvision", *(("flash-attn", "flash-attn-4") if device == "cuda" else ()))
+    packages = (
+        "torch",
+        "triton",
+        "diffvision",
+        *(("flash-attn", "flash-attn-3", "flash-attn-4") if device == "cuda" else ()),
+    )
     versions = {name: _version(name) for name in packages}
     return {"device": device, "name": device_name(device), "capability": _capability(device), **threads, **versions}
 
