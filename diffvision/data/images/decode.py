@@ -42,13 +42,20 @@ def decode_image(data: bytes) -> Image.Image:
 
     Transparent parts show white, 16-bit and floating grey is rescaled rather than clipped, EXIF orientation is applied.
     """
-    with _translate_errors():
+    with translate_errors():
         image = open_image(data)
         image.load()
-        with suppress(Exception):  # unreadable EXIF says nothing about the orientation
-            if image.getexif().get(_ORIENTATION, 1) != 1:  # not always: it copies
+        if not is_upright(image):  # not always: it copies
+            with suppress(Exception):
                 image = ImageOps.exif_transpose(image)
         return to_rgb(image)
+
+
+def is_upright(image: Image.Image) -> bool:
+    """Return whether EXIF gives no other orientation; unreadable EXIF gives none."""
+    with suppress(Exception):
+        return image.getexif().get(_ORIENTATION, 1) == 1
+    return True
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -57,7 +64,7 @@ def open_image(data: bytes) -> Image.Image:
         raise BadSample("empty image")
     if len(data) > MAX_IMAGE_BYTES:
         raise BadSample("image too large")
-    with _translate_errors():
+    with translate_errors():
         image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     if image.format != "PNG" and data.count(b"\xff\xda") > MAX_SCANS:
         raise BadSample("too many scans")
@@ -69,7 +76,8 @@ def open_image(data: bytes) -> Image.Image:
 
 
 @contextmanager
-def _translate_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
+    """Raise what PIL raises as a `BadSample`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL's, about damaged EXIF, palettes, and sizes, which are checked here

@@ -6,8 +6,9 @@ Transforms and tokenizer belong to the model: what is not given is taken from th
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
@@ -16,6 +17,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders, read_lines
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.pipelines import is_pipeline, pipeline_loader
+from diffvision.data.images.pixels import Decoder, Pixels, ends_with_normalize
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
     CaptionMember,
@@ -45,11 +47,15 @@ class _ImageData(LoaderData):
         image_key: Sequence[str],
         columns: dict[str, str] | None,
         cache_bytes: int,
+        decoder: Decoder,
         transform: Any,
         eval_transform: Any,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
+        if decoder not in get_args(Decoder):
+            raise ValueError(f"decoder is {decoder!r}: choose {', '.join(get_args(Decoder))}")
+        self.decoder, self._pixels = decoder, cast(Pixels | None, None)
         self.train, self.cache_bytes = _check_named(train, "train"), cache_bytes
         self.image_key, self.columns = image_key, columns
         self.transform, self.eval_transform = transform, eval_transform
@@ -63,15 +69,30 @@ class _ImageData(LoaderData):
         """Return the training batches; `make_kind` makes a kind of sample from its source, None for a pipeline."""
         if is_pipeline(self.train):
             batch_size = self.batch_size // self.rank_and_world_size()[1]
-            return pipeline_loader(self.train, make_kind(None), batch_size, self.num_workers)
+            loader = pipeline_loader(self.train, make_kind(None), batch_size, self.num_workers)
+            if loader is self.train:  # its batches are the user's
+                self._pixels = None
+            return loader
         source = self._open_shards(self.train, "train") if self._images is None else ImageSet(self._images)
         return self.read_training(source, make_kind(source))
 
     def _open_shards(self, source: str | list[str], split: str) -> ShardSet:
         return ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
 
-    def _image_member(self, transform: str) -> ImageMember:
-        return ImageMember(self.setting_or_model(transform) or to_float, self.image_key)
+    def _image_member(self, name: str) -> ImageMember:
+        """Return what reads images by `transform` or `eval_transform`; the trainer's training batches are uint8."""
+        transform = self.setting_or_model(name) or to_float
+        on_device = self.trainer is not None
+        if name == "transform" and (self.decoder != "pillow" or (on_device and ends_with_normalize(transform))):
+            transform = self._pixels = Pixels(transform, self.decoder, on_device=on_device)
+        return ImageMember(transform, self.image_key)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Normalise the uint8 images of a training batch on its device; then call the LightningModule's hook."""
+        trainer = cast(pl.Trainer, self.trainer)
+        if self._pixels is not None and trainer.training and batch["image"].dtype == torch.uint8:
+            batch = batch | {"image": trainer.precision_plugin.convert_input(self._pixels.normalize(batch["image"]))}
+        return trainer.lightning_module.on_after_batch_transfer(batch, dataloader_idx)
 
 
 class ImageTextData(_ImageData):
@@ -93,6 +114,8 @@ class ImageTextData(_ImageData):
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
             process is stuck.
+        decoder: of training images: "pillow", as the transform has it; "torchvision", which is faster and differs in
+            few values by one level; "draft", which also decodes large JPEGs at a fraction of their size.
         transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
         eval_transform: the model's, for evaluation.
         tokenizer: the model's.
@@ -113,6 +136,7 @@ class ImageTextData(_ImageData):
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
         stall_timeout: float = STALL_TIMEOUT,
+        decoder: Decoder = "pillow",
         transform: Any = None,  # a callable; not annotated as one, so that no configuration can name it
         eval_transform: Any = None,
         tokenizer: Any = None,
@@ -128,6 +152,7 @@ class ImageTextData(_ImageData):
             window=window,
             cache_bytes=cache_bytes,
             stall_timeout=stall_timeout,
+            decoder=decoder,
             transform=transform,
             eval_transform=eval_transform,
         )
@@ -218,6 +243,7 @@ class ImageLabelData(_ImageData):
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
         stall_timeout: float = STALL_TIMEOUT,
+        decoder: Decoder = "pillow",
         transform: Any = None,
         eval_transform: Any = None,
         num_classes: int | None = None,
@@ -234,6 +260,7 @@ class ImageLabelData(_ImageData):
             window=window,
             cache_bytes=cache_bytes,
             stall_timeout=stall_timeout,
+            decoder=decoder,
             transform=transform,
             eval_transform=eval_transform,
         )

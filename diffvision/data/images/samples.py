@@ -28,6 +28,7 @@ from diffvision.data.images.decode import (
     json_record,
 )
 from diffvision.data.images.image_set import ImageSet
+from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
 
@@ -97,9 +98,12 @@ def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool
 
 
 class ImageMember:
-    """Reads the image of a sample: the first of `keys` that the sample has."""
+    """Reads the image of a sample: the first of `keys` that the sample has.
 
-    def __init__(self, transform: Transform, keys: str | Sequence[str] = IMAGE_KEYS):
+    `Pixels` as the transform reads encoded images by its own decoder.
+    """
+
+    def __init__(self, transform: Transform | Pixels, keys: str | Sequence[str] = IMAGE_KEYS):
         self.transform = transform
         self.keys = tuple(keys.split(";")) if isinstance(keys, str) else tuple(keys)
         for key in self.keys:
@@ -108,7 +112,8 @@ class ImageMember:
     def __call__(self, members: Members) -> Tensor:
         for key in self.keys:
             if (data := members.get(key)) is not None:
-                return self.transform(decode_image(data))
+                transform = self.transform
+                return transform.read(data) if isinstance(transform, Pixels) else transform(decode_image(data))
         raise missing("image", members, "image_key", IMAGE_KEYS)
 
 

@@ -1,0 +1,147 @@
+"""Training images as uint8: a transform up to its ToTensor and Normalize, which are left to the training device.
+
+A batch of uint8 takes a quarter of the memory of float32, and a worker does not write each image three times as floats.
+The order of the operations is ToTensor's and Normalize's, so the normalised pixels are the same bits.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import Compose, InterpolationMode, Normalize, RandomResizedCrop, Resize, ToTensor
+from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.v2.functional import resize_image
+
+from diffvision.data.images.decode import decode_image, is_upright, open_image, translate_errors
+
+Decoder = Literal["pillow", "torchvision", "draft"]
+"""How training images are decoded and resized.
+
+- "pillow": by the transform itself.
+- "torchvision": the same crops, with JPEGs decoded and pixels resized by torchvision in uint8. Few values differ,
+  by one level; where an edge overshoots black or white, some in a million by more.
+- "draft": like "torchvision", but a JPEG whose crop is at least twice the model's size on both sides is decoded at
+  1/2, 1/4 or 1/8 of its size (libjpeg's DCT scaling). Most values differ by a few levels.
+"""
+
+
+class Pixels:
+    """A transform without its last two steps, from an image or its bytes to uint8 [3, height, width].
+
+    Args:
+        transform: a Compose that ends with ToTensor and Normalize.
+        decoder: see `Decoder`.
+        on_device: whether the caller normalises batches; False returns normalised floats.
+
+    Raises:
+        ValueError: another transform, or one that does not begin with a resizing that the decoder can do.
+    """
+
+    def __init__(self, transform: Any, decoder: Decoder = "pillow", *, on_device: bool = True) -> None:
+        if not ends_with_normalize(transform):
+            raise ValueError(f"decoder {decoder!r} needs a Compose that ends with ToTensor and Normalize: set pillow")
+        steps = transform.transforms[:-2]
+        # Images are RGB already, and PIL's conversion to the same mode copies.
+        self._steps = [step for step in steps if type(step).__name__ != "MaybeConvertMode"]
+        self._tail, self.decoder, self.on_device = transform.transforms[-2:], decoder, on_device
+        first = self._steps[0] if self._steps else None
+        # timm's RandomResizedCropAndInterpolation has the same attributes as torchvision's RandomResizedCrop.
+        crops = isinstance(first, RandomResizedCrop) or type(first).__name__ == "RandomResizedCropAndInterpolation"
+        self._get_box: Callable[..., Any] | None = first.get_params if crops else None  # type: ignore[union-attr]
+        if decoder != "pillow" and not crops and not isinstance(first, Resize):
+            raise ValueError(
+                f"decoder {decoder!r} cannot do a transform that begins with {type(first).__name__}: set pillow"
+            )
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the pixels of a decoded RGB image, by the transform's own steps."""
+        return self._finish(image, self._steps)
+
+    def read(self, data: bytes) -> Tensor:
+        """Return the pixels of an encoded image; raise `BadSample` as `decode_image` does."""
+        if self.decoder == "pillow":
+            return self(decode_image(data))
+        image, whole = open_image(data), None
+        with translate_errors():
+            if image.format != "JPEG" or image.mode not in ("RGB", "L") or not is_upright(image):
+                image = decode_image(data)
+                whole = pil_to_tensor(image)
+            # From the size alone: nothing is decoded yet, and the draws are those of the transform.
+            height, width, first = image.height, image.width, self._steps[0]
+            box: Sequence[int] = (0, 0, height, width)
+            if self._get_box is not None:
+                box = self._get_box(image, first.scale, first.ratio)
+            if self.decoder == "draft" and whole is None and self._get_box is not None:
+                whole, box = self._draft(image, box)
+        if whole is None:
+            try:
+                whole = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+            except RuntimeError:  # Pillow reads it, or says why not
+                whole = pil_to_tensor(decode_image(data))
+        return self._resize(whole, box)
+
+    def _draft(self, image: Image.Image, box: Sequence[int]) -> tuple[Tensor | None, Sequence[int]]:
+        """Return a JPEG decoded at the smallest scale at which its crop is no smaller than the model's, and the crop.
+
+        At scale 1, return None and the crop.
+        """
+        top, left, height, width = box
+        rows, columns = self._steps[0].size
+        scale = next((s for s in (8, 4, 2) if height >= s * rows and width >= s * columns), 1)
+        if scale == 1:
+            return None, box
+        image.draft(None, (image.width // scale, image.height // scale))
+        small = pil_to_tensor(image.convert("RGB"))
+        height, width = max(rows, round(height / scale)), max(columns, round(width / scale))
+        top = min(round(top / scale), small.shape[1] - height)
+        left = min(round(left / scale), small.shape[2] - width)
+        return small, (top, left, height, width)
+
+    def _resize(self, whole: Tensor, box: Sequence[int]) -> Tensor:
+        first = self._steps[0]
+        top, left, height, width = box
+        interpolation = first.interpolation
+        if isinstance(interpolation, tuple | list):  # timm's "random"
+            interpolation = random.choice(interpolation)
+        # The kernel for uint8 is fastest on pixels whose channels lie next to each other, as decoders write them.
+        part = whole[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
+        size = first.size if isinstance(first.size, int) else list(first.size)
+        pixels = resize_image(part, size, interpolation=InterpolationMode(interpolation), antialias=True)[0]
+        if len(self._steps) == 1:
+            return pixels if self.on_device else self.normalize(pixels[None])[0]
+        return self._finish(Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())), self._steps[1:])
+
+    def _finish(self, image: Any, steps: Sequence[Callable[[Any], Any]]) -> Tensor:
+        for step in steps:
+            image = step(image)
+        if not isinstance(image, Image.Image) or image.mode != "RGB":  # a step of the user's has made a tensor
+            return Compose(self._tail)(image)
+        pixels = pil_to_tensor(image)
+        return pixels if self.on_device else self.normalize(pixels[None])[0]
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Return uint8 images [B, 3, height, width] as ToTensor and Normalize return them, on the images' device."""
+        last = self._tail[1]
+        scale, mean, std = _constants(tuple(map(float, last.mean)), tuple(map(float, last.std)), images.device)
+        floats = images.to(torch.float32, memory_format=torch.contiguous_format)
+        return floats.div_(scale).sub_(mean).div_(std)
+
+
+@lru_cache(maxsize=8)
+def _constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 255, the mean and the std as float32 on a device, where they stay."""
+    rows = [torch.tensor(values, dtype=torch.float32, device=device) for values in (mean, std)]
+    # 255 as a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds differently.
+    return torch.tensor(255.0, dtype=torch.float32, device=device), rows[0].view(-1, 1, 1), rows[1].view(-1, 1, 1)
+
+
+def ends_with_normalize(transform: Any) -> bool:
+    """Return whether a transform is a Compose whose last steps are ToTensor and Normalize."""
+    last = transform.transforms[-2:] if type(transform) is Compose else []
+    return len(last) == 2 and isinstance(last[0], ToTensor) and isinstance(last[1], Normalize)

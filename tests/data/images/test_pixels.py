@@ -1,0 +1,207 @@
+"""uint8 pixels: the normalised bits of the transform itself, torchvision's within a level, bad images as before."""
+
+import io
+import random
+
+import lightning.pytorch as pl
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from sklearn.datasets import load_sample_image
+from timm.data import create_transform
+from torchvision.transforms import CenterCrop, Compose, Normalize, Pad, RandomErasing, Resize, ToTensor
+
+from diffvision.data.images.decode import decode_image
+from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
+from diffvision.data.images.pixels import Pixels
+from diffvision.data.shards.sample import BadSample
+
+MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
+TRAIN = {
+    "open_clip": open_clip.image_transform(64, True, MEAN, STD),
+    "open_clip, small crops": open_clip.image_transform(64, True, MEAN, STD, aug_cfg={"scale": (0.05, 1.0)}),
+    "timm, colours": create_transform(64, is_training=True, color_jitter=0.3),
+    "timm": create_transform(64, is_training=True, mean=(0.1, 0.2, 0.3), interpolation="random"),
+    "timm, RandAugment": create_transform(64, is_training=True, auto_augment="rand-m9-mstd0.5-inc1"),
+}
+EVALUATION = open_clip.image_transform(64, False, MEAN, STD)
+
+
+def encode(image, kind="JPEG", **options):
+    data = io.BytesIO()
+    image.save(data, kind, **options)
+    return data.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photo():
+    return Image.fromarray(load_sample_image("china.jpg")).resize((320, 213))
+
+
+def seeded(function, *arguments):
+    """Call a transform with fixed random numbers."""
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    torch.manual_seed(3)
+    return function(*arguments)
+
+
+def levels(a, b):
+    return (a.int() - b.int()).abs()
+
+
+def within_a_level(difference):
+    """Return whether nearly all values differ by a level or none: an edge that overshoots 0 or 255 may differ more."""
+    few = (difference > 0).float().mean() < 0.08 and (difference > 1).float().mean() < 1e-3
+    return few and difference.max() <= 8
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_normalised_pixels_are_the_bits_of_the_transform(photo, name):
+    data = encode(photo, quality=90)
+    read = Pixels(TRAIN[name])
+    expected = seeded(TRAIN[name], decode_image(data))
+    found = seeded(read.read, data)
+    assert found.dtype == torch.uint8
+    assert torch.equal(read.normalize(found[None])[0], expected)
+    assert torch.equal(seeded(Pixels(TRAIN[name], on_device=False).read, data), expected)
+
+
+def test_every_level_is_normalised_to_the_same_bits():
+    image = Image.fromarray(np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3))
+    read = Pixels(Compose([ToTensor(), Normalize(MEAN, STD)]))
+    assert torch.equal(read.normalize(read(image)[None])[0], Compose([ToTensor(), Normalize(MEAN, STD)])(image))
+
+
+@pytest.mark.parametrize("name", [*TRAIN, "evaluation"])
+def test_torchvision_makes_the_same_crops_within_a_level(photo, name):
+    transform = TRAIN.get(name, EVALUATION)
+    data = encode(photo, quality=90)
+    expected, found = (seeded(Pixels(transform, decoder).read, data) for decoder in ("pillow", "torchvision"))
+    difference = levels(found, expected)
+    if "RandAugment" in name or "colours" in name:  # which enlarge differences
+        assert difference.float().mean() < 1
+    else:
+        assert within_a_level(difference)
+
+
+@pytest.mark.parametrize("kind", ["grey", "CMYK", "rotated", "transparent PNG", "WebP"])
+@pytest.mark.parametrize("decoder", ["torchvision", "draft"])
+def test_other_images_are_read_as_before(photo, kind, decoder):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clear = photo.convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize(photo.size))
+    data = {
+        "grey": lambda: encode(photo.convert("L")),
+        "CMYK": lambda: encode(photo.convert("CMYK")),
+        "rotated": lambda: encode(photo, exif=exif),
+        "transparent PNG": lambda: encode(clear, "PNG"),
+        "WebP": lambda: encode(photo, "WEBP"),
+    }[kind]()
+    transform = TRAIN["open_clip"]
+    expected, found = (seeded(Pixels(transform, one).read, data) for one in ("pillow", decoder))
+    difference = levels(found, expected)
+    assert within_a_level(difference) or (decoder == "draft" and kind == "grey" and difference.float().mean() < 6)
+
+
+@pytest.mark.parametrize("decoder", ["torchvision", "draft"])
+def test_bad_images_are_bad_for_the_same_reason(photo, decoder):
+    data = encode(photo, quality=90)
+    draw = random.Random(0)
+    cases = [b"", b"no image", data[: len(data) // 2], data[:-1], data[:300], b"GIF89a" + data]
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(draw.choice((1, 5, 50))):
+            damaged[draw.randrange(len(data))] = draw.randrange(256)
+        cases.append(bytes(damaged[: draw.choice((len(data), draw.randrange(len(data))))]))
+
+    def outcome(one, case):
+        try:
+            return tuple(Pixels(EVALUATION, one).read(case).shape)
+        except BadSample as reason:
+            return str(reason)
+
+    outcomes = [(outcome("pillow", case), outcome(decoder, case)) for case in cases]
+    assert all(ours == theirs for ours, theirs in outcomes)
+    assert len({ours for ours, _ in outcomes}) >= 4
+
+
+@pytest.mark.parametrize(("side", "scale"), [(100, 1), (150, 2), (300, 4), (600, 8)])
+def test_draft_decodes_large_crops_at_a_fraction(photo, side, scale, monkeypatch):
+    asked, whole = [], JpegImageFile.draft
+    monkeypatch.setattr(JpegImageFile, "draft", lambda self, *a: (asked.append(a[1][0]), whole(self, *a))[1])
+    data = encode(photo.resize((side, side)), quality=90)
+    expected, found = (seeded(Pixels(TRAIN["open_clip"], one).read, data) for one in ("pillow", "draft"))
+    assert asked == ([] if scale == 1 else [side // scale])
+    assert found.shape == (3, 64, 64)
+    assert levels(found, expected).float().mean() < 6
+
+
+def test_what_cannot_be_read_that_way_is_refused():
+    tail = [ToTensor(), Normalize(MEAN, STD)]
+    with pytest.raises(ValueError, match="set pillow"):
+        Pixels(to_float, "torchvision")
+    with pytest.raises(ValueError, match="set pillow"):
+        Pixels(Compose([*TRAIN["timm"].transforms, RandomErasing()]), "draft")
+    with pytest.raises(ValueError, match="begins with Pad"):
+        Pixels(Compose([Pad(2), Resize(64), CenterCrop(64), *tail]), "torchvision")
+    with pytest.raises(ValueError, match="decoder is 'opencv'"):
+        ImageTextData("shards", 4, decoder="opencv")
+
+
+class Seen(pl.LightningModule):
+    """Notes the images of its batches, as they come from the loader and as a step gets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.steps, self.read, self.validated = [], [], []
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        self.read.append(batch["image"].dtype)
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch | {"own hook": True}
+
+    def training_step(self, batch, batch_idx):
+        assert batch["own hook"]
+        self.steps.append(batch["image"])
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch["image"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about workers and hooks in both
+@pytest.mark.parametrize("decoder", ["pillow", "torchvision"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_trainer_reads_uint8_and_steps_get_the_same_floats(corpus, tmp_path, decoder, precision):
+    shards = corpus.write(
+        tmp_path / "shards", 12, change=lambda s: s | {"png": corpus.png(int(s["txt"][7:]), (70, 70))}
+    )
+
+    def data():
+        settings = {"num_workers": 0, "transform": TRAIN["open_clip"], "eval_transform": EVALUATION}
+        return ImageLabelData(str(shards), 4, str(shards), decoder=decoder, **settings)
+
+    module = Seen()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        num_sanity_val_steps=0, precision=precision, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data())
+    assert module.read[:3] == [torch.uint8] * 3
+    by_hand = [batch["image"] for batch in data().train_dataloader()]
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(module.steps, by_hand, strict=True))
+    assert by_hand[0].dtype == torch.float32
+    assert [len(images) for images in module.validated] == [4, 4, 4]
+    assert all(images.dtype == dtype for images in module.validated)
