@@ -341,7 +341,8 @@ def _default_cfgs() -> dict[str, Any]:
     for name, model in MODELS.items():
         cfg = _default_cfg(name, model.shape)
         tags = bundled(name)
-        cfgs |= {f"{name}.{tag}": {**cfg, "file": str(file), "num_classes": 10} for tag, file in tags.items()}
+        about = {**cfg, "num_classes": 10, "license": None}  # an export would give it to any weights of the model
+        cfgs |= {f"{name}.{tag}": {**about, "file": str(file)} for tag, file in tags.items()}
         if not tags:
             cfgs[name] = cfg
     return cfgs

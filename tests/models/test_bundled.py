@@ -16,7 +16,8 @@ from diffvision.export.command import export
 from diffvision.models.bundled import WEIGHTS, bundled
 from diffvision.models.parameters import names
 
-with (Path(__file__).parents[2] / "docs" / "results" / "bundled.csv").open(encoding="utf-8") as file:
+DOCS = Path(__file__).parents[2] / "docs"
+with (DOCS / "results" / "bundled.csv").open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(file))
 SPECS = list(dict.fromkeys(row["model"] for row in ROWS))
 VISION = [spec for spec in SPECS if spec.endswith(".digits")]
@@ -43,6 +44,14 @@ def test_the_table_is_of_the_weights_of_the_package():
             numbers = f"{row['value']} [{row['low']}, {row['high']}]" if row["low"] else row["value"]
             assert f"| `{spec}` | {row['metric']} | {numbers} |" in card
             assert int(row["parameters"]) == parameters
+
+
+def test_the_page_has_the_numbers_of_the_table():
+    page = (DOCS / "guides" / "weights.md").read_text(encoding="utf-8")
+    section = page[page.index("## In the package") : page.index("## DiffCLIP by name")]
+    for row in (row for row in ROWS if not row["metric"].endswith("bits_per_byte")):
+        interval = f" [{row['low']}, {row['high']}]" if row["low"] else ""
+        assert f"| {row['value']}{interval} |" in section
 
 
 @pytest.mark.parametrize("name", ["diff_vit_debug", "plain_vit_debug"])
