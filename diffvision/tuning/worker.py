@@ -33,7 +33,8 @@ COMPILE = 600.0  # seconds of a case's first call, which may compile kernels, af
 STUCK = 120.0  # seconds of the rest of a case
 GRACE = 20.0  # seconds that a case may take which began when the time was nearly up
 POLL = 0.5
-NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+# The last two are a launch whose tiles exceed the GPU's shared memory or registers, in Triton's and CUDA's words.
+NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "out of resource", "too many resources")
 
 
 class Tried(NamedTuple):

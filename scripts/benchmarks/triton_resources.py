@@ -1,11 +1,13 @@
-"""Compile the fused kernels for Hopper, no GPU needed, and print what each configuration uses, one JSON object a line.
+"""Compile the fused kernels for GPUs, none needed, and print what each launch uses, one JSON object a line.
 
-    python scripts/benchmarks/triton_resources.py [name ...]
+    python scripts/benchmarks/triton_resources.py [--cards 80,86,89,90,100,120] [--output FILE] [case ...]
 
 Registers, shared memory, tensor-core instructions, and how often a pass of an innermost loop goes to memory for want of
-registers. The launches are those that `diffvision.ops.attention.triton` would make for these shapes.
+registers, by compute capability. The launches are those that `diffvision.ops.attention.triton` would make for these
+shapes: of training, and of inference where its forward is another kernel.
 """
 
+import argparse
 import json
 import os
 import re
@@ -19,45 +21,56 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from diffvision.ops.attention.triton import launch
+from diffvision.ops.attention.shared_memory import BY_CAPABILITY, KIB
+from diffvision.ops.attention.triton import decode, launch
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
 HALF, FULL = torch.bfloat16, torch.float32
 
-# name -> (family, queries and keys, D, V, maps of keys, dtype, causal, mask or "packed")
+# name -> (queries and keys, D, V, maps of keys, dtype, causal, mask or "packed")
 CASES = {
-    "ViT": ("rows", 197, 64, 128, 2, HALF, False, None),
-    "ViT, 50 tokens": ("rows", 50, 64, 128, 2, HALF, False, None),
-    "ViT V2": ("rows", 197, 64, 64, 1, HALF, False, None),
-    "ViT, any mask": ("rows", 197, 64, 128, 2, HALF, False, "pairs"),
-    "text": ("rows", 77, 64, 128, 2, HALF, True, None),
-    "text, padding": ("rows", 77, 64, 128, 2, HALF, False, "keys"),
-    "rows, D 32": ("rows", 197, 32, 64, 2, HALF, False, None),
-    "rows, D 128": ("rows", 128, 128, 256, 2, HALF, True, None),
-    "few rows, D 128": ("rows", 64, 128, 256, 2, HALF, True, None),
-    "rows V2, D 128": ("rows", 128, 128, 128, 1, HALF, True, None),
-    "rows, float32": ("rows", 64, 64, 128, 2, FULL, True, None),
-    "long, D 64": ("streaming", 1024, 64, 128, 2, HALF, False, None),
-    "long causal, D 64": ("streaming", 1024, 64, 128, 2, HALF, True, None),
-    "long causal padding, D 64": ("streaming", 1024, 64, 128, 2, HALF, True, "keys"),
-    "long any mask, D 64": ("streaming", 1024, 64, 128, 2, HALF, False, "pairs"),
-    "long V2, D 64": ("streaming", 1024, 64, 64, 1, HALF, False, None),
-    "long, D 32": ("streaming", 1024, 32, 64, 2, HALF, False, None),
-    "language": ("streaming", 1024, 128, 256, 2, HALF, True, None),
-    "language, any mask": ("streaming", 1024, 128, 256, 2, HALF, False, "pairs"),
-    "language V2": ("streaming", 1024, 128, 128, 1, HALF, True, None),
-    "three tokens": ("rows", 3, 64, 128, 2, HALF, True, None),
-    "odd sizes": ("rows", 77, 20, 40, 2, HALF, True, "pairs"),
-    "long, odd sizes": ("streaming", 1000, 20, 40, 2, HALF, True, "keys"),
-    "packed": ("rows", 197, 64, 128, 2, HALF, False, "packed"),
-    "packed, long": ("streaming", 1024, 128, 256, 2, HALF, True, "packed"),
-    "long, float32": ("streaming", 1024, 64, 128, 2, FULL, False, None),
-    "language, float32": ("streaming", 1024, 128, 256, 2, FULL, True, None),
+    "ViT": (197, 64, 128, 2, HALF, False, None),
+    "ViT, 50 tokens": (50, 64, 128, 2, HALF, False, None),
+    "ViT V2": (197, 64, 64, 1, HALF, False, None),
+    "ViT, any mask": (197, 64, 128, 2, HALF, False, "pairs"),
+    "text": (77, 64, 128, 2, HALF, True, None),
+    "text, padding": (77, 64, 128, 2, HALF, False, "keys"),
+    "rows, D 32": (197, 32, 64, 2, HALF, False, None),
+    "rows, D 128": (128, 128, 256, 2, HALF, True, None),
+    "few rows, D 128": (64, 128, 256, 2, HALF, True, None),
+    "rows V2, D 128": (128, 128, 128, 1, HALF, True, None),
+    "rows, float32": (64, 64, 128, 2, FULL, True, None),
+    "long, D 64": (1024, 64, 128, 2, HALF, False, None),
+    "long causal, D 64": (1024, 64, 128, 2, HALF, True, None),
+    "long causal padding, D 64": (1024, 64, 128, 2, HALF, True, "keys"),
+    "long any mask, D 64": (1024, 64, 128, 2, HALF, False, "pairs"),
+    "long V2, D 64": (1024, 64, 64, 1, HALF, False, None),
+    "long, D 32": (1024, 32, 64, 2, HALF, False, None),
+    "language": (1024, 128, 256, 2, HALF, True, None),
+    "language, any mask": (1024, 128, 256, 2, HALF, False, "pairs"),
+    "language V2": (1024, 128, 128, 1, HALF, True, None),
+    "three tokens": (3, 64, 128, 2, HALF, True, None),
+    "odd sizes": (77, 20, 40, 2, HALF, True, "pairs"),
+    "long, odd sizes": (1000, 20, 40, 2, HALF, True, "keys"),
+    "packed": (197, 64, 128, 2, HALF, False, "packed"),
+    "packed, long": (1024, 128, 256, 2, HALF, True, "packed"),
+    "long, float32": (1024, 64, 128, 2, FULL, False, None),
+    "language, float32": (1024, 128, 256, 2, FULL, True, None),
+}
+# name -> (rows of queries, D, V, maps of keys, dtype, masked)
+DECODING = {
+    f"decoding, {rows} x {d} + {v}{', one key' if maps == 1 else ''}{', masked' if masked else ''}"
+    f"{', float32' if dtype == FULL else ''}": (rows, d, v, maps, dtype, masked)
+    for dtype, rows, d, v in [
+        *((HALF, rows, d, v) for d, v in ((64, 64), (64, 128), (128, 128), (128, 256)) for rows in (1, 32)),
+        *((FULL, 1, d, v) for d, v in ((64, 128), (128, 256))),
+    ]
+    for masked, maps in ((False, 2), (True, 2), (True, 1))
 }
 
 
-def launches(family, n, d, v, maps, dtype, causal, mask, *, batch=2, heads=8) -> list[launch.Launch]:
-    """Return what forward and backward would launch, on tensors without memory, laid out as projections leave them."""
+def launches(n, d, v, maps, dtype, causal, mask, *, shared, batch=2, heads=8) -> list[launch.Launch]:
+    """Return what a card would launch, on tensors without memory, laid out as projections leave them."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -72,17 +85,42 @@ def launches(family, n, d, v, maps, dtype, causal, mask, *, batch=2, heads=8) ->
     k = empty(batch, n, heads, maps, d).permute(0, 2, 3, 1, 4)
     value = empty(batch, n, heads, v).transpose(1, 2)
     lam = empty(1, 1, 1, 1, dtype=torch.float32).expand(batch, heads, n, 1)
-    x = launch.Inputs(q, k, value, lam, mask, causal, d**-0.5, packed)
+    x = launch.Inputs(q, k, value, lam, mask, causal, d**-0.5, shared, packed)
     out = empty(batch, n, heads, v).transpose(1, 2)
     lse = empty(batch, heads, 2, n, dtype=torch.float32)
-    if family == "rows":
+    fits = {
+        backward: n <= launch.rows_limit(d, v, maps, dtype.itemsize, shared, backward=backward)
+        for backward in (False, True)
+    }
+    if fits[True]:
         return launch.forward_rows(x, out, lse) + launch.backward_rows(x, out, lse, lse, (q, k, value))
+    inference = launch.forward_rows(x, out, None) if fits[False] else []
     forward = launch.forward_streaming(x, out, out, lse)
-    return forward + launch.backward_streaming(x, out, out, out, lse, lse, (q, k, value))
+    return inference + forward + launch.backward_streaming(x, out, out, out, lse, lse, (q, k, value))
 
 
-def compile_for_hopper(one: launch.Launch):
-    """Return the compiled kernel, its arguments specialised as a launch would specialise them."""
+def launches_of(name: str, card: int) -> list[launch.Launch]:
+    """Return the launches of a named case on a compute capability."""
+    return launches(*CASES[name], shared=BY_CAPABILITY[card]) if name in CASES else decoding(*DECODING[name])
+
+
+def decoding(rows, d, v, maps, dtype, masked) -> list[launch.Launch]:
+    """Return the launch that decodes rows of queries, its strides multiples of 16."""
+    arguments = dict.fromkeys(decode._split.arg_names, 32)
+    arguments |= dict.fromkeys(("q", "k", "v"), torch.empty(0, dtype=dtype, device="meta"))
+    arguments |= dict.fromkeys(("tops", "totals", "products"), torch.empty(0, device="meta"))
+    arguments |= {"mask": torch.empty(0, dtype=torch.uint8, device="meta"), "scale": 0.125}
+    arguments |= dict.fromkeys(("q_d", "k_d", "v_v", "mask_n"), 1)
+    arguments |= dict.fromkeys(("HK", "G", "M", "N", "R", "splits", "keys_a_split"), 3)
+    arguments |= {"CAUSAL": masked, "MASK": masked, "SHARED": maps == 1} | decode.constants(dtype, d, v, rows)
+    warps, stages = arguments.pop("num_warps"), arguments.pop("num_stages")
+    return [
+        launch.Launch(decode._split, 1, arguments, launch.Tiles(arguments["ROWS"], arguments["BLOCK_N"], warps, stages))
+    ]
+
+
+def compile_launch(one: launch.Launch, card: int):
+    """Return the kernel compiled for a compute capability, its arguments specialised as a launch would."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(one.kernel.params):
         name, value = parameter.name, one.arguments[parameter.name]
@@ -96,15 +134,16 @@ def compile_for_hopper(one: launch.Launch):
             if type(value) is int and value % 16 == 0 and not free(parameter):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=one.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=one.options())
+    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=one.options())
 
 
 def free(parameter) -> bool:
     return parameter.do_not_specialize
 
 
-def resources(one: launch.Launch) -> dict:
-    compiled = compile_for_hopper(one)
+def resources(one: launch.Launch, card: int) -> dict:
+    """Return what a launch uses of a card."""
+    compiled = compile_launch(one, card)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -114,20 +153,25 @@ def resources(one: launch.Launch) -> dict:
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     loads, stores = innermost_spills(compiled.asm["sass"])
     return {
-        "kernel": one.kernel.fn.__name__ + part(one.arguments),
+        "card": card,
+        "kernel": name_of(one),
+        "fits": compiled.metadata.shared <= BY_CAPABILITY[card],
         "tiles": list(one.tiles),
         "registers": numbers["REG"],
         "stack_bytes": numbers["STACK"] + numbers["LOCAL"],
         "loop_loads": loads,
         "loop_stores": stores,
-        "shared_kib": compiled.metadata.shared / 1024,
-        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "shared_kib": round(compiled.metadata.shared / KIB, 1),
+        "tensor_cores": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", compiled.asm["ptx"])),
     }
 
 
-def part(arguments: dict) -> str:
-    halves = [name.lower() for name in ("KEYS", "VALUES") if arguments.get(name)]
-    return f" ({halves[0]})" if len(halves) == 1 else ""
+def name_of(one: launch.Launch) -> str:
+    """Return the kernel's module and name, and which gradients it computes where that is one of two passes."""
+    function = one.kernel.fn
+    halves = [name.lower() for name in ("KEYS", "VALUES") if one.arguments.get(name)]
+    part = f" ({halves[0]})" if len(halves) == 1 else ""
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}{part}"
 
 
 def innermost_spills(sass: str) -> tuple[int, int]:
@@ -147,14 +191,29 @@ def innermost_spills(sass: str) -> tuple[int, int]:
     return max((c[0] for c in counts), default=0), max((c[1] for c in counts), default=0)
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("unset TRITON_INTERPRET: the interpreter does not compile")
-    for name, case in CASES.items():
-        if not names or name in names:
-            for one in launches(*case):
-                print(json.dumps({"case": name, "half": case[5] == HALF, **resources(one)}), flush=True)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", metavar="case")
+    parser.add_argument("--cards", default=",".join(map(str, BY_CAPABILITY)), help="compute capabilities")
+    parser.add_argument("--output", type=Path, help="a JSON file, whose other entries are kept")
+    given = parser.parse_args()
+    rows = []
+    for card in map(int, given.cards.split(",")):
+        for name, case in (CASES | DECODING).items():
+            if given.cases and name not in given.cases:
+                continue
+            for one in launches_of(name, card):
+                rows.append({"case": name, "half": case[4] == HALF, **resources(one, card)})
+                print(json.dumps(rows[-1]), flush=True)
+    if given.output is not None:
+        kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+        texts = [json.dumps(row) for row in rows]
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        head = json.dumps({**kept, "versions": versions, "rows": []}, indent=1)
+        given.output.write_text(head.replace('"rows": []', '"rows": [\n' + ",\n".join(texts) + "\n]") + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -21,7 +21,7 @@ def _crash(out):
 
 
 def _raise(out):
-    raise RuntimeError("out of resources: shared memory\nRequired: 300000")
+    raise RuntimeError("unspecified launch failure\nCompile with device assertions")
 
 
 def _hang(out):

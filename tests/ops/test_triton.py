@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from diffvision.ops.attention import Problem, reference
+from diffvision.ops.attention.shared_memory import BY_CAPABILITY, KIB, LEAST, shared_memory
 
 pytest.importorskip("triton")
 
@@ -27,7 +28,18 @@ def device() -> str:
 def _streaming(monkeypatch):
     """Every call streams, also those that the whole-row kernels would take."""
     ops = pytest.importorskip("diffvision.ops.attention.triton.ops")
-    monkeypatch.setattr(ops, "fits_rows", lambda *_: False)
+    monkeypatch.setattr(ops, "fits_rows", lambda *_, **__: False)
+
+
+@pytest.fixture(params=sorted(set(BY_CAPABILITY.values())), ids=lambda shared: f"{shared // KIB} KiB")
+def _card(monkeypatch, request):
+    """The tiles of a card with this shared memory, in the interpreter too."""
+    launch = pytest.importorskip("diffvision.ops.attention.triton.launch")
+    ops = pytest.importorskip("diffvision.ops.attention.triton.ops")
+    if ON_GPU and request.param > shared_memory(torch.device("cuda")):
+        pytest.skip("this GPU has less shared memory")
+    monkeypatch.setattr(ops, "shared_memory", lambda _: request.param)
+    monkeypatch.setattr(launch, "_tiles", lambda _, tiles: tiles)
 
 
 def inputs(m, n=None, d=16, v=32, b=1, h=2, hk=None, maps=2, lam=(1,), dtype=torch.float32, device="cpu"):
@@ -163,6 +175,43 @@ def test_streaming_equals_the_formula(device, name):
     check(tensors, **settings)
 
 
+# Sizes that reach each tile of `launch`: short rows and those whose backward streams where shared memory is small,
+# narrow and wide heads.
+TILED = {
+    "33 pairs": (33, 33, {"mask": "pairs", "lam": (1, 2, 33, 1)}),
+    "67 causal grouped": (67, 67, {"causal": True, "h": 2, "hk": 1}),
+    "77 of a text": (77, 77, {"causal": True, "d": 64, "v": 128, "h": 1}),
+    "70 wide pairs": (70, 70, {"mask": "pairs", "d": 128, "v": 256, "h": 1}),
+    "130 wide shared causal keys": (40, 130, {"causal": True, "mask": "keys", "d": 128, "v": 128, "maps": 1, "h": 1}),
+}
+
+
+@pytest.mark.quick("99 KiB-dtype1-67 causal grouped", "99 KiB-dtype1-77 of a text", "99 KiB-dtype1-70 wide pairs")
+@pytest.mark.usefixtures("_card")
+@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_tiles_of_every_card_equal_the_formula(device, name, dtype):
+    tensors, settings = make(TILED[name], device, dtype)
+    check(tensors, **settings)
+
+
+# What models call: keys, D, V, maps of keys, the longest row that whole-row kernels train at 99, 163 and 227 KiB.
+@pytest.mark.parametrize(
+    ("d", "v", "maps", "longest"),
+    [
+        (64, 128, 2, (64, 128, 256)),
+        (64, 64, 1, (128, 256, 256)),
+        (32, 64, 2, (128, 256, 256)),
+        (128, 256, 2, (32, 64, 128)),
+    ],
+)
+def test_training_streams_where_whole_rows_do_not_fit(d, v, maps, longest):
+    rows_limit = pytest.importorskip("diffvision.ops.attention.triton.launch").rows_limit
+    cards = sorted(set(BY_CAPABILITY.values()))
+    assert tuple(rows_limit(d, v, maps, 2, shared, backward=True) for shared in cards) == longest
+    assert {rows_limit(d, v, maps, 2, shared, backward=False) for shared in cards} == {longest[-1]}
+
+
 # Every case compiles kernels, so not every size meets every dtype.
 REAL = [(name, 64, dtype) for name in CASES for dtype in (torch.bfloat16, torch.float16)]
 REAL += [(name, 64, torch.float32) for name in list(CASES)[::3]]
@@ -175,6 +224,33 @@ def test_gpu_real_sizes(name, d, dtype):
     m, n, rest = CASES[name]
     tensors, settings = make((m, n, {**rest, "d": d, "v": d if rest.get("maps") == 1 else 2 * d}), "cuda", dtype)
     check(tensors, **settings)
+
+
+CALLS = {
+    "ViT V1": (197, 197, {"d": 64, "v": 128, "h": 6, "b": 4}),
+    "ViT V2": (197, 197, {"d": 64, "v": 64, "maps": 1, "h": 12, "b": 4}),
+    "ViT V1, D 32": (197, 197, {"d": 32, "v": 64, "h": 6, "b": 4}),
+    "ViT V1, any mask": (197, 197, {"d": 64, "v": 128, "h": 6, "b": 4, "mask": "pairs"}),
+    "text V1": (77, 77, {"d": 64, "v": 128, "h": 4, "b": 4, "causal": True}),
+    "long V1": (1024, 1024, {"d": 64, "v": 128, "h": 6}),
+    "long V1, any mask": (1024, 1024, {"d": 64, "v": 128, "mask": "pairs"}),
+    "language V1": (1024, 1024, {"d": 128, "v": 256, "h": 4, "hk": 2, "causal": True}),
+    "language V1, any mask": (1024, 1024, {"d": 128, "v": 256, "mask": "pairs"}),
+    "language V2": (1024, 1024, {"d": 128, "v": 128, "maps": 1, "h": 8, "hk": 2, "causal": True}),
+}
+
+
+@GPU
+@pytest.mark.usefixtures("_card")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CALLS)
+def test_gpu_calls_of_models_with_the_tiles_of_every_card(name, dtype):
+    """Forward and backward launch, with the tiles of this card and of those that have less shared memory."""
+    tensors, settings = make(CALLS[name], "cuda", dtype)
+    check(tensors, **settings)
+    with torch.no_grad():
+        alone = call(tensors, **settings)
+    torch.testing.assert_close(alone.double(), oracle([t.double() for t in tensors], **settings), rtol=2e-2, atol=2e-2)
 
 
 LONG = [(577, False, None), (577, True, "keys"), (1023, True, None), (1023, False, "pairs")]
@@ -453,3 +529,13 @@ def test_a_cpu_needs_the_interpreter_and_no_bfloat16(monkeypatch):
     assert "bfloat16 needs a GPU" in backend.limit(problem._replace(dtype=torch.bfloat16))
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "TRITON_INTERPRET=1" in backend.limit(problem)
+
+
+def test_a_gpu_with_less_shared_memory_is_refused(monkeypatch):
+    problem = Problem(1, 2, 2, 65, 65, 64, 128, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(backend, "shared_memory", lambda _: LEAST)
+    assert backend.limit(problem) is None
+    monkeypatch.setattr(backend, "shared_memory", lambda _: LEAST - KIB)
+    assert "99 KiB of shared memory a program, this device allows 98" in backend.limit(problem)

@@ -1,4 +1,4 @@
-"""The fused kernels compiled for Hopper, which needs no GPU: what each launch configuration uses of it."""
+"""The fused kernels compiled for every card, which needs no GPU: what each launch configuration uses of it."""
 
 import json
 import os
@@ -8,48 +8,45 @@ from pathlib import Path
 
 import pytest
 
+from diffvision.ops.attention.shared_memory import BY_CAPABILITY
+
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.nightly
+resources = pytest.importorskip("triton_resources")
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED_KIB = 227  # a program's, on Hopper
 # What a pass of an innermost loop may read back, and write, for want of registers, and what a thread may keep in memory
 # in all. The language and whole-row kernels come near it; most are at zero.
-LOOP_LOADS, LOOP_STORES, STACK_BYTES = 72, 16, 704
+LOOP_LOADS, LOOP_STORES, STACK_BYTES = 72, 20, 704
+# (card, cases): the ones that come nearest to the shared memory of the smallest cards, and all.
+SOME = (89, ["ViT", "language", "decoding, 32 x 128 + 256, masked"])
+COMPILED = [pytest.param(SOME, marks=pytest.mark.slow, id="some")]
+COMPILED += [pytest.param((card, []), marks=pytest.mark.nightly, id=str(card)) for card in BY_CAPABILITY]
 
 
-@pytest.fixture(scope="module")
-def used() -> list[dict]:
+@pytest.fixture(scope="module", params=COMPILED)
+def used(request) -> list[dict]:
     """In a process of its own: this one may have imported triton for its interpreter."""
     if not all((TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump", "nvdisasm")):
         pytest.skip("triton came without ptxas, cuobjdump or nvdisasm")
-    script = Path(__file__).parents[2] / "scripts" / "benchmarks" / "triton_resources.py"
+    card, cases = request.param
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=compiling)
+    command = [sys.executable, resources.__file__, "--cards", str(card), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def names(rows: list[dict]) -> list[str]:
-    return [f"{row['case']}: {row['kernel']} {row}" for row in rows]
+    return [f"{row['card']}, {row['case']}: {row['kernel']} {row}" for row in rows]
 
 
-def test_every_kernel_is_there(used):
-    assert {row["kernel"].split()[0] for row in used} == {
-        "forward", "backward", "delta", "backward_keys", "backward_queries",
-    }  # fmt: skip
-
-
-def test_tiles_fit_the_shared_memory(used):
-    assert names([row for row in used if row["shared_kib"] > SHARED_KIB]) == []
-
-
-def test_registers_hold_what_loops_use(used):
+def test_tiles_fit_the_shared_memory_and_the_registers(used):
+    assert {"rows.forward", "streaming.backward_queries", "decode._split"} <= {row["kernel"] for row in used}
+    assert names([row for row in used if not row["fits"]]) == []
     over = [row for row in used if row["loop_loads"] > LOOP_LOADS or row["loop_stores"] > LOOP_STORES]
     assert names(over + [row for row in used if row["stack_bytes"] > STACK_BYTES]) == []
-
-
-def test_half_precision_runs_on_tensor_cores(used):
-    products = [row for row in used if row["half"] and row["kernel"] != "delta" and row["tiles"][1] >= 64]
-    assert len(products) > 30
-    assert names([row for row in products if row["wgmma"] == 0]) == []
+    # Of decoding the widest float32 tiles, whose products are plain arithmetic, leave a few words out; nothing else.
+    decoding = [row for row in used if row["kernel"] == "decode._split"]
+    assert names([row for row in decoding if row["stack_bytes"] > (16 if "float32" in row["case"] else 0)]) == []
+    halves = [row for row in used if row["half"] and row["kernel"] != "streaming.delta"]
+    assert names([row for row in halves if not row["tensor_cores"]]) == []

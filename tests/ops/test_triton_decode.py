@@ -1,11 +1,6 @@
 """The decoding kernel, in Triton's interpreter on a CPU (float32 and float16: its bfloat16 products are wrong)."""
 
-import json
 import os
-import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -165,69 +160,6 @@ def test_splits_cover_every_key_once(keys, programs, processors):
 def test_a_long_cache_fills_the_gpu():
     splits, _ = split_keys(32_768, 8, 64, 132)
     assert splits * 8 >= 2 * 132 * 0.9
-
-
-# Hopper's code without a GPU: what the compiler says of registers.
-
-HALVES = [("bf16", d, v, rows) for d, v in ((64, 64), (64, 128), (128, 128), (128, 256)) for rows in (1, 32)]
-FLOATS = [("fp32", d, v, 1) for d, v in ((64, 128), (128, 256))]
-COMPILED = [(*sizes, masked, shared) for sizes in HALVES + FLOATS for masked, shared in ((0, 0), (1, 0), (1, 1))]
-
-PROGRAM = """
-import json, sys, torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from diffvision.ops.attention.triton import decode
-
-for number, (dtype, d, v, rows, masked, shared) in enumerate(json.loads(sys.argv[1])):
-    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    x = decode.constants(kinds[dtype], d, v, rows)
-    options = {"num_warps": x.pop("num_warps"), "num_stages": x.pop("num_stages"), "enable_fp_fusion": True}
-    x |= {"CAUSAL": bool(masked), "MASK": bool(masked), "SHARED": bool(shared)}
-    signature = {name: "constexpr" if name in x else "i32" for name in decode._split.arg_names}
-    signature |= {name: "*" + dtype for name in ("q", "k", "v")} | {"mask": "*u8", "scale": "fp32"}
-    signature |= {name: "*fp32" for name in ("tops", "totals", "products")}
-    for name in ("q_d", "k_d", "v_v", "mask_n"):
-        signature[name], x[name] = "constexpr", 1
-    names = list(signature)
-    strides = [name for name in names if name[1:] in ("_b", "_h", "_n", "_m", "_p")]
-    aligned = ("q", "k", "v", "mask", "tops", "totals", "products", *strides)
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(fn=decode._split, signature=signature, constexprs=x, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    open(f"{sys.argv[2]}/{number}.cubin", "wb").write(made.asm["cubin"])
-    print(made.metadata.shared)
-"""
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Case -> (shared memory in bytes, file of its code): all compiled by one process without the interpreter."""
-    folder = tmp_path_factory.mktemp("hopper")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    arguments = [sys.executable, "-c", PROGRAM, json.dumps(COMPILED), str(folder)]
-    made = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert made.returncode == 0, made.stderr
-    shared = [int(line) for line in made.stdout.split()]
-    return {case: (shared[i], folder / f"{i}.cubin") for i, case in enumerate(COMPILED)}
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif("_cuobjdump() is None", reason="cuobjdump is not available")
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(map(str, case)))
-def test_hopper_code_spills_no_register(case, compiled):
-    (dtype, d, v, _, masked, _), (memory, code) = case, compiled[case]
-    assert memory <= 227 * 1024, "shared memory"
-    report = subprocess.run([_cuobjdump(), "--dump-resource-usage", code], capture_output=True, text=True)
-    stack, local = (int(re.search(rf"{name}:(\d+)", report.stdout)[1]) for name in ("STACK", "LOCAL"))
-    assert local == 0
-    # The widest float32 tiles, whose products are plain arithmetic, leave four words out; nothing else spills.
-    assert stack <= (16 if (dtype, d, v, masked) == ("fp32", 128, 256, 1) else 0)
-
-
-def _cuobjdump():
-    beside = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    return beside if os.path.exists(beside) else shutil.which("cuobjdump")
 
 
 GPU = {

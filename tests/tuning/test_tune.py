@@ -114,7 +114,7 @@ def test_what_the_process_says(with_broken, monkeypatch):
     [wrong] = news_of("raising", SMALL, SMALL)
     assert wrong["case"] == 0
     words = "2 x 2 heads of 8, 19 queries, 19 keys, forward and backward"
-    assert wrong["wrong"] == f"RuntimeError: out of resources: shared memory ({words})"
+    assert wrong["wrong"] == f"RuntimeError: unspecified launch failure ({words})"
 
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
@@ -122,6 +122,28 @@ def test_what_the_process_says(with_broken, monkeypatch):
     monkeypatch.setattr(BACKENDS["raising"], "diff_attention", no_memory)
     one, two = news_of("raising", SMALL, SMALL)
     assert one["cannot"] == two["cannot"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB"
+
+
+def test_a_backward_without_room_leaves_the_forward(monkeypatch):
+    """Triton refuses a launch that needs more shared memory than the GPU has: that excuses the case."""
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, lam, settings):
+            return reference.diff_attention(q, k, v, lam, **settings)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise errors.OutOfResources(221_376, 101_376, "shared memory")
+
+    half = SimpleNamespace(
+        limit=lambda _: None, diff_attention=lambda *tensors, **more: Attention.apply(*tensors, more)
+    )
+    monkeypatch.setitem(BACKENDS, "half", half)
+    training, inference = news_of("half", SMALL, SMALL._replace(grad=False))
+    assert "OutOfResources: out of resource: shared memory" in training["cannot"]
+    assert inference["seconds"] > 0
 
 
 def test_what_the_compiler_may_have_done_excludes_nothing(with_broken, monkeypatch):
@@ -262,7 +284,7 @@ def test_bad_settings_are_one_line(arguments, message, capsys):
             "crashing",
             "its process ended at 2 x 2 heads of 8, 19 queries, 19 keys, forward and backward with signal SIGABRT",
         ),
-        ("raising", "RuntimeError: out of resources"),
+        ("raising", "RuntimeError: unspecified launch failure"),
         ("orphaned", "its process ended at 2 x 2 heads of 8"),
         ("killed", None),
         ("talking", None),

@@ -1,6 +1,6 @@
 """From tensors to launches: the kernel, its blocks and its arguments, without reading a tensor's values.
 
-A `Launch` is data, so the test that compiles every configuration for Hopper without a GPU reads what a call would run.
+A `Launch` is data, so the test that compiles every configuration for every card without a GPU reads what a call runs.
 """
 
 import warnings
@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from diffvision.ops.attention.shared_memory import HOPPER
 from diffvision.ops.attention.triton import rows, streaming
 from diffvision.ops.attention.triton.tiles import FULL_MASK, KEY_MASK, NO_MASK
 
@@ -28,7 +29,10 @@ class Sequences(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Checked tensors: q [B, H, 2, M, D], k [B, Hk, P, N, D], v [B, Hk, N, V], lam [B, H, M, 1], mask [B, H, M, N]."""
+    """Checked tensors: q [B, H, 2, M, D], k [B, Hk, P, N, D], v [B, Hk, N, V], lam [B, H, M, 1], mask [B, H, M, N].
+
+    `shared` is the bytes of shared memory that a program may use.
+    """
 
     q: Tensor
     k: Tensor
@@ -37,6 +41,7 @@ class Inputs(NamedTuple):
     mask: Tensor | None
     causal: bool
     scale: float
+    shared: int
     packed: Sequences | None = None
 
 
@@ -87,13 +92,13 @@ def block(size: int) -> int:
 
 
 def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:
-    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size()))
+    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size(), x.shared))
     arguments = _inputs(x, tiles) | _get_strides("out", out, "bhm", x) | _lse(lse, x)
     return [Launch(rows.forward, _grid(x, tiles, arguments), arguments | {"SAVE": lse is not None}, tiles)]
 
 
 def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | None) -> list[Launch]:
-    tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size()))
+    tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size(), x.shared))
     arguments = _inputs(x, tiles) | _get_strides("out", out, "bhm", x) | _lse(lse, x)
     arguments |= {"o2": out if o2 is None else o2, "SAVE": lse is not None}
     return [Launch(streaming.forward, _grid(x, tiles, arguments), arguments, tiles)]
@@ -106,7 +111,7 @@ def backward_rows(x: Inputs, grad: Tensor, lse: Tensor, deltas: Tensor, grads: t
     tensors = _get_strides("grad", grad, "bhm", x) | _get_strides("dq", dq, "bhpm", x)
     tensors |= _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bhn", x) | _lse(lse, x)
     tensors |= {"d2_rows": deltas[:, :, 1], "grad_scale": x.scale, "H": x.k.shape[1]}
-    tiles = _tiles(x, rows_backward_tiles(n, d, v, size))
+    tiles = _tiles(x, rows_backward_tiles(n, d, v, size, x.shared))
     programs = _sequences(x) * x.k.shape[1]
     return [
         Launch(rows.backward, programs, _inputs(x, tiles) | tensors | parts, tiles)
@@ -131,7 +136,7 @@ def backward_streaming(
 
     given |= {"deltas": deltas, "grad_scale": x.scale}
     for parts in streaming_passes(d, v, x.k.shape[2], size):
-        tiles = _tiles(x, streaming_keys_tiles(size))
+        tiles = _tiles(x, streaming_keys_tiles(size, x.shared))
         arguments = (
             _inputs(x, tiles) | given | _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bhn", x) | parts
         )
@@ -139,25 +144,43 @@ def backward_streaming(
         programs = arguments["blocks"] * _sequences(x) * x.k.shape[1]
         launches.append(Launch(streaming.backward_keys, programs, arguments, tiles))
 
-    tiles = _tiles(x, streaming_queries_tiles(d, v, size))
+    tiles = _tiles(x, streaming_queries_tiles(d, v, size, x.shared))
     arguments = _inputs(x, tiles) | given | _get_strides("dq", dq, "bhpm", x)
     launches.append(Launch(streaming.backward_queries, _grid(x, tiles, arguments), arguments, tiles))
     return launches
 
 
 # --- block sizes -----------------------------------------------------------------------------------------------------
-# Chosen so that nothing spills and a program's tiles fit Hopper's shared memory (tests/ops/test_triton_compiles.py
-# compiles every one). Half types run on tensor cores from shared memory; float32 is multiplied exactly (IEEE), by plain
-# arithmetic whose operands are held in registers, so its tiles are small.
+# Chosen so that little spills and a program's tiles fit its shared memory (tests/ops/test_triton_compiles.py compiles
+# every one). Half types run on tensor cores. Hopper and B200 read a product's operands from shared memory; cards with
+# less of it hold them in registers, so their tiles are smaller. float32 is multiplied exactly (IEEE), by plain
+# arithmetic whose operands are held in registers, so its tiles are small on every card.
 
 
 TOGETHER, APART = [{"KEYS": True, "VALUES": True}], [{"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True}]
 
 
-def rows_limit(d: int, v: int, maps: int, size: int) -> int:
-    """Return the longest row of keys that the whole-row kernels take at these sizes (`size` bytes an element)."""
+def rows_limit(d: int, v: int, maps: int, size: int, shared: int, *, backward: bool) -> int:
+    """Return the longest row of keys that the whole-row kernels take at these sizes (`size` bytes an element).
+
+    A row's forward fits every card's shared memory. If its backward does not, training streams.
+    """
     longest = 256 if block(d) <= 64 else 128  # beyond, keys and values of D 128 crowd out everything else
-    return min(longest, _accumulators(longest, size) // max(maps * block(d), block(v)))
+    longest = min(longest, _accumulators(longest, size) // max(maps * block(d), block(v)))
+    while backward and longest and _rows_backward_bytes(longest, d, v, maps, size, shared) > shared:
+        longest //= 2
+    return longest
+
+
+def _rows_backward_bytes(n: int, d: int, v: int, maps: int, size: int, shared: int) -> int:
+    """Return an upper bound of the shared memory of `rows.backward`.
+
+    It holds values, keys in two layouts (float32: in one), and of a step's queries their rows, gradients, three sums
+    and both maps' weights.
+    """
+    m, layouts = rows_backward_tiles(n, d, v, size, shared).m, 1 if size == 4 else 2
+    n, d, v = block(n), block(d), block(v)
+    return size * (n * (layouts * maps * d + v) + m * (2 * d + v) + (layouts - 1) * 2 * n * m) + 12 * m
 
 
 def rows_passes(n: int, d: int, v: int, maps: int, size: int) -> list[dict[str, bool]]:
@@ -177,37 +200,44 @@ def _accumulators(n: int, size: int) -> int:
     return 128 * 32 * (4 if n <= 64 else 8)
 
 
-def rows_forward_tiles(n: int, size: int) -> Tiles:
+def rows_forward_tiles(n: int, size: int, shared: int) -> Tiles:
     n = block(n)
     if size == 4:
         return Tiles(16, n, 8, 1)
-    return Tiles(64, n, 8 if n > 64 else 4, 1)
+    return Tiles(32 if shared < HOPPER else 64, n, 8 if n > 64 else 4, 1)
 
 
-def rows_backward_tiles(n: int, d: int, v: int, size: int) -> Tiles:
+def rows_backward_tiles(n: int, d: int, v: int, size: int, shared: int) -> Tiles:
     n = block(n)
     if size == 4:
         return Tiles(16, n, 16 if n > 32 else 8, 1)
+    warps = 8 if n > 64 else 4
+    if shared < HOPPER:
+        return Tiles(16, n, warps, 1)
     # Keys and values of all rows fill the shared memory where D is large: no second stage then.
     stages = 1 if n > 64 and block(d) > 64 else 2
-    return Tiles(32 if n <= 128 and block(v) <= 128 else 16, n, 8 if n > 64 else 4, stages)
+    return Tiles(32 if n <= 128 and block(v) <= 128 else 16, n, warps, stages)
 
 
-def streaming_forward_tiles(v: int, size: int) -> Tiles:
+def streaming_forward_tiles(v: int, size: int, shared: int) -> Tiles:
     if size == 4:
         return Tiles(32 if block(v) <= 128 else 16, 32, 8, 1)
+    if shared < HOPPER:
+        return Tiles(64, 64 if block(v) <= 128 else 32, 8, 2)
     return Tiles(128, 64, 8, 3 if block(v) <= 128 else 2)
 
 
-def streaming_keys_tiles(size: int) -> Tiles:
+def streaming_keys_tiles(size: int, shared: int) -> Tiles:
     if size == 4:
         return Tiles(16, 32, 8, 1)
-    return Tiles(32, 128, 8, 2)
+    return Tiles(16, 64, 8, 2) if shared < HOPPER else Tiles(32, 128, 8, 2)
 
 
-def streaming_queries_tiles(d: int, v: int, size: int) -> Tiles:
+def streaming_queries_tiles(d: int, v: int, size: int, shared: int) -> Tiles:
     if size == 4:
         return Tiles(16, 32, 8, 1)
+    if shared < HOPPER:
+        return Tiles(64, 32, 8, 2 if block(d) <= 64 else 1)
     return Tiles(128, 64 if block(d) <= 64 and block(v) <= 128 else 32, 8, 2)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from diffvision.ops.attention import operators
+from diffvision.ops.attention.shared_memory import shared_memory
 from diffvision.ops.attention.triton import launch
 from diffvision.ops.attention.triton.launch import Inputs, Sequences
 
@@ -30,7 +31,7 @@ def attention(
     """Return out [B, H, M, V], lse [B, H, 2, M] float32 and the second map's product [B, H, M, V], or empty ones."""
     out, lse, o2 = _forward_empty(q, v, cu_q is not None, keep)
     x = _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale)
-    whole = keep == "rows" or (keep == "nothing" and fits_rows(q, k, v, longest_q, longest_k))
+    whole = keep == "rows" or (keep == "nothing" and fits_rows(q, k, v, longest_q, longest_k, backward=False))
     kept = None if keep == "nothing" else lse
     if whole:
         launches = launch.forward_rows(x, out, kept)
@@ -107,12 +108,13 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 operators.count(torch.ops.diffvision.triton_attention, torch.ops.diffvision.triton_attention_backward)
 
 
-def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int) -> bool:
+def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int, *, backward: bool) -> bool:
     """Whether the whole-row kernels take the call: short keys, and few enough queries for one program a head.
 
     A symbolic length is not short: its graph must serve every length, as the streaming kernels do.
     """
-    limit = launch.rows_limit(q.shape[4], v.shape[3], k.shape[2], q.element_size())
+    sizes = (q.shape[4], v.shape[3], k.shape[2], q.element_size())
+    limit = launch.rows_limit(*sizes, shared_memory(q.device), backward=backward)
     return statically_known_true(longest_k <= limit) and statically_known_true(longest_q <= 1024)
 
 
@@ -147,4 +149,4 @@ def _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[1], q.shape[3], k.shape[3])
     packed = None if cu_q is None else Sequences(cu_q, cu_k, longest_q, longest_k)
-    return Inputs(q, k, v, lam, mask, causal, scale, packed)
+    return Inputs(q, k, v, lam, mask, causal, scale, shared_memory(q.device), packed)

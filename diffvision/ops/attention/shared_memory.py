@@ -1,0 +1,17 @@
+"""The shared memory that one program of a GPU's kernel may use, by which kernels choose their tiles."""
+
+import torch
+
+KIB = 1024
+# By compute capability, to compile without a device: A100; A10 and RTX 30; L4, L40S and RTX 40; H100 and H200; B200;
+# RTX 50 and RTX PRO 6000.
+BY_CAPABILITY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+LEAST, HOPPER = BY_CAPABILITY[86], BY_CAPABILITY[90]
+
+
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes a program may use on a device; without a GPU, Hopper's."""
+    if device.type != "cuda":
+        return HOPPER
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
