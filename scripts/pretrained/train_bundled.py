@@ -228,7 +228,10 @@ def rows_of(pair: Pair, model: str, seeds: int, work: Path) -> list[dict[str, An
     rows = []
     for metric in pair.metrics:
         found = [first[metric], first.get(f"{metric}_low", ""), first.get(f"{metric}_high", "")]
-        spread = mean_interval([first[metric], *(one[metric] for one in others)]) if others else ("", "", "")
+        spread: Any = ("", "", "")
+        if others:
+            mean, low, high = mean_interval([first[metric], *(one[metric] for one in others)])
+            spread = (mean, low, min(high, 1.0)) if f"{metric}_low" in first else (mean, low, high)  # a share
         numbers = [f"{value:.4f}" if isinstance(value, float) else value for value in (*found, *spread)]
         values = (f"{model}.{pair.data}", parameters, pair.data, metric, *numbers[:3], seeds, *numbers[3:])
         rows.append(dict(zip(COLUMNS, values, strict=True)))
@@ -257,10 +260,10 @@ def write_card(pair: Pair, model: str, rows: list[dict[str, Any]]) -> None:
         "",
     ]
     lines += ["```bash", commands.strip(), "```", ""]
-    lines += ["| model | metric | this seed, 95% CI | mean of seeds, 95% CI |", "|---|---|---|---|"]
+    lines += [f"| model | metric | this seed, 95% CI | mean of {rows[0]['seeds']} seeds, 95% CI |", "|---|---|---|---|"]
     for row in rows:
         own = f"{row['value']}" + (f" [{row['low']}, {row['high']}]" if row["low"] != "" else "")
-        mean = f"{row['mean']} [{row['mean_low']}, {row['mean_high']}]" if row["mean"] != "" else "one seed"
+        mean = f"{row['mean']} [{row['mean_low']}, {row['mean_high']}]" if row["mean"] != "" else row["value"]
         lines.append(f"| `{row['model']}` | {row['metric']} | {own} | {mean} |")
     lines += ["", "Intervals of one seed are over samples, those of the mean over seeds (Student's t)."]
     file = WEIGHTS / spec / "README.md" if is_language else WEIGHTS / f"{spec}.md"
