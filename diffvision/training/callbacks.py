@@ -58,7 +58,8 @@ class LambdaMonitor(pl.Callback):
             lambdas = layer_lambdas(model, few)
         if lambdas:
             pl_module.log_dict({f"lambda/{name}": value for name, value in lambdas.items()})
-            pl_module.log("lambda", sum(lambdas.values()) / len(lambdas), prog_bar=True)
+            # On the CPU, as Lightning reads what is logged for a progress bar at every step from then on.
+            pl_module.log("lambda", torch.tensor(sum(lambdas.values()) / len(lambdas)), prog_bar=True)
 
 
 class LambdaAnnealing(pl.Callback):
@@ -151,12 +152,14 @@ class Throughput(pl.Callback):
         if "tokens" in batch:
             self.tokens += len(data) * (data.shape[1] - 1) * trainer.world_size  # that the model reads
         if is_logging_step(trainer, trainer.global_step):
-            pl_module.log("train/samples_per_second", self.samples / self.seconds, prog_bar=not self.tokens)
+            rates = torch.tensor([self.samples, self.tokens]) / self.seconds  # on the CPU, as above
+            pl_module.log("train/samples_per_second", rates[0], prog_bar=not self.tokens)
             if self.tokens:
-                pl_module.log("train/tokens_per_second", self.tokens / self.seconds, prog_bar=True)
+                pl_module.log("train/tokens_per_second", rates[1], prog_bar=True)
             if self.waited is not None:
                 loader: Any = trainer.train_dataloader
-                pl_module.log("train/data_wait", (loader.waited - self.waited) / self.seconds, prog_bar=True)
+                share = torch.tensor((loader.waited - self.waited) / self.seconds)
+                pl_module.log("train/data_wait", share, prog_bar=True)
                 self.waited = loader.waited
             self.samples, self.tokens, self.seconds = 0, 0, 0.0
 

@@ -128,9 +128,8 @@ class ClassificationModule(TrainingModule):
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
-        self.log("train/loss", loss.detach(), prog_bar=True)
-        if not self.in_fabric:
-            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
+        rate = None if self.in_fabric else self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log_step(rate, loss=loss.detach())
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:

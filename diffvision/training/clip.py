@@ -194,9 +194,7 @@ class ContrastiveModule(TrainingModule):
         with torch.no_grad():
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
-        self.log("train/lr", rate, prog_bar=True)
-        self.log("train/loss", loss, prog_bar=True)
-        self.log("train/logit_scale", self.model.logit_scale.detach().exp().mean(), prog_bar=True)
+        self.log_step(rate, loss=loss, logit_scale=self.model.logit_scale.detach().exp().mean())
         return loss
 
     def _differentiable_loss(self, batch: ImageTextBatch) -> Tensor:

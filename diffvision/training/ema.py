@@ -6,11 +6,15 @@ The averaging is Lightning's; this module adds what exact resuming needs.
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from diffvision.training.fault_tolerance import lightning_internals
 
@@ -20,9 +24,10 @@ class EMA(EMAWeightAveraging):
 
     `evaluate` of a checkpoint therefore evaluates the averages.
 
-    Lightning 2.6 alone does not resume exactly, so four things differ. A checkpoint taken while the averages are in
+    Lightning 2.6 alone does not resume exactly, so these things differ. A checkpoint taken while the averages are in
     the module (during validation, and after training) stores both sets under the right keys. The epoch of the last
-    update is saved. The averages are on the training device rather than on the CPU. Sharded weights are refused,
+    update is saved. The averages are on the training device rather than on the CPU, and an update
+    does not wait for it. Sharded weights are refused,
     because Lightning would average each rank's shard.
     """
 
@@ -54,6 +59,7 @@ class EMA(EMAWeightAveraging):
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
+        self.decay = decay
         self._averaged_epoch = -1  # the epoch at whose end the averages were last updated
         self._averages = False  # whether averages exist: from the first fit on
         self._swapped = False  # whether the module holds the averages, and the average model the training weights
@@ -76,6 +82,9 @@ class EMA(EMAWeightAveraging):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
             super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            (averages,) = (value for value in vars(self).values() if isinstance(value, AveragedModel))
+            Averages.take_over(averages, self.decay)
         self._averages = self._averages or stage == "fit"
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,3 +121,33 @@ class EMA(EMAWeightAveraging):
         if self._swapped:
             trained, average = checkpoint["state_dict"], checkpoint["current_model_state"]
             checkpoint["state_dict"], checkpoint["current_model_state"] = average, trained
+
+
+class Averages(AveragedModel):
+    """torch's AveragedModel with its count of updates on the CPU, so that an update does not wait for the device."""
+
+    @classmethod
+    def take_over(cls, model: AveragedModel, decay: float) -> None:
+        """Make a model of this class from one that Lightning has made."""
+        model.__class__ = cls
+        model.multi_avg_fn, model.n_averaged = get_ema_multi_avg_fn(decay), torch.tensor(0)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Update the averages of parameters and buffers, by a few kernels for each dtype; the first update copies."""
+        assert self.multi_avg_fn is not None
+        pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for average, current in zip(tensors_of(self.module), tensors_of(model), strict=True):
+            pairs.setdefault(average.dtype, []).append((average.detach(), current.detach().to(average.device)))
+        for same in pairs.values():
+            averages, currents = map(list, zip(*same, strict=True))
+            if self.n_averaged:
+                self.multi_avg_fn(averages, currents, self.n_averaged)
+            else:
+                torch._foreach_copy_(averages, currents)
+        self.n_averaged += 1
+
+
+def tensors_of(module: nn.Module) -> chain[torch.Tensor]:
+    """Return the parameters and buffers of a module."""
+    return chain(module.parameters(), module.buffers())

@@ -208,12 +208,12 @@ class LanguageModule(TrainingModule):
             return self._mean_loss(self.as_read(batch))
         loss, nll, count = self.sums(batch)
         nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
-        self.log("train/loss", nats / predictions.clamp(min=1), prog_bar=True)
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log_step(rate, loss=nats / predictions.clamp(min=1))
         if self.distill is not None:
             self.log("train/objective", (nats + excess) / predictions.clamp(min=1))
         elif self.z_loss:
             self.log("train/z_loss", excess / predictions.clamp(min=1))
-        self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], prog_bar=True)
         if "documents" not in batch and "learned" not in batch:
             return loss / count
         self._predictions = count if self._predictions is None else self._predictions + count

@@ -20,6 +20,7 @@ from diffvision.data.batches import named
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups
+from diffvision.training.progress import ProgressLine
 from diffvision.training.schedule import WarmupDecay
 
 # Warnings of other libraries about code that is not the user's.
@@ -194,6 +195,19 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         for index, row in enumerate(rows):
             yield f"{stage}/", f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
 
+    def log_step(self, rate: float | None, **values: Tensor) -> None:
+        """Log a step's learning rate, from the CPU, and numbers from the device, with no wait for these.
+
+        Lightning reads what is logged for a progress bar at every step. Ours needs nothing for it: it takes the
+        numbers from the logs.
+        """
+        if rate is not None:
+            self.log("train/lr", torch.tensor(rate), prog_bar=True)
+        trainer = self.attached_trainer
+        read = trainer is not None and not isinstance(trainer.progress_bar_callback, ProgressLine)
+        for name, value in values.items():
+            self.log(f"train/{name}", value, prog_bar=read)
+
     def log_means(self, values: dict[str, float], prog_bar: bool = True) -> None:
         """Log values that are equal on all ranks, by names that say which loader they are of."""
         self.log_dict(values, prog_bar=prog_bar, sync_dist=True, add_dataloader_idx=False)
@@ -221,6 +235,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save what rebuilds the model, and hyperparameters that need no other file of weights."""
+        if (trainer := self.attached_trainer) is not None:
+            for guard in lightning_internals.find_callbacks(trainer, StepGuard):
+                guard.read()  # also where only weights are saved, without the callbacks' states
         checkpoint["diffvision"] = self.describe()
         checkpoint["hyper_parameters"] = dict(self.hparams) | self.arguments_without_weights()
 

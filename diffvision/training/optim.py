@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from diffvision.moved import get_renamed
 
+FUSED = ("cpu", "cuda")
+"""Devices for which AdamW is one fused kernel."""
 Decay = Literal["cosine", "linear"]
 
 
@@ -95,15 +97,15 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Return AdamW over `groups`; a group's `lr_scale` (timm's layer decay) multiplies its learning rate.
 
-    Parameters on a CPU are updated by torch's fused kernel, in one pass instead of one for each term of the formula.
-    Elsewhere, and for sharded parameters, torch chooses. With a gradient scaler (16-mixed) it is not used: it would
-    unscale the gradients itself, after their norm was clipped and logged.
+    It is torch's fused kernel, in one pass instead of one for each term of the formula, which also skips a step that
+    is not finite without a wait for the device. With a gradient scaler (16-mixed) or Trainer's gradient_clip_val it is
+    not used: it would unscale the gradients itself, after their norm was clipped and logged.
     """
     for group in groups:
         group["lr"] = settings.lr * group.get("lr_scale", 1.0)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    scaled = trainer is not None and getattr(trainer.precision_plugin, "scaler", None) is not None
-    fused = (not scaled and all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parameters)) or None
+    unscaled = trainer is None or not (getattr(trainer.precision_plugin, "scaler", None) or trainer.gradient_clip_val)
+    fused = (unscaled and all(p.device.type in FUSED for p in parameters)) or None
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.fault_tolerance import watch_signals
-from diffvision.training.fault_tolerance.lightning_internals import find_callbacks, is_logging_step
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks, is_logging_step, may_read
 from diffvision.training.schedule import epoch_steps, run_steps
 from diffvision.training.terminal import CellScreen, Screen
 
@@ -42,14 +42,16 @@ ALIASES = {
     r"train/logit_scale": "scale",
     r"val/acc5": "val acc5",
 }
+OF_STEP = ("train/loss", "train/logit_scale")  # on the line although Lightning does not read them for it at every step
 SHORTEST_BAR, LONGEST_BAR = 5, 40  # columns
-REDRAWN = 0.25  # seconds between two drawings, because reading a metric waits for the GPU
+REDRAWN = 0.25  # seconds between two drawings
 MEMORY = 100  # steps over which the time of a step is averaged
 
 
 class ProgressLine(ProgressBar):
     """Epoch and step, counted from 1, of the whole run; the time left for all of it; and the metrics that fit.
 
+    Metrics are those of the last logging step, and on a CPU of the last step: to read others would wait for the GPU.
     The time left is that of the remaining steps and validations, each as long as the recent ones of this process. In a
     terminal the line is redrawn in place and other output appears above it, in a notebook below it. Elsewhere a line
     is printed at most every `seconds` on logging steps and in evaluations, and after each validation and epoch.
@@ -87,9 +89,12 @@ class ProgressLine(ProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._clock.stepped(trainer.global_step)
-        due = self._screen is not None or is_logging_step(trainer, trainer.global_step)
-        if self.is_enabled and due and self._is_line_due():
-            self._show(trainer, metrics=True)
+        step = trainer.global_step
+        logs, drawn = is_logging_step(trainer, step), self._screen is not None
+        # The numbers of the next steps stay on the device, so these are shown now.
+        last = drawn and logs and not may_read(trainer, step + 1)
+        if self.is_enabled and (last or (self._is_line_due() and (drawn or logs))):
+            self._show(trainer, metrics=may_read(trainer, step))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the line, unless a validation has just shown it."""
@@ -163,7 +168,9 @@ class ProgressLine(ProgressBar):
             return
         self._shown = time.monotonic()
         if metrics:
-            self._parts = format_metrics(trainer.progress_bar_metrics)
+            logged = trainer.callback_metrics
+            of_step = {name: logged[name] for name in OF_STEP if name in logged}
+            self._parts = format_metrics(of_step | trainer.progress_bar_metrics)
         whole = trainer.state.fn == "fit" and not trainer.sanity_checking
         if whole:
             total = total_steps(trainer)

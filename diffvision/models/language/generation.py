@@ -17,6 +17,8 @@ from diffvision.models.language.decoder import LanguageModel
 
 # A compiled step is compiled again for each capacity of the cache, so capacities are multiples of this many tokens.
 CAPACITY_STEP = 64
+# Tokens after which it is read from a GPU whether all rows have ended; each time the GPU is waited for.
+READ_EVERY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,8 @@ def generate(
         top_p: as in `Sampling`.
         stop: tokens that end a continuation; they are not part of it.
         vocab_size: only tokens below it are generated: set it to the tokenizer's if the model's is rounded up.
-        generator: for the draws, on the model's device; torch's default if None.
+        generator: for the draws, on the model's device; torch's default if None. A GPU may draw a few more tokens than
+            are returned.
         on_token: called with (index of the prompt, token) for each new token, for streaming; True ends the prompt's
             continuation after this token.
         compile: compile the decoding step (a minute at the first call for a model and capacity).
@@ -143,19 +146,26 @@ def generate(
     else:
         hidden, past = compress.prefill(model, tokens, padding, capacity)
     decode = _compile_step() if compile else None
+    at, slots = (torch.full((1,), index, device=device) for index in (length, past.length))
+    read_every = 1 if on_token is not None or device.type == "cpu" else READ_EVERY
+    unread: list[Tensor] = []
     new: list[list[int]] = [[] for _ in rows]
     running = set(range(len(rows)))
     for position in range(length, end):
         chosen = sampling.choose(model.logits(hidden[:, -1])[:, :vocab_size], generator)
-        _add_tokens(chosen.tolist(), new, running, stop, on_token)
+        unread.append(chosen)
+        if len(unread) == read_every or position == end - 1:
+            for step in torch.stack(unread).tolist():
+                _add_tokens(step, new, running, stop, on_token)
+            unread.clear()
         if not running or position == end - 1:
             break
         if decode is None:
             hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
         else:
-            positions, slots = (torch.tensor([index], device=device) for index in (position, past.length))
-            hidden = decode(model, chosen[:, None], positions, past, padding, slots)
+            hidden = decode(model, chosen[:, None], at, past, padding, slots)
             past.advance(1)
+            at, slots = at + 1, slots + 1
     return new
 
 

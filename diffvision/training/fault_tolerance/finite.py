@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,69 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.files import open_for_writing
-from diffvision.training.fault_tolerance.lightning_internals import is_dry_run
 from diffvision.training.fault_tolerance.rotation import Rotation
 
 FILE = "skipped_steps.jsonl"
+UNREAD = 1000  # steps after which they are read even where nothing is logged
 LEAST_SCALE = 1.0  # below it a gradient scaler has no overflow left to avoid: the gradients themselves are infinite
 REMEDIES = "lower optimizer.lr, set optimizer.clip_norm, train in bf16-mixed or 32-true, or look for damaged data"
+
+
+@dataclass
+class Step:
+    """An optimizer step whose gradient was computed; its tensors are on the device until they are read.
+
+    Attributes:
+        number: of steps before it.
+        epoch: of its batches.
+        batches: their numbers in the epoch.
+        norm: of the gradient.
+        losses: one for each backward pass on this rank.
+        batch: the last of its batches; None once it was forgotten.
+        bad: by tensor of that batch, which rows hold NaN or infinity; known once it was forgotten.
+    """
+
+    number: int
+    epoch: int
+    batches: list[int]
+    norm: Tensor
+    losses: list[Tensor]
+    batch: Any
+    bad: list[Tensor] = field(default_factory=list)
+
+    def forget_batch(self) -> None:
+        """Keep of the last batch only which of its rows hold NaN or infinity."""
+        if self.batch is not None:
+            self.bad, self.batch = find_bad_rows(self.batch), None
+
+    def bad_rows(self) -> list[int]:
+        """Return the samples of the last batch that hold NaN or infinity."""
+        self.forget_batch()
+        return sorted({row for flags in self.bad for row in flags.nonzero().flatten().tolist()})
+
+    def bad_losses(self) -> list[float]:
+        """Return the losses that are not finite."""
+        return [loss.item() for loss in self.losses if not torch.isfinite(loss).all()]
+
+    def blame(self) -> int:
+        """Return how likely this rank is the cause: 2 if its batch is not finite, 1 if only its loss, 0 otherwise."""
+        return 2 if self.bad_rows() else int(bool(self.bad_losses()))
+
+    def describe(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return this rank's loss and, if the loader knows them, the samples that are not finite, or all of them."""
+        losses = self.bad_losses()
+        description: dict[str, Any] = {"rank": trainer.global_rank, "loss": str(losses[0]) if losses else "finite"}
+        names = getattr(trainer.train_dataloader, "names", None)
+        if names is not None:
+            if rows := self.bad_rows():
+                last = names(self.epoch, self.batches[-1])
+                description["samples"] = [last[row] for row in rows]
+            else:
+                description["samples"] = [name for batch in self.batches for name in names(self.epoch, batch)]
+        return description
 
 
 class StepGuard(pl.Callback):
@@ -34,6 +91,11 @@ class StepGuard(pl.Callback):
     which a rank whose loss is not finite has put NaN. A skipped step changes no weight, moment or running statistic.
     The trainer's step and the schedule advance; a line in `skipped_steps.jsonl` next to the logs reports it, and
     `train/skipped_steps` counts. Only the first process writes.
+
+    The device decides, and an optimizer that takes `found_inf` (torch's fused ones) skips by itself. What it decided
+    is read, counted and reported on logging steps, at each checkpoint and at the end, so no step between them waits
+    for the device. On a CPU, where reading costs nothing, that is at every step. Another optimizer is waited for at
+    every step.
 
     A gradient scaler (16-mixed) skips overflows by itself while it searches its scale: they count only where a loss
     was not finite, or the scale has fallen below 1.
@@ -58,8 +120,12 @@ class StepGuard(pl.Callback):
         self._losses: list[Tensor] = []  # of the current step: one for each backward pass
         self._batches: list[int] = []
         self._batch: Any = None
+        self._unread: list[Step] = []
+        self._trainer: pl.Trainer | None = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the counts, of all steps so far: a checkpoint holds no step that is not reported."""
+        self.read()
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -67,6 +133,8 @@ class StepGuard(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Connect the writer of checkpoints, which keeps replaced ones while steps are skipped."""
+        self._trainer, self._unread = trainer, []
+        self._file = Path(trainer.log_dir or trainer.default_root_dir, FILE)  # all ranks ask together: a broadcast
         self._statistics = Statistics(pl_module)
         self._rotation = Rotation(skipping=self.in_a_row > 0)
         if isinstance(writer := trainer.strategy.checkpoint_io, DurableCheckpointIO):
@@ -97,73 +165,104 @@ class StepGuard(pl.Callback):
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = gradient_norm(parameters)
-        if torch.isfinite(norm):
-            if self.clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-            self._statistics.keep()
-            self._rotation.step_finite()
-            self.in_a_row = 0
-        else:
-            self._statistics.restore()
-            self._skip(trainer, parameters, norm)
+        finite = norm.isfinite()
+        if self.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+        self._statistics.keep_or_restore(finite)
+        place = trainer.global_step, trainer.current_epoch, self._batches
+        self._unread.append(step := Step(*place, norm.detach(), self._losses, self._batch))
         self._losses, self._batches = [], []
-        pl_module.log("train/grad_norm", norm)
-        pl_module.log("train/skipped_steps", float(self.skipped))
-
-    def _skip(self, trainer: pl.Trainer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        blame = max(gather(trainer, own_blame := self._rate_blame()))
-        if scaler is not None and not blame and scaler.get_scale() >= LEAST_SCALE:
+        if skips := scaler is None and lightning_internals.takes_found_inf(optimizer):
+            optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]  # as a gradient scaler does
+        if not skips or lightning_internals.may_read(trainer, step.number + 1) or len(self._unread) >= UNREAD:
+            skipped = self.skipped
+            self.read()
+            if not skips and self.skipped > skipped:
+                for parameter in parameters:
+                    parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
+        else:
+            step.forget_batch()
+        pl_module.log("train/grad_norm", norm)
+        pl_module.log("train/skipped_steps", torch.tensor(float(self.skipped)))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.read()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Report the skipped steps that were not read yet, without the other ranks, which may be gone."""
+        with suppress(FloatingPointError, RuntimeError):  # the device may be what failed
+            self.read(alone=True)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave optimizers as they were."""
+        for optimizer in trainer.optimizers:
+            vars(optimizer).pop("found_inf", None)
+        self._trainer, self._unread = None, []
+
+    def read(self, alone: bool = False) -> None:
+        """Read from the device which steps were finite, and report the others; all ranks call it together.
+
+        Args:
+            alone: whether only this rank does.
+
+        Raises:
+            FloatingPointError: on all ranks, where more than `max_skipped` steps in a row were not finite.
+        """
+        steps, self._unread = self._unread, []
+        error: FloatingPointError | None = None
+        if not steps or self._trainer is None:
             return
-        for parameter in parameters:
-            parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
-        description = self._describe(trainer) if own_blame == blame else None
-        blamed = [rank for rank in gather(trainer, description) if rank]
+        for step, norm in zip(steps, torch.stack([step.norm for step in steps]).tolist(), strict=True):
+            if not math.isfinite(norm):
+                error = self._report(self._trainer, step, norm, alone) or error
+            elif error is None:
+                self._rotation.step_finite()
+                self.in_a_row = 0
+        if error is not None:
+            raise error
+
+    def _report(self, trainer: pl.Trainer, step: Step, norm: float, alone: bool) -> FloatingPointError | None:
+        """Count and report a skipped step; return an error where it is one too many."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        blame = max(gather(trainer, own_blame := step.blame(), alone))
+        if scaler is not None and not blame and scaler.get_scale() >= LEAST_SCALE:
+            return None
+        description = step.describe(trainer) if own_blame == blame else None
+        blamed = [rank for rank in gather(trainer, description, alone) if rank]
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         self._rotation.step_skipped()
-        step = {"step": trainer.global_step, "epoch": trainer.current_epoch, "batches": self._batches}
-        file = _append(trainer, {**step, "norm": str(norm.item()), "in_a_row": self.in_a_row, "ranks": blamed})
-        where = f"step {trainer.global_step} (batch {self._batches[-1]} of epoch {trainer.current_epoch})"
+        place = {"step": step.number, "epoch": step.epoch, "batches": step.batches}
+        self._append(trainer, {**place, "norm": str(norm), "in_a_row": self.in_a_row, "ranks": blamed})
+        where = f"step {step.number} (batch {step.batches[-1]} of epoch {step.epoch})"
         which = ", ".join(f"{rank['loss']} on rank {rank['rank']}" for rank in blamed)
-        what = f"the gradient's norm is {norm.item()} at {where}, the loss {which}"
-        if self.in_a_row > self.max_skipped:
-            raise FloatingPointError(
-                f"{what}: steps {trainer.global_step + 1 - self.in_a_row} to {trainer.global_step} were not finite, "
-                f"over optimizer.max_skipped={self.max_skipped}: see their batches in {file}; {REMEDIES}"
-                + self._list_kept()
-            )
-        rank_zero_warn(f"{what}: it is skipped ({self.in_a_row} in a row); {file} lists its samples")
+        what = f"the gradient's norm is {norm} at {where}, the loss {which}"
+        if self.in_a_row <= self.max_skipped:
+            rank_zero_warn(f"{what}: it is skipped ({self.in_a_row} in a row); {self._file} lists its samples")
+            return None
+        return FloatingPointError(
+            f"{what}: steps {step.number + 1 - self.in_a_row} to {step.number} were not finite, over "
+            f"optimizer.max_skipped={self.max_skipped}: see their batches in {self._file}; {REMEDIES}"
+            + self._list_kept()
+        )
 
     def _list_kept(self) -> str:
         """Name the checkpoints to resume from that newer ones would have replaced."""
         kept = ", ".join(str(path) for path in self._rotation.kept)
         return f". Kept from before these steps: {kept}" if kept else ""
 
-    def _rate_blame(self) -> int:
-        """Return how likely this rank is the cause: 2 if its batch is not finite, 1 if only its loss, 0 otherwise."""
-        if self._bad_rows():
-            return 2
-        return int(not all(torch.isfinite(loss).all() for loss in self._losses))
-
-    def _bad_rows(self) -> list[int]:
-        """Return the samples of the last batch that hold NaN or infinity."""
-        values = self._batch.values() if isinstance(self._batch, dict) else ()
-        floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
-        return sorted({row for v in floats for row in (~v.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()})
-
-    def _describe(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return this rank's loss and, if the loader knows them, the samples that are not finite, or all of them."""
-        bad = [loss for loss in self._losses if not torch.isfinite(loss).all()]
-        description: dict[str, Any] = {"rank": trainer.global_rank, "loss": str(bad[0].item()) if bad else "finite"}
-        names = getattr(trainer.train_dataloader, "names", None)
-        if names is not None:
-            if rows := self._bad_rows():
-                last = names(trainer.current_epoch, self._batches[-1])
-                description["samples"] = [last[row] for row in rows]
-            else:
-                samples = [name for batch in self._batches for name in names(trainer.current_epoch, batch)]
-                description["samples"] = samples
-        return description
+    def _append(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:
+        """Append a line to the file of skipped steps; warn where it cannot be written."""
+        if not trainer.is_global_zero or lightning_internals.is_dry_run(trainer):
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(open_for_writing(self._file, os.O_WRONLY | os.O_APPEND), "a") as lines:
+                lines.write(json.dumps(record) + "\n")
+        except OSError as error:
+            rank_zero_warn(
+                f"{self._file} cannot be written ({error.strerror}); of a skipped step it would say {record}"
+            )
 
 
 class Statistics:
@@ -174,15 +273,18 @@ class Statistics:
         self.live = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
         self.kept = [buffer.clone() for buffer in self.live]
 
-    def keep(self) -> None:
-        """Keep the current statistics."""
+    def keep_or_restore(self, finite: Tensor) -> None:
+        """Keep the current statistics after a finite step, or restore those that were kept last."""
         for kept, live in zip(self.kept, self.live, strict=True):
-            kept.copy_(live)
-
-    def restore(self) -> None:
-        """Restore the statistics that were kept last."""
-        for kept, live in zip(self.kept, self.live, strict=True):
+            kept.copy_(torch.where(finite, live, kept))
             live.copy_(kept)
+
+
+def find_bad_rows(batch: Any) -> list[Tensor]:
+    """Return for each tensor of numbers in a batch which rows hold NaN or infinity, without a wait for the device."""
+    values = batch.values() if isinstance(batch, dict) else ()
+    floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
+    return [~v.isfinite().reshape(len(v), -1).all(1) for v in floats]
 
 
 def spread_nan(loss: Tensor) -> None:
@@ -202,24 +304,10 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds a part of the norm
 
 
-def gather(trainer: pl.Trainer, value: Any) -> list[Any]:
-    """Return each rank's value, by rank."""
-    values = [value] * trainer.world_size
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(values, value)
+def gather(trainer: pl.Trainer, value: Any, alone: bool = False) -> list[Any]:
+    """Return each rank's value, by rank; `alone`: this rank's only."""
+    if alone or trainer.world_size == 1:
+        return [value]
+    values = [None] * trainer.world_size
+    torch.distributed.all_gather_object(values, value)
     return values
-
-
-def _append(trainer: pl.Trainer, record: dict[str, Any]) -> str:
-    """Append a line to the file of skipped steps and return its path; warn where it cannot be written."""
-    directory = trainer.log_dir or trainer.default_root_dir  # a collective: the first rank broadcasts it
-    file = Path(directory, FILE)
-    if not trainer.is_global_zero or is_dry_run(trainer):
-        return str(file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_for_writing(file, os.O_WRONLY | os.O_APPEND), "a") as lines:
-            lines.write(json.dumps(record) + "\n")
-    except OSError as error:
-        rank_zero_warn(f"{file} cannot be written ({error.strerror}); of a skipped step it would say {record}")
-    return str(file)

@@ -113,6 +113,20 @@ def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def may_read(trainer: pl.Trainer, step: int) -> bool:
+    """Return whether numbers are read from the device after so many steps.
+
+    Each such number waits for all that the device has to do. On logging steps Lightning waits anyway, and a CPU is
+    never waited for.
+    """
+    return trainer.strategy.root_device.type == "cpu" or is_logging_step(trainer, step)
+
+
+def takes_found_inf(optimizer: Any) -> bool:
+    """Return whether an optimizer makes no step where its attribute `found_inf` is 1, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 # --- loops ---
 
 

@@ -1,0 +1,203 @@
+"""No training step waits for the device, nor holds a tensor on the CPU that meets one on the device.
+
+The meta device computes nothing: `.item()`, `bool()` and most operations with a tensor of another device raise there.
+`scripts/benchmarks/waits.py` counts the waits of a CUDA device.
+"""
+
+import json
+import math
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops import fit_loop
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from diffvision.training import fault_tolerance, optim
+from diffvision.training.callbacks import Throughput
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.ema import EMA
+from diffvision.training.fault_tolerance import finite
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
+from diffvision.training.language import LanguageModule
+from diffvision.training.progress import ProgressLine
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+OPTIMIZER = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 1.0}
+SMALL = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64, "depth": 2}
+IMAGE = torch.zeros(3, 32, 32)
+
+
+def contrastive(**settings):
+    module = ContrastiveModule("DiffCLIP-debug", optimizer=OPTIMIZER, **settings)
+    text = torch.ones(module.model.context_length, dtype=torch.int64)
+    return module, {"image": IMAGE, "text": text}
+
+
+def classification(model):
+    row = {"image": IMAGE, "label": torch.tensor(1)}
+    return ClassificationModule(model, num_classes=10, optimizer=OPTIMIZER, model_args={"img_size": 32}), row
+
+
+def language(model, **row):
+    tokens = torch.ones(13, dtype=torch.int64)
+    return LanguageModule(model, model_args=SMALL, optimizer=OPTIMIZER, z_loss=1e-4), {"tokens": tokens} | row
+
+
+CASES = {
+    "contrastive": contrastive,
+    "contrastive, siglip": lambda: contrastive(loss="siglip"),
+    "contrastive, chunks": lambda: contrastive(accum_freq=2),
+    "classification": lambda: classification("diff_vit_debug"),
+    "language": lambda: language("diff-3m"),
+    "language, documents": lambda: language("diff-3m", documents=torch.arange(13) // 4),
+    "language, answers": lambda: language("diffv2-3m", learned=torch.arange(13) > 4),
+}
+
+
+class Meta(CPUAccelerator):
+    def setup_device(self, device):
+        """Accept any device."""
+
+
+def autocast_of_meta(device, *args, autocast=torch.autocast, **settings):
+    """A CPU's in place of the meta device's, which has none."""
+    return autocast("cpu" if device == "meta" else device, *args, **settings)
+
+
+class Enough(Exception):
+    """Ends a fit before it reads at its end."""
+
+
+class Stop(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 2:
+            raise Enough
+
+
+@pytest.mark.quick("contrastive", "classification", "language", "language, documents")
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_on_the_meta_device_reads_nothing(case, monkeypatch, tmp_path):
+    """Forward, loss, backward, clipping, fused optimizer, averages, guard, logging and the progress line."""
+    monkeypatch.setattr(optim, "FUSED", ("meta",))
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    monkeypatch.setattr(fit_loop, "has_len_all_ranks", lambda *args: True)  # before the first step it reads a number
+    monkeypatch.setattr(torch, "autocast", autocast_of_meta)
+    module, row = CASES[case]()
+    trainer = pl.Trainer(
+        strategy=SingleDeviceStrategy(torch.device("meta"), Meta()),
+        max_steps=9,
+        log_every_n_steps=100,
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[EMA(), Throughput(), ProgressLine(), Stop()],
+    )
+    monkeypatch.setattr(trainer, "_teardown", lambda: None)  # it moves what has no values to the CPU
+    with pytest.raises(Enough):
+        trainer.fit(module, DataLoader([row] * 36, batch_size=4))
+    assert all(parameter.is_meta for parameter in module.parameters())
+    (group,) = {group["fused"] for group in trainer.optimizers[0].param_groups}
+    assert group
+
+
+class Tiny(pl.LightningModule):
+    """A line after a batch norm."""
+
+    def __init__(self, **guard):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.guard = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), finite.StepGuard(**guard)
+
+    def configure_callbacks(self):
+        return [self.guard]
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+
+
+class Loader(DataLoader):
+    def names(self, epoch, batch):
+        return [f"{epoch}.tar: {batch * self.batch_size + i}" for i in range(self.batch_size)]
+
+
+def train(root, bad, monkeypatch, *, steps=10, **guard):
+    """Fit as on a GPU, where steps are read when every fifth is logged."""
+    monkeypatch.setattr(
+        fault_tolerance.lightning_internals, "may_read", fault_tolerance.lightning_internals.is_logging_step
+    )
+    rows = torch.randn(steps, 4, 3, generator=torch.Generator().manual_seed(0))
+    for number in bad:
+        rows[number, 1] = math.nan
+    module = Tiny(clip_norm=1.0, **guard)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        log_every_n_steps=5,
+        default_root_dir=root,
+        logger=CSVLogger(root, "fit", version=0),
+        plugins=[DurableCheckpointIO()],
+        callbacks=[ModelCheckpoint(root / "kept", filename="{step}", every_n_train_steps=3, save_top_k=1)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Loader([{"x": row} for row in rows.flatten(0, 1)], batch_size=4)
+    return module, trainer, data
+
+
+def lines(root):
+    return [json.loads(line) for line in (root / "fit" / "version_0" / finite.FILE).read_text().splitlines()]
+
+
+def test_steps_skipped_between_two_readings_change_nothing_and_are_all_reported(monkeypatch, tmp_path):
+    module, trainer, data = train(tmp_path, (2, 6, 9), monkeypatch)
+    with pytest.warns(UserWarning, match=r"at step [269] .batch [269] of epoch"):
+        trainer.fit(module, data)
+    good, other, rest = train(tmp_path / "good", (), monkeypatch)
+    kept = [row for number, row in enumerate(rest.dataset) if number // 4 not in (2, 6, 9)]
+    other.fit(good, Loader(kept, batch_size=4))
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), good.state_dict().values(), strict=True))
+    moments = zip(trainer.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True)
+    assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
+    assert [(line["step"], line["in_a_row"], line["ranks"][0]["samples"]) for line in lines(tmp_path)] == [
+        (step, 1, [f"0.tar: {step * 4 + 1}"]) for step in (2, 6, 9)
+    ]
+    assert trainer.logged_metrics["train/skipped_steps"] == 3
+    saved = torch.load(tmp_path / "kept" / "step=9.ckpt", weights_only=True)
+    assert saved["callbacks"]["StepGuard"] == {"skipped": 2, "in_a_row": 0}
+
+
+def test_a_run_stops_at_the_next_reading_and_reports_what_an_error_leaves_unread(monkeypatch, tmp_path):
+    """Three in a row are read at the checkpoint after step 6, one more than is allowed; it is not written."""
+    module, trainer, data = train(tmp_path, (3, 4, 5), monkeypatch, max_skipped=2)
+    trainer.log_every_n_steps = 50
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(FloatingPointError, match="steps 3 to 5"),
+    ):
+        trainer.fit(module, data)
+    assert [path.name for path in (tmp_path / "kept").glob("*.ckpt")] == ["step=3.ckpt"]
+    assert [line["step"] for line in lines(tmp_path)] == [3, 4, 5]
+
+    class Broken(Tiny):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise KeyError
+            return super().training_step(batch, batch_idx)
+
+    module, trainer, data = train(tmp_path / "broken", (1,), monkeypatch)
+    module.__class__ = Broken
+    with pytest.warns(UserWarning, match="at step 1 "), pytest.raises(KeyError):
+        trainer.fit(module, data)
+    assert [line["step"] for line in lines(tmp_path / "broken")] == [1]
