@@ -215,6 +215,7 @@ def _capture_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
     calls: list[Call] = []
 
     def attend_and_see(inputs: Inputs) -> Tensor:
+        inputs = inputs._replace(mask=boolean_mask(inputs.mask))
         x, q, k, v, mask, is_causal, _, _ = inputs
 
         def combine(maps: Tensor, lam: Tensor | None, allowed: Tensor) -> Tensor:

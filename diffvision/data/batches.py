@@ -26,6 +26,7 @@ class TokenBatch(TypedDict):
     tokens: Tensor  # [B, L + 1] int64
     documents: NotRequired[Tensor]  # [B, L + 1] int64
     learned: NotRequired[Tensor]  # [B, L + 1] bool
+    ends: NotRequired[Tensor]  # int32, where documents end in tokens[:, :-1]; a module adds it on the way to a device
 
 
 class ImageLabelBatch(TypedDict):

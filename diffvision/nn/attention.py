@@ -49,7 +49,8 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, H, P, N, D]
     k: Tensor  # [B, Hk, Pk, L, D]
     v: Tensor  # [B, Hk, L, V]
-    mask: Tensor | None  # boolean, True = may attend, broadcastable to [B, H, N, L]; combined with is_causal by AND
+    # Boolean, True = may attend, broadcastable to [B, H, N, L]; combined with is_causal by AND. Or documents.
+    mask: Any
     is_causal: bool
     dropout: float  # probability of the maps' entries; 0 in evaluation
     is_cross: bool  # whether keys and values are those of a context, and not of x
@@ -118,6 +119,8 @@ class AttentionLayer(nn.Module):
     cacheable: ClassVar[bool] = True
     # Whether lambda depends on the token, so that there is none without a batch.
     lambda_by_token: ClassVar[bool] = False
+    # Whether it reads the mask, and not only hands it on to the operation.
+    reads_mask: ClassVar[bool] = False
     # Why no map from tokens to tokens weights the values; empty where one does.
     no_maps: ClassVar[str] = ""
     # Whether the layer attends over a whole grid of patches, of which `set_grid` tells it.
@@ -199,7 +202,7 @@ class AttentionLayer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B N dim"],
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | ops.Documents | None = None,
         is_causal: bool = False,
         *,
         context: Float[Tensor, "B L context_dim"] | None = None,
@@ -213,6 +216,7 @@ class AttentionLayer(nn.Module):
             x: tokens [B, N, dim].
             attn_mask: boolean (True = may attend), or float of 0 and -inf; broadcastable to [B, H, N, N], with a
                 context of L tokens to [B, H, N, L], and with a cache to [B, H, N, L] for the L tokens that it returns.
+                Or the documents of the rows.
             is_causal: each token attends to itself and those before it; combined with attn_mask by AND.
             context: another sequence, from which keys and values are projected in place of x. It has no order in
                 common with x, so it is refused with is_causal, a cache, or in a layer with rotary embedding.
@@ -235,7 +239,9 @@ class AttentionLayer(nn.Module):
         v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)
-        mask = None if attn_mask is None else boolean_mask(attn_mask)
+        if self.reads_mask or maps is not None or not isinstance(attn_mask, ops.Documents):
+            attn_mask = boolean_mask(attn_mask)
+        mask: Any = attn_mask
         inputs = Inputs(x, q, k, v, mask, is_causal, self.attn_drop if self.training else 0.0, context is not None)
         if maps is None:
             heads = self.attend(inputs)
@@ -457,7 +463,7 @@ class DifferentialLayer(AttentionLayer):
         return one - lam * two
 
 
-def boolean_mask(mask: Tensor | None) -> Tensor | None:
+def boolean_mask(mask: Tensor | ops.Documents | None) -> Tensor | None:
     """Return a mask as the operation takes it, from a boolean one or a float one of 0 and -inf (or the lowest number).
 
     Raises:
@@ -465,6 +471,8 @@ def boolean_mask(mask: Tensor | None) -> Tensor | None:
     """
     if mask is None:
         return None
+    if isinstance(mask, ops.Documents):
+        return mask.mask()
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # torch's kernels want all four axes
     if mask.dtype == torch.bool:
         return mask

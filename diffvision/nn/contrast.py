@@ -140,7 +140,7 @@ class VisualContrastAttention(AttentionLayer):
     def forward(
         self,
         x: Float[Tensor, "B N dim"],
-        attn_mask: Tensor | None = None,
+        attn_mask: Any = None,
         is_causal: bool = False,
         *,
         context: Tensor | None = None,

@@ -35,7 +35,7 @@ class DintAttention(DiffAttention):
     """
 
     variant = "v1_dint"
-    cacheable = False
+    cacheable, reads_mask = False, True
 
     def attend(self, inputs: Inputs) -> Tensor:
         x, q, k, v, mask, is_causal, dropout, _ = inputs

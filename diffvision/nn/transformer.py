@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from diffvision import ops
 from diffvision.nn.attention import AttentionLayer, Cache, Rotation
 from diffvision.nn.linear import Linear
 from diffvision.ops.autocast import cast_once
@@ -138,7 +139,7 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B N dim"],
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | ops.Documents | None = None,
         is_causal: bool = True,
         *,
         cache: Cache | None = None,

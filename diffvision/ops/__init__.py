@@ -1,10 +1,12 @@
 """Pure functions on tensors: differential attention, attention maps, RMS norm, and rotary embedding."""
 
 from diffvision.ops.attention import (
+    Documents,
     attention_backend,
     attention_maps,
     diff_attention,
     diff_attention_varlen,
+    document_ends,
     softmax_attention,
     supported_backends,
 )
@@ -12,11 +14,13 @@ from diffvision.ops.norm import rms_norm
 from diffvision.ops.rotary import apply_rotary, rotary_tables
 
 __all__ = [
+    "Documents",
     "apply_rotary",
     "attention_backend",
     "attention_maps",
     "diff_attention",
     "diff_attention_varlen",
+    "document_ends",
     "rms_norm",
     "rotary_tables",
     "softmax_attention",

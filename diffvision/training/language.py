@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
 
+from diffvision import ops
 from diffvision.data.batches import TokenBatch
 from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
@@ -180,10 +181,20 @@ class LanguageModule(TrainingModule):
         """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
         return self.model(tokens)
 
+    def as_read(self, batch: Any) -> Any:
+        """Return a batch with where its documents end, if it is on its way to a device: there it would wait."""
+        batch = super().as_read(batch)
+        numbers = batch.get("documents")
+        if numbers is not None and numbers.device.type == "cpu" != self.device.type:
+            batch["ends"] = ops.document_ends(numbers[:, :-1])
+        return batch
+
     def sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
         inputs, targets, documents = shift(batch)
-        hidden = self.model.hidden(inputs, documents=documents)
+        ends = batch.get("ends")
+        packed = documents if documents is None or ends is None else ops.Documents(documents, ends)
+        hidden = self.model.hidden(inputs, documents=packed)
         penalty = self.z_loss if self.training else 0.0
         teacher = self._teacher if self.training else None
         soft = None if teacher is None else teacher.soft_targets(inputs, targets, documents)

@@ -215,6 +215,21 @@ def test_accumulated_batches_are_one():
     same(gradients(), kept.seen)
 
 
+def test_documents_ends_are_found_before_a_batch_goes_to_a_device(monkeypatch):
+    module, row = make(), Tokens(documents=True).rows[1]
+    batch = {name: value[None] for name, value in row.items()}
+    assert "ends" not in module.as_read(batch)
+    given = []
+    monkeypatch.setattr(module.model, "hidden", lambda tokens, documents: given.append(documents) or tokens)
+    monkeypatch.setattr(LanguageModule, "device", torch.device("meta"))
+    batch = module.as_read(batch)
+    assert batch["ends"].tolist() == [0, 3, 6, 9, 12]
+    monkeypatch.setattr("diffvision.training.language.linear_cross_entropy", lambda *args, **settings: (0, 0))
+    module.sums(batch)
+    assert torch.equal(given[0].numbers, batch["documents"][:, :-1])
+    assert given[0].ends is batch["ends"]
+
+
 def masked_gradients(data):
     """Of the mean over all learned tokens of its first eight rows, by torch's loss of each row apart."""
     model = make().model.double()

@@ -16,6 +16,7 @@ from diffvision.nn import AttentionLayer, build_attention, depth_lambda_init
 from diffvision.nn.attention import Cache, Rotation
 from diffvision.nn.linear import Linear, linear
 from diffvision.nn.transformer import DecoderBlock, PolyNorm, SwiGLU
+from diffvision.ops.attention.documents import first_tokens, same_document
 
 
 class LanguageModel(nn.Module):
@@ -102,7 +103,7 @@ class LanguageModel(nn.Module):
         self.grad_checkpointing = enable
 
     def forward(
-        self, tokens: Int[Tensor, "B N"], *, documents: Int[Tensor, "B N"] | None = None
+        self, tokens: Int[Tensor, "B N"], *, documents: Int[Tensor, "B N"] | ops.Documents | None = None
     ) -> Float[Tensor, "B N vocab"]:
         """Return the logits of each token's successor, float32 or better; the arguments are those of `hidden`."""
         return self.logits(self.hidden(tokens, documents=documents))
@@ -116,7 +117,7 @@ class LanguageModel(nn.Module):
         self,
         tokens: Int[Tensor, "B N"],
         *,
-        documents: Int[Tensor, "B N"] | None = None,
+        documents: Int[Tensor, "B N"] | ops.Documents | None = None,
         cache: KVCache | None = None,
         padding: Int[Tensor, "B"] | None = None,
     ) -> Float[Tensor, "B N dim"]:
@@ -125,7 +126,8 @@ class LanguageModel(nn.Module):
         Args:
             tokens: ids [B, N].
             documents: number of each token's document, which a row has one after another: a token attends to those
-                before it of the same number, and positions count from each document's first.
+                before it of the same number, and positions count from each document's first. `ops.Documents` also say
+                where each ends, which saves the mask on CUDA.
             cache: past tokens, which these follow; these are added to it.
             padding: [B] how many tokens at the left of each row are padding: no token attends to them, and positions
                 count from behind them. With a cache it is the padding of the row that began in it.
@@ -143,11 +145,13 @@ class LanguageModel(nn.Module):
         if documents is not None and cache is not None:
             raise ValueError("documents with a cache: generation continues one document; leave documents out")
         positions = torch.arange(start, end, device=tokens.device)
-        mask = None
+        mask: Any = None
         if documents is not None:
-            mask = (documents[:, :, None] == documents[:, None, :])[:, None]
-            positions = positions - _starts(documents)
+            numbers = documents.numbers if isinstance(documents, ops.Documents) else documents
+            positions = positions - _starts(numbers)
+            mask = documents if isinstance(documents, ops.Documents) else same_document(numbers)
         if padding is not None:
+            mask = mask.mask() if isinstance(mask, ops.Documents) else mask
             slots = end if cache is None else cache.length + tokens.shape[1]
             empty = padding if cache is None or cache.empty is None else cache.empty
             real = (torch.arange(slots, device=tokens.device) >= empty[:, None])[:, None, None]
@@ -195,9 +199,7 @@ class LanguageModel(nn.Module):
             positions = positions[:, None, None]
         return ops.rotary_tables(positions, self.config.head_dim, self.config.rotary_theta)
 
-    def _through(
-        self, tokens: Tensor, mask: Tensor | None, causal: bool, rotation: Rotation, caches: list[Any] | None
-    ) -> Tensor:
+    def _through(self, tokens: Tensor, mask: Any, causal: bool, rotation: Rotation, caches: list[Any] | None) -> Tensor:
         x = self.embed(tokens)
         layer_caches: Iterator[Cache | None] = iter(caches if caches is not None else [None] * len(self.blocks))
         for block, cache in zip(self.blocks, layer_caches, strict=True):
@@ -214,10 +216,8 @@ class LanguageModel(nn.Module):
 
 def _starts(documents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """Return the position in its row at which each token's document begins."""
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     positions = torch.arange(documents.shape[1], device=documents.device)
-    return torch.where(first, positions, 0).cummax(dim=1).values
+    return torch.where(first_tokens(documents), positions, 0).cummax(dim=1).values
 
 
 def initial_std(config: LanguageConfig) -> tuple[float, float]:

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from diffvision.ops.attention import choice, tuned
+from diffvision.ops.attention import choice, sdpa, tuned, varlen
+from diffvision.ops.attention.documents import Documents
 from diffvision.ops.attention.problem import describe
 
 # The backends of calls that were checked. Prompts add one per length, so it is emptied at this size.
@@ -28,7 +29,7 @@ def diff_attention(
     lam: Float[Tensor, "..."] | float,
     *,
     causal: bool = False,
-    mask: Bool[Tensor, "..."] | None = None,
+    mask: Bool[Tensor, "..."] | Documents | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     backend: str = "auto",
@@ -45,7 +46,8 @@ def diff_attention(
         v: values [B, Hk, N, V]; V is free (V1: 2D, V2: D).
         lam: broadcastable to [B, H, M, 1]: one number a layer, a head, or a token and head.
         causal: query i attends to keys up to i + N - M: aligned to the last key, as a cache of past keys needs it.
-        mask: boolean, True = may attend, broadcastable to [B, H, M, N]; combined with `causal` by AND.
+        mask: boolean, True = may attend, broadcastable to [B, H, M, N]; combined with `causal` by AND. Or the
+            `Documents` of B rows of M = N tokens, for which backends that take packed sequences need no mask.
         scale: of the logits; `D**-0.5` of one map if None.
         dropout: probability, drawn for each map separately (pass 0 in evaluation). In `eager` and `sdpa` only.
         backend: a name of `BACKENDS`, which never falls back to another, or "auto", which chooses by shape, dtype and
@@ -60,11 +62,48 @@ def diff_attention(
 
     Source: arXiv 2410.05258 equation 1; grouped heads as microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py.
     """
+    if isinstance(mask, Documents):
+        if (out := _packed_attention(q, k, v, lam, mask, causal, scale, dropout, backend)) is not None:
+            return out
+        mask = mask.mask()
     module = _find_backend(q, k, v, lam, causal, mask, scale, dropout, backend)
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     if mask is not None:  # backends and torch's kernels want all four axes
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     return module.diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
+
+
+def softmax_attention(
+    q: Float[Tensor, "B H M D"],
+    k: Float[Tensor, "B Hk N D"],
+    v: Float[Tensor, "B Hk N V"],
+    *,
+    causal: bool = False,
+    mask: Bool[Tensor, "..."] | Documents | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "B H M V"]:
+    """Compute `softmax(q k' * D**-0.5) v`, the output of one map, by torch's attention and for values of any width.
+
+    Args:
+        q: queries [B, H, M, D].
+        k: keys [B, Hk, N, D]; H is a multiple of Hk.
+        v: values [B, Hk, N, V].
+        causal: as in `diff_attention`, aligned to the last key.
+        mask: as in `diff_attention`.
+        dropout: probability of the map's entries.
+
+    Returns:
+        [B, H, M, V]; a row that may not attend to any key is zeros.
+    """
+    if isinstance(mask, Documents):
+        problem = describe(q[:, :, None], k[:, :, None], v, 0.0, causal=causal, mask=None, dropout=dropout)
+        if varlen.limit(problem._replace(packed=True)) is None:
+            length, scale = q.shape[2], q.shape[3] ** -0.5
+            q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+            out = varlen.attend(q, k, v, mask.ends, mask.ends, length, length, causal=causal, scale=scale)
+            return out.unflatten(0, (-1, length)).transpose(1, 2)
+        mask = mask.mask()
+    return sdpa.softmax_attention(q, k, v, causal=causal, mask=mask, dropout=dropout)
 
 
 def diff_attention_varlen(
@@ -83,8 +122,8 @@ def diff_attention_varlen(
 ) -> Float[Tensor, "T H V"]:
     """Compute `diff_attention` of sequences of unequal length, packed one after another without padding.
 
-    The layout is that of flash-attn's variable-length functions, and of a projection's output. `triton` and `flash`
-    compute all sequences in one launch; the other backends take them one by one.
+    The layout is that of flash-attn's variable-length functions, and of a projection's output. `varlen`, `triton` and
+    `flash` compute all sequences in one launch; the other backends take them one by one.
 
     Args:
         q: queries of all sequences [T, H, 2, D].
@@ -132,6 +171,39 @@ def diff_attention_varlen(
         rows = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
         out.append(diff_attention(*sequence, rows, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
     return torch.cat(out) if out else q.new_zeros(0, q.shape[1], v.shape[2])
+
+
+def _packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor | float,
+    documents: Documents,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    backend: str,
+) -> Tensor | None:
+    """Return `diff_attention` of rows of documents by a backend that takes packed sequences; None if another is chosen.
+
+    A row's length stands for the longest document's, which is not known without waiting for the device.
+    """
+    _check(q, k, v, lam, None, dropout, scale)
+    length = q.shape[3]
+    problem = describe(q, k, v, lam, causal=causal, mask=None, dropout=dropout)
+    module = choice.choose(backend, problem._replace(batch=len(documents.ends) - 1, packed=True))
+    if not hasattr(module, "diff_attention_varlen"):
+        return None
+    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    lam = lam.expand(q.shape[0], q.shape[1], length, 1).transpose(1, 2).flatten(0, 1)
+    rows = (
+        q.permute(0, 3, 1, 2, 4).flatten(0, 1),
+        k.permute(0, 3, 1, 2, 4).flatten(0, 1),
+        v.transpose(1, 2).flatten(0, 1),
+    )
+    lengths = (documents.ends, documents.ends, length, length)
+    out = module.diff_attention_varlen(*rows, lam, *lengths, causal=causal, scale=scale)
+    return out.unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _find_backend(

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, flash, flex, native, reference, sdpa, single, triton, tuned
+from diffvision.ops.attention import blocked, flash, flex, native, reference, sdpa, single, triton, tuned, varlen
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
-# `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`
+# `diff_attention(q, k, v, lam, *, causal, mask, scale, dropout) -> out`, or `diff_attention_varlen`, or both
 BACKENDS: dict[str, ModuleType] = {
     "eager": reference,
     "blocked": blocked,
@@ -20,6 +20,7 @@ BACKENDS: dict[str, ModuleType] = {
     "flex": flex,
     "flash": flash,
     "triton": triton,
+    "varlen": varlen,
 }
 
 # Operators registered with torch, which have no forward-mode derivative and do not say so.
@@ -152,6 +153,8 @@ def _why(problem: Problem, chosen: str) -> str:
 
 def rule(problem: Problem) -> tuple[str, str]:
     """Return (backend, reason) where nothing was measured on this machine."""
+    if problem.packed and varlen.limit(problem) is None:
+        return "varlen", "it is torch's kernel for packed sequences"
     if problem.device != "cpu":
         remedy = ": run `diffvision tune --device cuda`" if problem.device == "cuda" else ""
         return "sdpa", f"no other is known to be right and faster here{remedy}"

@@ -8,17 +8,15 @@ and was faster in all measurements (docs/benchmarks/speed.md). On CUDA the memor
 kernels take unequal sizes as they are, if they are aligned. `plan_cuda` says what else a call needs there.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from diffvision.ops.attention.cudnn import without_cudnn
 from diffvision.ops.attention.difference import subtract
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem
@@ -64,28 +62,8 @@ def diff_attention(
     return subtract(first, second, lam, q.dtype)[..., :value_dim]
 
 
-def softmax_attention(
-    q: Float[Tensor, "B H M D"],
-    k: Float[Tensor, "B Hk N D"],
-    v: Float[Tensor, "B Hk N V"],
-    *,
-    causal: bool = False,
-    mask: Bool[Tensor, "..."] | None = None,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B H M V"]:
-    """Compute `softmax(q k' * D**-0.5) v`, the output of one map, by torch's attention and for values of any width.
-
-    Args:
-        q: queries [B, H, M, D].
-        k: keys [B, Hk, N, D]; H is a multiple of Hk.
-        v: values [B, Hk, N, V].
-        causal: as in `diff_attention`, aligned to the last key.
-        mask: as in `diff_attention`.
-        dropout: probability of the map's entries.
-
-    Returns:
-        [B, H, M, V]; a row that may not attend to any key is zeros.
-    """
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, dropout: float) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.softmax_attention`."""
     scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
     mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
     q, k, v, kernels = _prepare(q, k, v, mask)
@@ -168,7 +146,7 @@ def _prepare(
     if plan.repeat_heads:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return q, k, v, _without_cudnn() if plan.avoid_cudnn else _ALL
+    return q, k, v, without_cudnn() if plan.avoid_cudnn else _ALL
 
 
 def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,23 +178,6 @@ def _capability(index: int) -> tuple[int, int]:
 def _capability_once(index: int) -> tuple[int, int]:
     """Return a card's compute capability; fake tensors of a machine without one get that of an A100."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (8, 0)
-
-
-def _without_cudnn() -> AbstractContextManager:
-    if torch.compiler.is_compiling():  # a graph takes this context as a whole
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    return _cudnn_disabled()
-
-
-@contextmanager
-def _cudnn_disabled() -> Iterator[None]:
-    """Do what `sdpa_kernel` does for one kernel, at a hundredth of its time."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _torch_mask(

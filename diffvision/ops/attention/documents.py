@@ -1,0 +1,43 @@
+"""Documents that share rows without a mask of their pairs, for kernels that take packed sequences."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """The documents of a batch's rows, each of which attends to itself alone; it stands for a mask.
+
+    Where the backend of a call takes packed sequences no mask is made, else `mask` is.
+    """
+
+    numbers: Int[Tensor, "B N"]  # of each token's document; those of one document lie together
+    ends: Int[Tensor, "S1"]  # int32, on the same device: see `document_ends`
+
+    def mask(self) -> Bool[Tensor, "B 1 N N"]:
+        """Return the mask of pairs."""
+        return same_document(self.numbers)
+
+
+def same_document(numbers: Int[Tensor, "B N"]) -> Bool[Tensor, "B 1 N N"]:
+    """Return which pairs of a row's tokens are of one document."""
+    return (numbers[:, :, None] == numbers[:, None, :])[:, None]
+
+
+def document_ends(numbers: Int[Tensor, "B N"]) -> Int[Tensor, "S1"]:
+    """Return where each document begins if the rows are laid end to end, and the end: int32, as `cu_seqlens` wants it.
+
+    Their number depends on values, so call it while the batch is on the CPU: on a device it waits.
+    """
+    ends = numbers.new_ones(numbers.numel() + 1, dtype=torch.bool)
+    ends[:-1] = first_tokens(numbers).flatten()
+    return ends.nonzero().squeeze(1).to(torch.int32)
+
+
+def first_tokens(numbers: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
+    """Return whether a token is the first of its document in its row."""
+    first = torch.ones_like(numbers, dtype=torch.bool)
+    first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return first

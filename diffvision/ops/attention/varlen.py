@@ -1,0 +1,107 @@
+"""torch's attention over packed sequences, `torch.nn.attention.varlen`: its flash kernel, without a mask.
+
+It takes one size for queries, keys and values: they are widened with zeros. cuDNN's kernel, which takes others, is
+avoided for the reason that `sdpa` gives.
+"""
+
+import importlib.util
+import inspect
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffvision.ops.attention.cudnn import without_cudnn
+from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.problem import Problem
+
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_SIZE = 256  # of a head in the flash kernel
+NEEDED = ("scale", "window_size", "enable_gqa")  # arguments that earlier releases lack
+
+
+def limit(problem: Problem) -> str | None:
+    """Return why this backend cannot take the problem, or None."""
+    p = problem
+    if not p.packed:
+        return "it takes packed sequences alone; use sdpa, or diff_attention_varlen"
+    if p.device != "cuda":
+        return f"torch's varlen attention runs on cuda, not on {p.device}"
+    if p.dtype not in DTYPES:
+        return f"dtype {p.dtype}: it takes float16 and bfloat16; cast, or use autocast"
+    if p.dropout > 0:
+        return f"it has no dropout, got {p.dropout}"
+    if max(p.head_dim, p.value_dim) > MAX_SIZE:
+        return f"head size {p.head_dim} and value size {p.value_dim}: it takes up to {MAX_SIZE}"
+    if not _is_there():
+        return f"torch {torch.__version__} has no varlen attention with grouped heads; update torch"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "its flash kernel needs compute capability 8.0 or more"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _is_there() -> bool:
+    return _find()
+
+
+@cache
+def _find() -> bool:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return set(NEEDED) <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def diff_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
+        maps = attend(q.flatten(1, 2), k[:, :, 0], v, *lengths, causal=causal, scale=scale).unflatten(1, (-1, 2))
+        first, second = maps[:, :, 0], maps[:, :, 1]
+    else:
+        first, second = (attend(q[:, :, m], k[:, :, m], v, *lengths, causal=causal, scale=scale) for m in range(2))
+    return subtract(first, second, lam, q.dtype)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return the output of one map [T, H, V], of queries [T, H, D], keys [S, Hk, D] and values [S, Hk, V]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    value_dim = v.shape[-1]
+    size = -(-max(q.shape[-1], value_dim) // 8) * 8
+    if scale <= 0:
+        q, scale = q * scale, 1.0
+    q, k, v = (t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1])) for t in (q, k, v))
+    window = (-1, 0) if causal else (-1, -1)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    with without_cudnn():
+        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=q.shape[1] != k.shape[1])
+    assert isinstance(out, Tensor)  # no log-sum-exp was asked for
+    return out[..., :value_dim]
