@@ -21,6 +21,7 @@ from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.training.module import TrainingModule, plain
 from diffvision.training.optim import OptimizerSettings, param_groups, without_decay
+from diffvision.training.sharding import gather_weights, release_weights
 
 DEFAULT = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8)
 
@@ -92,8 +93,6 @@ class ClassificationModule(TrainingModule):
         self.data_config = resolve_data_config(self.model_args, model=self.model)
         self.transform = create_transform(**{**self.data_config, **(augmentation or {})}, is_training=True)
         self.eval_transform = create_transform(**self.data_config)
-        if mixup and not (mixup.get("mixup_alpha", 1) or mixup.get("cutmix_alpha") or mixup.get("cutmix_minmax")):
-            mixup = None
         self.mixup = Mixup(**mixup, label_smoothing=label_smoothing, num_classes=num_classes) if mixup else None
 
     def forward(self, image: Tensor) -> Tensor:
@@ -152,6 +151,7 @@ class ClassificationModule(TrainingModule):
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(4)  # samples, top-1, top-5, summed loss
+        gather_weights(self.model)
 
     def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count correct predictions and sum the loss."""
@@ -162,6 +162,7 @@ class ClassificationModule(TrainingModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log accuracies and loss, from sums over all samples and ranks; no acc5 with fewer than five classes."""
+        release_weights(self.model)
         for stage, loader, (samples, top1, top5, loss) in self.all_sums():
             if not samples:
                 raise ValueError(f"the data for {stage}acc1{loader} is empty: give some, or no such split")

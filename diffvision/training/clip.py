@@ -32,6 +32,7 @@ from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.module import TrainingModule, plain
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.progress import follow
+from diffvision.training.sharding import gather_weights, release_weights, to_whole
 
 FEATURES = ("image_features", "text_features")
 # Model -> a warning before it is trained.
@@ -194,7 +195,7 @@ class ContrastiveModule(TrainingModule):
         with torch.no_grad():
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
-        self.log_step(rate, loss=loss, logit_scale=self.model.logit_scale.detach().exp().mean())
+        self.log_step(rate, loss=loss, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
         return loss
 
     def _differentiable_loss(self, batch: ImageTextBatch) -> Tensor:
@@ -294,6 +295,7 @@ class ContrastiveModule(TrainingModule):
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # pairs, and their summed loss
+        gather_weights(self.model)
 
     def validation_step(
         self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0
@@ -322,6 +324,7 @@ class ContrastiveModule(TrainingModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss of the pairs, if there were any."""
+        release_weights(self.model)
         for stage, loader, (pairs, loss) in self.all_sums():
             if pairs:
                 self.log_means({f"{stage}loss{loader}": loss / pairs})

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
 
 from diffvision import ops
@@ -28,6 +27,7 @@ from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.module import TrainingModule
 from diffvision.training.optim import OptimizerSettings
+from diffvision.training.sharding import is_sharded
 
 # Fields of the configuration in which a model may differ from the one whose weights it starts from.
 EXTENDED = ("max_length", "rotary_theta")
@@ -54,6 +54,7 @@ class LanguageModule(TrainingModule):
 
     keys: ClassVar = ("tokens", "documents", "learned")
     needed: ClassVar = ("tokens",)
+    computing: ClassVar = ("hidden",)
 
     def __init__(
         self,
@@ -139,21 +140,6 @@ class LanguageModule(TrainingModule):
             differing = ", ".join(f"{k} {saved.get(k)!r} (here {current[k]!r})" for k in wrong)
             remedy = _suggest_settings(saved, ignored)
             raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {differing}: {remedy}")
-
-    def configure_model(self) -> None:
-        """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
-        mesh = self.device_mesh
-        if mesh is None or isinstance(self.model, FSDPModule):
-            return
-        if (size := mesh["tensor_parallel"].size()) > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {size}, which is not supported: set it to 1, and data_parallel_size to "
-                f"{mesh.size()}"
-            )
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh["data_parallel"])
-        fully_shard(self.model, mesh=mesh["data_parallel"])
-        register_fsdp_forward_method(self.model, "hidden")
 
     def setup(self, stage: str) -> None:
         """Check that the data's sequences are not longer than the model reads."""
@@ -312,7 +298,7 @@ class LanguageModule(TrainingModule):
         Sharded layers are gathered by all ranks together, so a rank with fewer batches than others takes part until all
         are done. Without sharding, ranks need not know of each other.
         """
-        if not isinstance(self.model, FSDPModule):
+        if not is_sharded(self.model):
             return working
         flag = torch.tensor(float(working), device=self.device)
         return bool(self.trainer.strategy.reduce(flag, reduce_op="sum"))

@@ -22,12 +22,14 @@ from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups
 from diffvision.training.progress import ProgressLine
 from diffvision.training.schedule import WarmupDecay
+from diffvision.training.sharding import gather_weights, is_sharded, release_weights, restore_moments, shard
 
 # Warnings of other libraries about code that is not the user's.
 IGNORED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # about OpenCLIP's loss, at every step
     "Total length of `list` across ranks is zero",  # about our data without an evaluation
+    "You're using the WeightAveraging callback with a model that overrides the configure_model",  # if it is not sharded
     # Lightning advises to save the weights from before the step; ours resume after it, as usual.
     "Using ModelCheckpoint with manual optimization",
     # The interval counts the steps of the whole run, and may well be longer than an epoch.
@@ -50,6 +52,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     keys: ClassVar[tuple[str, ...]]  # of a batch, in the order of a tuple
     needed: ClassVar[tuple[str, ...]]  # the keys that a step cannot do without
+    computing: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that compute with its weights
     model: Any
 
     def __init__(self, arguments: Mapping[str, Any], default: OptimizerSettings) -> None:
@@ -66,11 +69,21 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         self.save_hyperparameters(hyperparameters | {"optimizer": plain(asdict(self.settings))})
 
     def setup(self, stage: str) -> None:
-        """Silence warnings about other libraries' code, and check Lightning's version before a fit."""
+        """Check Lightning's version before a fit."""
         if stage == "fit":
             lightning_internals.require()
-        for message in IGNORED_WARNINGS:
-            warnings.filterwarnings("ignore", message=message)
+
+    def configure_model(self) -> None:
+        """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
+        mesh = self.device_mesh
+        if mesh is None or is_sharded(self.model):
+            return
+        if (size := mesh["tensor_parallel"].size()) > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, which is not supported: set it to 1, and data_parallel_size to "
+                f"{mesh.size()}"
+            )
+        shard(self.model, mesh["data_parallel"], self.computing)
 
     @property
     def lr(self) -> float:
@@ -102,6 +115,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = adamw(self.parameter_groups(), self.settings, self.trainer)
+        optimizer.register_load_state_dict_post_hook(restore_moments)
         scheduler = WarmupDecay(optimizer, self.settings, self.trainer.max_steps, self.trainer.max_epochs)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -113,9 +127,13 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
 
+        It is the first hook, so it silences warnings about other libraries' code, too.
+
         Raises:
             ValueError: a callback monitors a metric that validation will not log.
         """
+        for message in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
         if self.fitting:
             callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
             self.set_monitors(callbacks, getattr(self.trainer, "datamodule", None))
@@ -175,6 +193,12 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end()
+
+    def on_predict_epoch_start(self) -> None:
+        gather_weights(self.model)
+
+    def on_predict_epoch_end(self) -> None:
+        release_weights(self.model)
 
     def begin_sums(self, size: int) -> None:
         """Begin an evaluation with `size` sums for each of its loaders."""

@@ -223,6 +223,16 @@ def sharded_checkpoint_setting(strategy: Any) -> tuple[str, str] | None:
     return None
 
 
+def renumbers_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
+    """Return whether a strategy would give the moments of a run without sharding to other parameters.
+
+    FSDP2's numbers are the parameters' places in the module, and those of an optimizer are in the order of its groups.
+    """
+    numbers = [[n for group in state["param_groups"] for n in group["params"]] for state in states]
+    by_group = any(len(state["param_groups"]) > 1 for state in states) and all(n == [*range(len(n))] for n in numbers)
+    return by_group and isinstance(strategy, ModelParallelStrategy)
+
+
 def set_default_device(callback: WeightAveraging, device: Any) -> None:
     """Set where averages of weights are kept, unless a device was given."""
     callback._device = callback._device or device

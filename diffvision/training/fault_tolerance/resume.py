@@ -80,6 +80,11 @@ def prepare(
         needed = module_bytes(module)
         if path and not is_remote(path):
             state.path, state.saved = path, check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
+            if lightning_internals.renumbers_moments(trainer.strategy, state.saved["optimizer_states"]):
+                raise ValueError(
+                    f"{path} is of a run without sharding, whose moments {type(trainer.strategy).__name__} would mix "
+                    "up: resume with the strategy that wrote it"
+                )
             needed = max(needed, os.path.getsize(path))
             if ckpt_path:
                 _refuse_later(directories, path, state.saved["step"])
@@ -275,7 +280,9 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
     if fault := find_fault(checkpoint):
         raise ValueError(f"cannot resume from {path}: it {fault}; give another, or --resume auto")
     mismatch = _model_mismatch(module, checkpoint)
-    differing = _differences(checkpoint["state_dict"], module, complete=bool(mismatch))
+    # Modules with `check_checkpoint` are ours, which are whole from the start.
+    complete = bool(mismatch) or hasattr(module, "check_checkpoint")
+    differing = _differences(checkpoint["state_dict"], module, complete=complete)
     if differing or mismatch:
         keys = f"it is of another architecture, {len(differing)} keys differ: {list_few(differing, '; ')}"
         remedy = mismatch or "Set the model that it is of, or start anew"

@@ -1,0 +1,115 @@
+"""FSDP2: weights, gradients and moments divided over the devices, in the same way for the model of every module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+
+def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated parts of a model, such as the blocks of its towers: the items of lists of one class."""
+    for child in model.children():
+        items = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        if len({type(item) for item in items}) == 1 and all(any(item.children()) for item in items):
+            yield from items
+        else:
+            yield from find_blocks(child)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> None:
+    """Shard each block of a model, and the rest together.
+
+    FSDP2 takes no parameter without an axis, such as OpenCLIP's logit scale. Such a parameter is whole on every device,
+    and its gradient is averaged; in checkpoints it looks as without sharding.
+
+    Args:
+        model: whole, and the same in each process.
+        mesh: of one axis, over the devices.
+        methods: those that compute with the weights besides `forward`.
+    """
+    scalars = set()
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.ndim:
+                whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+                replaced = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    replaced.register_post_accumulate_grad_hook(_average_gradient)
+                setattr(module, name, replaced)
+                scalars.add(replaced)
+    if scalars:
+        model.register_forward_hook(lambda model, inputs, outputs: tree_map_only(DTensor, _to_local, outputs))
+    blocks = list(find_blocks(model))
+    if model._compiled_call_impl is not None:  # FSDP2 gathers between blocks, which no graph holds: one for each block
+        model._compiled_call_impl = None
+        for block in blocks:
+            block.compile()
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=scalars)
+    for method in methods:
+        if hasattr(model, method):
+            register_fsdp_forward_method(model, method)
+
+
+def _to_local(value: DTensor) -> Tensor:
+    """Return this device's tensor of what was computed from whole parameters; its gradient is a term of their mean."""
+    return value.to_local(grad_placements=[Partial("avg")]).clone()  # FSDP2 warns of views
+
+
+def _average_gradient(parameter: Tensor) -> None:
+    parameter.grad = cast(DTensor, parameter.grad).redistribute(placements=[Replicate()])
+
+
+def gather_weights(model: nn.Module) -> None:
+    """Hold the whole weights on each device until `release_weights`, so that ranks need not run in step."""
+    if not is_sharded(model):
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the next training step uses the same memory
+        model.forward = lambda: None
+        model()  # FSDP2 takes what is called first for the root, and evaluations may call a part
+        del model.forward
+        for part in sharded_parts(model):
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+
+
+def release_weights(model: nn.Module) -> None:
+    """Shard again what `gather_weights` has gathered."""
+    for part in sharded_parts(model):
+        part.set_reshard_after_forward(part is not model, recurse=False)  # as FSDP2 has it by default
+        part.reshard()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is sharded."""
+    return isinstance(model, FSDPModule)
+
+
+def restore_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Distribute moments as their parameters are: torch loads those of parameters without an axis as plain tensors."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor) and not parameter.ndim:
+            for name in state.keys() - {"step"}:
+                if not isinstance(state[name], DTensor):
+                    local = state[name].to(parameter.to_local().device)
+                    state[name] = DTensor.from_local(
+                        local, parameter.device_mesh, parameter.placements, run_check=False
+                    )
+
+
+def to_whole(value: Tensor) -> Tensor:
+    """Return a tensor of which each device may hold a part."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def sharded_parts(model: nn.Module) -> list[FSDPModule]:
+    """Return the parts of a model that are gathered together; none where it is not sharded."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

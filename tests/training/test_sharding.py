@@ -1,0 +1,223 @@
+"""FSDP2 against one process: steps, validation, checkpoints and resumed runs, for images with and without text."""
+
+import os
+import socket
+from contextlib import nullcontext
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import multiprocessing, nn
+from torch.utils.data import DataLoader
+
+from diffvision.training.callbacks import LambdaMonitor
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.ema import EMA
+from diffvision.training.fault_tolerance import protect
+from diffvision.training.fault_tolerance.checkpoints import verify
+from diffvision.training.fault_tolerance.rank_monitor import LostRank
+from diffvision.training.optim import OptimizerSettings
+from diffvision.training.sharding import find_blocks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own reading
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:resumed from"
+    ),  # an ordinary loader does not save its position, here an epoch's end
+]
+STEPS = 4
+# eps: biases of keys have a gradient of rounding errors alone, which AdamW would scale up to whole steps.
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, clip_norm=1.0, eps=1e-4)
+
+
+class Samples(pl.LightningDataModule):
+    """Two batches of 8; a rank trains on its half of each, and validates unequal parts."""
+
+    def __init__(self, spoiled: int | None = None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        image = torch.randn(16, 3, 32, 32, generator=generator)
+        if spoiled is not None:
+            image[spoiled] = torch.nan
+        text = torch.randint(1, 98, (16, 24), generator=generator)
+        text[:, 20] = 99  # OpenCLIP pools at the largest token, the end
+        label = torch.randint(0, 10, (16,), generator=generator)
+        self.rows = [{"image": i, "text": t, "label": n} for i, t, n in zip(image, text, label, strict=True)]
+
+    def train_dataloader(self):
+        local = 8 // self.trainer.world_size
+        starts = range(self.trainer.global_rank * local, 16, 8)
+        return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
+
+    def val_dataloader(self):
+        cuts = [0, 12, 16] if self.trainer.world_size == 2 else [0, 16]
+        return DataLoader(
+            self.rows[cuts[self.trainer.global_rank] :][: cuts[self.trainer.global_rank + 1]], batch_size=4
+        )
+
+
+def make(kind, **settings):
+    torch.manual_seed(0)
+    settings = {"optimizer": SETTINGS} | settings
+    if kind == "vit":
+        return ClassificationModule("diff_vit_debug", num_classes=10, **settings)
+    module = ContrastiveModule("DiffCLIP-V2-debug" if kind == "v2" else "DiffCLIP-debug-0.2", **settings)
+    module.model.token_embedding = nn.Embedding(100, 64)  # AdamW on 49,408 unused rows would be most of the time
+    return module
+
+
+class Losses(pl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")})
+
+
+def fit(module, directory, *callbacks, data=None, ckpt_path=None, **settings):
+    """Train, and save a checkpoint after each epoch of two steps; return the trainer and what each step logged."""
+    losses, saver = Losses(), ModelCheckpoint(directory, filename="{step}", save_top_k=-1)
+    trainer = pl.Trainer(
+        max_steps=STEPS, max_epochs=-1, default_root_dir=directory, logger=False, accelerator="cpu",
+        **{"devices": 1} | settings,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+        log_every_n_steps=1, callbacks=[losses, saver, *callbacks],
+    )  # fmt: skip
+    with protect(trainer, module, ckpt_path=ckpt_path, ranks="any") as path:
+        trainer.fit(module, datamodule=data or Samples(), ckpt_path=path, weights_only=True)
+    return trainer, losses.seen
+
+
+def in_two(function, *args):
+    """Call a function in two forked processes of one group, with FSDP2's settings of the trainer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Daemons: if the two should wait for each other for ever, they end with this process.
+    two = multiprocessing.start_processes(
+        _one_of_two, (port, function, args), nprocs=2, join=False, daemon=True, start_method="fork"
+    )
+    assert any(two.join(timeout=120) for _ in range(2))  # a join returns when the first one ends
+
+
+def _one_of_two(rank, port, function, args):
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    function(*args)
+    torch.distributed.barrier()  # a process that ends while the other still talks to it can abort that one
+    torch.distributed.destroy_process_group()
+
+
+def sharded():
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    return {"devices": 2, "strategy": strategy, "precision": "32-true"}
+
+
+def whole_and_resumed(directory, kind, settings):
+    """A run of all steps; one of half of them, and one that goes on from its checkpoint."""
+    trainer, losses = fit(make(kind, **settings), directory / "whole", LambdaMonitor(), **sharded())
+    metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    torch.save({"losses": losses, "metrics": metrics}, directory / f"{trainer.global_rank}.pt")
+    fit(make(kind, **settings), directory / "resumed", ckpt_path=str(directory / "whole" / "step=2.ckpt"), **sharded())
+
+
+def states(path):
+    stored = torch.load(path, weights_only=True)
+    moments = stored["optimizer_states"][0]["state"]
+    return stored["state_dict"], {f"{i}.{k}": v for i, m in moments.items() for k, v in m.items()}
+
+
+def same(a, b, **tolerance):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].shape == b[name].shape, name
+        torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.forks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("clip", {}),
+        ("clip", {"loss": "siglip", "accum_freq": 2}),
+        ("clip", {"grad_checkpointing": True, "lock_image": 1}),
+        ("v2", {}),
+        ("vit", {}),
+    ],
+)
+def test_sharded_runs_are_those_of_one_process(kind, settings, tmp_path):
+    module = make(kind, **settings)
+    trainer, losses = fit(module, tmp_path / "one", LambdaMonitor())
+    in_two(whole_and_resumed, tmp_path, kind, settings)
+    two = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for step, expected in enumerate(losses):
+        # A rank's loss is that of its rows: their mean is the batch's.
+        assert (two[0]["losses"][step]["train/loss"] + two[1]["losses"][step]["train/loss"]) / 2 == pytest.approx(
+            expected["train/loss"], rel=1e-5
+        )
+        for name in expected.keys() - {"train/loss"}:
+            assert two[1]["losses"][step][name] == pytest.approx(expected[name], rel=1e-5), name
+    # V2's lambda is a mean over the samples that a rank sees.
+    for name in ("val/acc1", "val/samples", *(["lambda"] if kind != "v2" else [])):
+        if name in trainer.callback_metrics:
+            assert two[0]["metrics"][name] == pytest.approx(float(trainer.callback_metrics[name]), rel=1e-5), name
+    last = "step=4.ckpt"
+    (weights, _), (sharded, moments) = states(tmp_path / "one" / last), states(tmp_path / "whole" / last)
+    same(sharded, weights, rtol=1e-5, atol=1e-6)
+    for a, b in zip((sharded, moments), states(tmp_path / "resumed" / last), strict=True):
+        same(a, b, rtol=0, atol=0)
+    # What was sharded goes on whole, too.
+    half = tmp_path / "whole" / "step=2.ckpt"
+    assert verify(half).resumable
+    fit(make(kind, **settings), tmp_path / "back", ckpt_path=str(half))
+    same(states(tmp_path / "back" / last)[0], weights, rtol=1e-5, atol=1e-6)
+
+
+def mixed_and_refused(directory):
+    """Runs in bf16 with graphs, with a spoiled sample, and what is refused."""
+    trainer, losses = fit(make("clip", compile=True), directory / "bf16", **sharded() | {"precision": "bf16-mixed"})
+    torch.save(losses, directory / f"bf16_{trainer.global_rank}.pt")
+    # Sample 12 is in the second batch, on the second rank.
+    with pytest.warns(UserWarning, match="is skipped") if trainer.is_global_zero else nullcontext():
+        trainer, losses = fit(make("vit"), directory / "spoiled", data=Samples(spoiled=12), **sharded())
+    assert losses[-1]["train/skipped_steps"] == 2
+    refusal = pytest.raises(
+        (ValueError, LostRank), match="ModelParallelStrategy shards the weights, which EMA cannot average"
+    )
+    with refusal:
+        fit(make("vit"), directory / "ema", EMA(), **sharded())
+    with pytest.raises((ValueError, LostRank), match="would mix up: resume with the strategy that wrote it"):
+        fit(make("vit"), directory / "refused", ckpt_path=str(directory / "one" / "step=2.ckpt"), **sharded())
+
+
+@pytest.mark.forks
+@pytest.mark.slow
+def test_sharded_runs_in_bf16_skip_what_is_not_finite(tmp_path, monkeypatch):
+    """Compiled in bfloat16 the losses stay near; a step of which one rank's loss is NaN is skipped on both."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self: compiled(self, backend="aot_eager")
+    )  # Inductor takes minutes
+    _, losses = fit(make("clip"), tmp_path / "one_bf16", precision="bf16-mixed")
+    fit(make("vit"), tmp_path / "one")
+    with pytest.warns(UserWarning, match="is skipped"):
+        _, skipped = fit(make("vit"), tmp_path / "spoiled_one", data=Samples(spoiled=12))
+    assert skipped[-1]["train/skipped_steps"] == 2
+    in_two(mixed_and_refused, tmp_path)
+    for step, expected in enumerate(losses):
+        both = [torch.load(tmp_path / f"bf16_{rank}.pt")[step]["train/loss"] for rank in (0, 1)]
+        assert sum(both) / 2 == pytest.approx(expected["train/loss"], rel=1e-2)
+    one, two = (states(tmp_path / name / "step=4.ckpt")[0] for name in ("spoiled_one", "spoiled"))
+    same(two, one, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_are_found_in_any_model():
+    for name, count in (("diff_vit_debug", 4), ("resnet10t", 4), ("convnext_atto", 4)):
+        assert len(list(find_blocks(ClassificationModule(name, num_classes=10).model))) == count, name
+    assert len(list(find_blocks(make("clip").model))) == 6
