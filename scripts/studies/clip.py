@@ -14,7 +14,7 @@ Primary metric: image R@1 on the unseen style, one caption for each of 1,468 pic
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from diffvision.analysis.figures.style import colours_of, legend_below, panels, 
 from diffvision.evaluation.pairs import pair_scores, scores_of
 from diffvision.evaluation.retrieval import recalls
 from grid import Grid, Run, run_study
-from small_clip import Captions, SmallClip, Towers, pixels, read
+from small_clip import BATCH, Captions, SmallClip, Towers, pixels, read
 
 CLIP = "CLIP-debug"
 SIZE, PATCH = 64, 8
@@ -85,11 +85,11 @@ def make_data(source: Path, file: Path) -> None:
 
 
 class Data:
-    """What `make_data` wrote; captions have numbers in one table."""
+    """What `make_data` wrote; captions have numbers in one table. Images and tokens are on the device."""
 
-    def __init__(self, file: Path) -> None:
-        self.content = torch.load(file, weights_only=True)
-        self.images: dict[str, Tensor] = self.content["images"]
+    def __init__(self, file: Path, device: str = "cpu") -> None:
+        self.content, self.device = torch.load(file, weights_only=True), device
+        self.images: dict[str, Tensor] = {name: one.to(device) for name, one in self.content["images"].items()}
         self.mean, self.std = self.content["mean"], self.content["std"]
         captions = {"train": [one for captions in self.content["captions"] for one in captions]}
         for name in (f"{folder}/{split}" for folder in FOLDERS for split in SPLITS if "zero_shot" not in folder):
@@ -97,6 +97,7 @@ class Data:
         for folder in ("zero_shot", "zero_shot-subcategories"):
             captions[folder] = [f"a picture of {name}" for name in self.content[f"{folder}/names"]]
         self.captions = Captions(captions, CLIP)
+        self.captions.tokens = self.captions.tokens.to(device)
         # Of each training image: where its captions begin in the list of all, and how many it has.
         self.count = torch.tensor([len(captions) for captions in self.content["captions"]])
         self.start = self.count.cumsum(0) - self.count
@@ -117,7 +118,7 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
     scale = 1 / (0.8 + 0.3 * torch.rand(n, generator=generator))
     moved = 0.2 * (torch.rand(n, 2, generator=generator) - 0.5)
     affine = torch.cat([scale[:, None, None] * torch.eye(2), moved[:, :, None]], dim=2)
-    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    grid = F.affine_grid(affine.to(images.device), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
@@ -127,19 +128,26 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 def metrics(clip: SmallClip, data: Data, split: str) -> dict[str, float]:
     """Return the primary metric and the others of a split."""
     of, numbers = data.captions.of, {}
+
+    def images_of(name: str) -> Tensor:
+        return clip.images(data.images[name]).cpu()
+
+    def texts_of(name: str) -> Tensor:
+        return clip.texts(of[name]).cpu()
+
     for folder, prefix in (("retrieval", ""), ("retrieval-sketch", "sketches ")):
         name = f"{folder}/{split}"
-        images, texts = clip.images(data.images[name]), clip.texts(of[name])
+        images, texts = images_of(name), texts_of(name)
         recalled = recalls(images, texts, torch.arange(len(images)))
         numbers[f"{prefix}image R@1"] = recalled["image_retrieval_recall@1"]
         numbers[f"{prefix}text R@1"] = recalled["text_retrieval_recall@1"]
     for folder, metric in (("zero_shot", "names"), ("zero_shot-subcategories", "subcategories")):
         name = f"{folder}/{split}"
-        right = (clip.images(data.images[name]) @ clip.texts(of[folder]).T).argmax(1)
+        right = (images_of(name) @ texts_of(folder).T).argmax(1)
         numbers[metric] = (right == torch.tensor(data.content[name])).float().mean().item()
     name = f"pairs/{split}"
     kinds = np.array(data.content[f"{name}/kinds"])
-    for score, right in pair_scores(scores_of(clip.images(data.images[name]), clip.texts(of[name]))).items():
+    for score, right in pair_scores(scores_of(images_of(name), texts_of(name))).items():
         score = score.replace("_", " ")
         numbers[score] = right.float().mean().item()
         for kind in sorted(set(kinds)):
@@ -155,11 +163,14 @@ def flops(clip: SmallClip, data: Data) -> int:
     return counter.get_total_flops()
 
 
-def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
+def train(
+    run: Run, data: Data, epochs: int, families: Mapping[str, Towers] = FAMILIES, batch: int = BATCH
+) -> dict[str, Any]:
     """Train and measure one run."""
     torch.manual_seed(run.seed)
-    model = FAMILIES[run.family].create(SIZE, PATCH)
+    model = families[run.family].create(SIZE, PATCH)
     clip = SmallClip(model, data.captions, data.mean, data.std)
+    model.to(data.device)
     learned = {}
 
     def evaluate(epoch: int) -> None:
@@ -181,6 +192,7 @@ def train(run: Run, data: Data, epochs: int) -> dict[str, Any]:
             seed=run.seed,
             evaluate=evaluate,
             augment=shifted,
+            batch=batch,
         )
     except FloatingPointError as error:
         return {**numbers, "diverged": str(error)}
