@@ -1,75 +1,78 @@
 #!/usr/bin/env bash
-# The check of a machine with a GPU in under nine minutes: the GPU tests, `diffvision tune`, short trainings, benchmarks.
+# The check of a machine with a GPU, in parts of at most nine minutes, each one command; in order of worth:
 #
-#     scripts/gpu_check.sh OUT              writes OUT/gpu_check.json, the benchmarks' pictures, one log
-#     WHEELS=folder scripts/gpu_check.sh OUT       puts the wheels of a folder on the path first (nothing is downloaded)
-#     DEVICE=cpu QUICK=1 scripts/gpu_check.sh OUT  tries the script itself without a GPU: few tests, shapes and models
+#     scripts/gpu_check.sh tests OUT     layers under autocast, then all GPU tests
+#     scripts/gpu_check.sh kernels OUT   the backend and kernels of the usual calls, and why others are not taken
+#     scripts/gpu_check.sh steps OUT     step time and peak memory of ViTs, CLIPs and language models beside others'
+#     scripts/gpu_check.sh tune OUT      `diffvision tune`
+#     scripts/gpu_check.sh fits OUT      short trainings by `diffvision fit`: compile, flash, FSDP2, resume
 #
-# Each part has its time and its own failure, and stops no other; what matters most comes first, and gpu_check.json is
-# written anew after each part, so that a run that is cut short leaves what it had. PYTHON chooses the interpreter,
-# DIFFVISION_COMMIT names the code where a copy of it has no git folder.
+# Each writes OUT/gpu_PART.json, with the machine and versions in it, and OUT/gpu_PART.log. `steps` goes on where the
+# call before it on the same OUT ended. `python scripts/benchmarks/gpu_page.py OUT` copies them to docs/benchmarks and
+# fills the page there. `DEVICE=cpu QUICK=1` tries a part without a GPU. `WHEELS=folder` puts the wheels of a folder on
+# the path first (nothing is downloaded). PYTHON chooses the interpreter, DIFFVISION_COMMIT names the code where a copy
+# of it has no git folder.
 set -u
 
-if [ $# -ne 1 ]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0"
-    exit 2
-fi
+usage() { sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -eq 2 ] || usage
+part=$1
+case $part in tests | kernels | steps | tune | fits) ;; *) usage ;; esac
 device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 if [ "$device" != cpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
     echo "gpu_check: no GPU here (nvidia-smi finds none); DEVICE=cpu QUICK=1 tries the script without one" >&2
     exit 1
 fi
-mkdir -p "$1" || exit 1
-out=$(cd "$1" && pwd)
+mkdir -p "$2" || exit 1
+out=$(cd "$2" && pwd)
 cd "$(dirname "$0")/.." || exit 1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+work=$out/$part
+mkdir -p "$work"
+: >"$work/parts.tsv"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 DIFFVISION_TUNING=$work/tuning.json
-: >"$out/gpu_check.log"
+: >"$out/gpu_$part.log"
 
-TOTAL=520 FITS=110 OPERATION=60 MODELS=80 # seconds: of all, and kept for the parts after tuning
-minutes() { awk -v seconds="$1" 'BEGIN { print (seconds - 20) / 60 }'; }
-
-# part NAME SECONDS SIGNAL COMMAND...: the signal is what the command answers by writing what it has
-part() {
+LIMIT=520 # seconds; a benchmark starts nothing new in its last 20
+# run NAME SECONDS SIGNAL COMMAND...: the signal is what the command answers by writing what it has
+run() {
     local name=$1 seconds=$2 signal=$3 start=$SECONDS code
     shift 3
-    echo "== $name, at most $seconds s" | tee -a "$out/gpu_check.log"
+    echo "== $name, at most $seconds s" | tee -a "$out/gpu_$part.log"
     timeout --signal="$signal" --kill-after=15 "$seconds" "$@" >"$work/$name.log" 2>&1
     code=$?
-    cat "$work/$name.log" >>"$out/gpu_check.log"
+    cat "$work/$name.log" >>"$out/gpu_$part.log"
     printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
-    cp "$work"/*.png "$out" 2>/dev/null
-    "$python" scripts/benchmarks/gpu_report.py "$work" "$out/gpu_check.json"
+    "$python" scripts/benchmarks/gpu_report.py "$work" "$out/gpu_$part.json"
     echo "   exit status $code after $((SECONDS - start)) s"
 }
 
 if [ -n "${WHEELS:-}" ]; then
-    part wheels 60 TERM "$python" -m pip install -q --no-deps --no-index --no-compile --target "$work/site" "$WHEELS"/*.whl
+    run wheels 60 TERM "$python" -m pip install -q --no-deps --no-index --no-compile --target "$work/site" "$WHEELS"/*.whl
     export PYTHONPATH=$PWD:$work/site:$PYTHONPATH
 fi
-pytest=("$python" -m pytest -o addopts= --import-mode=importlib -q --junitxml "$work/tests.xml")
-bench=(--device "$device" --output "$work")
-if [ -n "${QUICK:-}" ]; then
-    tests=(-m "not slow" tests/ops/test_rotary.py) # none of the GPU tests can run on a CPU
-    [ "$device" = cpu ] || tests=(-m gpu tests)
-    part tests 120 INT "${pytest[@]}" "${tests[@]}"
-    part tune 90 TERM "$python" -m diffvision tune --model diff_vit_debug --batch 4 --device "$device" --minutes 1 --json
-    part fits 90 TERM "$python" scripts/benchmarks/gpu_fits.py --device "$device" --output "$work" --steps 6 --minutes 0.1
-    part attention-op 60 TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --quick --rounds 3 --minutes 0.1
-    part models 60 TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --models debug --quick --rounds 3
-else
-    # What a part leaves of its time goes to those after it; a benchmark starts nothing new in its last 20 seconds.
-    part tests 140 INT "${pytest[@]}" -n "${WORKERS:-4}" -m gpu tests
-    left=$((TOTAL - SECONDS - FITS - OPERATION - MODELS))
-    part tune $left TERM "$python" -m diffvision tune --device "$device" --minutes "$(minutes $left)" --json
-    left=$((TOTAL - SECONDS - OPERATION - MODELS))
-    part fits $left TERM "$python" scripts/benchmarks/gpu_fits.py "${bench[@]:0:2}" --output "$work" --minutes "$(minutes $left)"
-    left=$((TOTAL - SECONDS - MODELS))
-    part attention-op $left TERM "$python" scripts/benchmarks/bench_attention.py "${bench[@]}" --rounds 7 --minutes "$(minutes $left)"
-    left=$((TOTAL - SECONDS))
-    part models $left TERM "$python" scripts/benchmarks/bench_models.py "${bench[@]}" --compile --rounds 7 --minutes "$(minutes $left)"
-fi
-echo "gpu_check: $out/gpu_check.json"
+quick=() minutes=$(awk -v seconds=$((LIMIT - SECONDS)) 'BEGIN { print (seconds - 20) / 60 }')
+[ -z "${QUICK:-}" ] || quick=(--quick)
+bench=(--device "$device" --output "$work" --minutes "$minutes")
+case $part in
+    tests)
+        tests=(-n "${WORKERS:-4}" -m gpu tests/nn tests)
+        [ "$device" != cpu ] || tests=(-m "not gpu and not slow" tests/nn/test_autocast.py) # a CPU stands in there
+        run tests "$LIMIT" INT "$python" -m pytest -o addopts= --import-mode=importlib -q --junitxml "$work/tests.xml" \
+            "${tests[@]}"
+        ;;
+    kernels) run kernels "$LIMIT" TERM "$python" scripts/benchmarks/gpu_kernels.py "${bench[@]}" "${quick[@]}" ;;
+    steps) run steps "$LIMIT" TERM "$python" scripts/benchmarks/gpu_steps.py "${bench[@]}" "${quick[@]}" ;;
+    tune)
+        tuned=(--device "$device" --minutes "$minutes" --json)
+        [ -z "${QUICK:-}" ] || tuned=(--model diff_vit_debug --batch 4 --device "$device" --minutes 3 --json)
+        run tune "$LIMIT" TERM "$python" -m diffvision tune "${tuned[@]}"
+        ;;
+    fits)
+        [ -z "${QUICK:-}" ] || bench=(--device "$device" --output "$work" --minutes 0.1 --steps 6)
+        rm -rf "$work/fits" "$work/fits-data"
+        run fits "$LIMIT" TERM "$python" scripts/benchmarks/gpu_fits.py "${bench[@]}"
+        ;;
+esac
+echo "gpu_check: $out/gpu_$part.json"
 [ "$(awk -F '\t' '$2 != 0' "$work/parts.tsv" | wc -l)" -eq 0 ]

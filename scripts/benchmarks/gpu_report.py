@@ -1,7 +1,8 @@
-"""Merges what the parts of `gpu_check.sh` left in a folder into one JSON: `gpu_report.py FOLDER JSON`.
+"""Merges what a part of `gpu_check.sh` left in a folder into one JSON: `gpu_report.py FOLDER JSON`.
 
-FOLDER holds `parts.tsv` (name, exit status, seconds), `tests.xml` (pytest's JUnit report), `attention-*.json`,
-`models-*.json`, and a log of each part. Of a part that left nothing it has the exit status and the end of its log.
+FOLDER holds `parts.tsv` (name of a command, exit status, seconds), `tests.xml` (pytest's JUnit report), the JSON files
+of benchmarks, and a log of each command. Of one that left nothing it has the exit status and the end of its log. What
+tests skip, as those of flash-attn where it is not installed, is under "cannot" with the number of tests.
 """
 
 import json
@@ -22,7 +23,7 @@ def read_tests(path: Path) -> dict[str, Any] | None:
     """Return counts, and the names and first lines of what failed; None if pytest wrote no report."""
     if not path.exists():
         return None
-    summary: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": {}, "skips": {}}
+    summary: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": {}, "cannot": {}}
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
         broken = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -33,7 +34,7 @@ def read_tests(path: Path) -> dict[str, Any] | None:
         elif skipped is not None:
             summary["skipped"] += 1
             reason = skipped.get("message") or ""
-            summary["skips"][reason] = summary["skips"].get(reason, 0) + 1
+            summary["cannot"][reason] = summary["cannot"].get(reason, 0) + 1
         else:
             summary["passed"] += 1
     return summary

@@ -12,7 +12,8 @@ from typing import Any
 
 from diffvision.ops.attention.tuned import device_name
 
-PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "transformers", "flash-attn", "numpy")
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "transformers", *FLASH, "numpy")
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -518,6 +518,7 @@ def test_a_compiled_graph_finds_it_and_stays_whole(packages):
 
 GPU = {
     "vision": {"m": 197, "n": 197, "d": 64, "v": 128, "lam": (1,)},
+    "wide values": {"m": 197, "n": 197, "d": 64, "v": 256, "lam": (1,)},
     "text, grouped": {"hk": 2, "m": 77, "n": 77, "d": 64, "v": 128, "lam": (1,)},
     "language, grouped": {"hk": 2, "m": 300, "n": 300, "d": 128, "v": 256, "lam": (1,)},
     "shared keys, grouped": {"hk": 2, "keys": 1, "m": 257, "n": 257, "d": 64, "v": 64, "lam": (2, 4, 257, 1)},
@@ -527,13 +528,17 @@ GPU = {
 }
 
 
-@pytest.fixture
-def real():
+@pytest.fixture(params=PACKAGES)
+def real(request, monkeypatch):
+    """Each library that is installed, alone."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if isinstance(found := flash.find_libraries(), str):
-        pytest.skip(found)
-    return found
+    found = flash.find_libraries()
+    libraries = () if isinstance(found, str) else found
+    alone = tuple(library for library in libraries if library.package.name == request.param)
+    if not alone:
+        pytest.skip(found if isinstance(found, str) else f"{request.param} is not installed, or not for this GPU")
+    monkeypatch.setattr(flash, "find_libraries", lambda: alone)
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ import bench_programs
 import bench_retrieval
 import bench_step
 import benchmark
+import gpu_page
 import int8_cache
 import machine
 from attention_ways import Shape, inputs_of
@@ -254,7 +255,7 @@ def test_the_check_of_a_gpu_merges_what_its_parts_left(tmp_path):
     )
     merged = merge(tmp_path)
     counts = {"passed": 1, "failed": 1, "skipped": 1}
-    assert merged["tests"] == {**counts, "failures": {"a::bad": "assert 1 == 2"}, "skips": {"no flash": 1}}
+    assert merged["tests"] == {**counts, "failures": {"a::bad": "assert 1 == 2"}, "cannot": {"no flash": 1}}
     assert merged["parts"]["attention-op"]["timed_out"] is True
     assert merged["parts"]["attention-op"]["log_end"].endswith("end end ")
     assert str(tmp_path) not in json.dumps(merged)
@@ -264,11 +265,43 @@ def test_the_check_of_a_gpu_merges_what_its_parts_left(tmp_path):
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU")
 def test_the_check_says_that_there_is_no_gpu(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key not in ("DEVICE", "QUICK", "WHEELS")}
-    command = ["bash", str(SCRIPTS / "gpu_check.sh"), str(tmp_path)]
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), "tests", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
     assert "no GPU" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def check(part: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(SCRIPTS / "gpu_check.sh"), part, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["tests", "kernels", "steps", "tune"])
+def test_each_part_of_the_check_passes_without_a_gpu(part, tmp_path):
+    done = check(part, tmp_path)
+    assert done.returncode == 0, done.stdout + (tmp_path / f"gpu_{part}.log").read_text()[-3000:]
+    report = gpu_page.read(tmp_path)[part]
+    assert {"gpu", "commit", "versions"} <= set(report)
+    section = gpu_page.page({part: report}).partition(f"gpu_{part}.json)")[2].partition("\n## ")[0]
+    assert "\n| " in section
+    assert "failed" not in section.replace("| failed | 0 |", "")
+    if part == "steps":
+        done = check(part, tmp_path)  # nothing is left to measure
+        assert gpu_page.read(tmp_path)[part]["benchmarks"] == report["benchmarks"]
+
+
+def test_the_page_of_a_gpu_is_that_of_its_files():
+    folder = SCRIPTS.parent / "docs" / "benchmarks"
+    assert (folder / "gpu.md").read_text() == gpu_page.page(gpu_page.read(folder))
+    assert gpu_page.page({}).count(gpu_page.ABSENT) == len(gpu_page.PARTS)
+    assert "exit status 1" in gpu_page.page({"tune": {**merged(), "parts": {"tune": {"exit_status": 1}}}})
+
+
+def merged() -> dict:
+    return {"gpu": ["H100"], "commit": "0" * 40, "versions": {"torch": "2.15", "triton": None}, "benchmarks": {}}
 
 
 @pytest.mark.slow
