@@ -236,7 +236,7 @@ class LanguageModule(TrainingModule):
         """
         if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
             return
-        total = self.trainer.strategy.reduce(self._predictions, reduce_op="sum").clamp(min=1)
+        total = self._sum_over_ranks(self._predictions).clamp(min=1)
         divided = self._share * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -246,9 +246,13 @@ class LanguageModule(TrainingModule):
     def _on_all_ranks(self, sums: Tensor) -> Tensor:
         """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
         is_logged = lightning_internals.is_logging_step(self.trainer, self.trainer.global_step + 1)
-        if self.trainer.world_size == 1 or not is_logged:
-            return sums
-        return self.trainer.strategy.reduce(sums, reduce_op="sum")
+        return self._sum_over_ranks(sums) if is_logged else sums
+
+    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
+        """Sum in place; a strategy's `reduce` has a barrier before it, which waits for the device."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
 
     def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the metrics of TextData's evaluation, if it has one."""

@@ -1,4 +1,4 @@
-"""Signals: every rank agrees at the next step, one checkpoint is written, and the run ends or continues.
+"""Signals: every rank agrees after a step, one checkpoint is written, and the run ends or continues.
 
 Lightning's handlers work inside the signal (a broadcast, a save), and hang where only one rank receives it; these only
 note it. The ranks act between two batches of training or of an evaluation. Workers of a rank are in `workers`.
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from diffvision.training.fault_tolerance.workers import shield_workers
 
 SAVED = "preempted.ckpt"
 SAVE = signal.SIGUSR2  # the run continues
+PATIENCE = 1.0  # seconds of training after which ranks ask each other for signals; less than a step: after each step
+MOST = 16  # steps after which they ask at the latest, as steps may become slower
 AGAIN = b"Ctrl-C: saving after this step and ending; a second one ends at once\n"
 
 
@@ -57,6 +60,7 @@ class Preemption(pl.Callback):
         self._shield = ExitStack()
         self._trainer: pl.Trainer | None = None
         self._turns = 0
+        self._asked, self._steps, self._every = 0.0, 0, 1  # when they asked last, steps since, and until they ask
 
     # --- signals ---
 
@@ -107,8 +111,14 @@ class Preemption(pl.Callback):
         self._restore()
 
     def _agree_on_signal(self) -> int:
-        """Return the signal that any rank has received, the same on all; 0 for none."""
-        received = self.peers.max([number in self.received for number in self._known])
+        """Return the signal that any rank has received, the same on all; 0 for none.
+
+        Ranks also agree on how many steps of the slowest of them take `PATIENCE`, and ask again after so many.
+        """
+        took = (time.monotonic() - self._asked) / max(self._steps, 1)
+        *received, slowest = self.peers.max([*(number in self.received for number in self._known), int(1e3 * took)])
+        self._every = min(int(1e3 * PATIENCE) // max(slowest, 1), MOST) if self.peers.world > 1 else 1
+        self._asked, self._steps = time.monotonic(), 0
         return max(
             (number for number, seen in zip(self._known, received, strict=True) if seen),
             default=0,
@@ -123,8 +133,11 @@ class Preemption(pl.Callback):
             raise Preempted(number)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Act after a step on what the ranks have agreed on."""
+        """Act after a step on what the ranks have agreed on; several ranks ask each other every `PATIENCE` seconds."""
         if lightning_internals.is_accumulating(trainer):
+            return
+        self._steps += 1
+        if self._steps < self._every:
             return
         number = self._agree_on_signal()
         last = trainer.global_step == trainer.max_steps  # then the run ends by itself

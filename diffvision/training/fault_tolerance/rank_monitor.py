@@ -1,4 +1,4 @@
-"""What the ranks of a run say to each other besides gradients: numbers at each step, and that one of them has failed.
+"""What the ranks of a run say to each other besides gradients: numbers now and then, and that one of them has failed.
 
 A collective waits for every rank. One that has failed never comes, and the others would wait for half an hour; so a
 thread of each rank watches the others and the process that started it, and ends its own process when they are gone.

@@ -1,5 +1,6 @@
 """Signals to a run of one process and of two, and ranks that fail, differ in their data or lose their parent."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
+from diffvision.training.fault_tolerance import preemption
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
 from diffvision.training.fault_tolerance.equal_steps import EvenRanks, check_shards, shards_of
 from diffvision.training.fault_tolerance.preemption import SAVED, Preempted, Preemption, watch_signals
@@ -281,6 +283,37 @@ def test_slurm_requeues_once_the_checkpoint_is_on_disk(tmp_path, monkeypatch, ar
 
 
 # --- two ranks, each a separate process ---
+
+
+@pytest.fixture(autouse=True)
+def _ask_after_each_step(monkeypatch):
+    """Signals come at a step here; `test_ranks_ask_each_other_about_once_a_second` has when ranks ask otherwise."""
+    monkeypatch.setattr(preemption, "MOST", 1)
+
+
+@pytest.mark.parametrize(("seconds", "every"), [(0.001, 16), (0.3, 3), (0.9, 1), (20.0, 1)])
+def test_ranks_ask_each_other_about_once_a_second(seconds, every, monkeypatch):
+    """The slowest rank counts; here the other one takes half the time."""
+    monkeypatch.setattr(preemption, "MOST", 16)
+    now, asked = [0.0], []
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
+
+    class Two(Peers):
+        world = 2
+
+        def __init__(self):
+            self.rank = 0
+
+        def max(self, numbers):
+            asked.append(step)
+            return [*numbers[:-1], 2 * numbers[-1]]
+
+    monkeypatch.setattr(preemption.lightning_internals, "is_accumulating", lambda trainer: False)
+    callback = Preemption(Two())
+    for step in range(1, 60):  # noqa: B007  `max` notes it
+        now[0] += seconds / 2
+        callback.on_train_batch_end(SimpleNamespace(global_step=0, max_steps=99))
+    assert {later - earlier for earlier, later in itertools.pairwise(asked[3:])} == {every}
 
 
 def two(root, module, data=None, **settings) -> list[Ended]:
