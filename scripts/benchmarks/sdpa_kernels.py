@@ -8,8 +8,9 @@ counted), and beside it the bytes of one attention map of all heads. `sweep` cou
 sizes, lengths, masks, grouped heads, dtypes and gradients, and lists those of more than 256 tokens that would keep
 their maps.
 
-The kernel is what `torch._fused_sdp_choice` answers in the place of each call. With --stub the card may be a stub that
-computes nothing: cuDNN's calls are then not made, and their bytes are null.
+The kernel is what `torch._fused_sdp_choice` (for packed documents, torch's varlen function) answers in the place of
+each call. With --stub the card may be a stub that computes nothing: cuDNN's calls are then not made, and their bytes
+are null.
 """
 
 import argparse
@@ -18,13 +19,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 
-from diffvision.ops import diff_attention, softmax_attention
+from diffvision.ops import Documents, diff_attention, document_ends, softmax_attention
 from machine import commit
 
 KERNELS = {0: "MATH", 1: "FLASH", 2: "EFFICIENT", 3: "CUDNN", -1: "none"}
@@ -43,7 +46,7 @@ class Call(NamedTuple):
     kv_heads: int = 6
     maps: int = 2  # 1: plain attention
     key_maps: int = 2
-    mask: str = ""  # "keys" [1, 1, 1, N] or "pairs" [1, 1, M, N]
+    mask: str = ""  # "keys" [1, 1, 1, N], "pairs" [1, 1, M, N], or "documents" of 256 tokens each without a mask
     causal: bool = False
     dtype: torch.dtype = torch.bfloat16
     grad: bool = True
@@ -67,9 +70,14 @@ CALLS = {
     "language, plain": plain(2048, 2048, 128, 128, causal=True),
     "grouped, V1": Call(2048, 2048, 64, 128, kv_heads=2, causal=True),
     "grouped, V2": Call(2048, 2048, 64, 64, kv_heads=2, key_maps=1, causal=True),
+    "packed documents, V1": Call(2048, 2048, 64, 128, mask="documents", causal=True),
+    "packed documents, V2, grouped": Call(2048, 2048, 64, 64, kv_heads=2, key_maps=1, mask="documents", causal=True),
+    "packed documents, plain, grouped": plain(2048, 2048, 64, 64, kv_heads=2, mask="documents", causal=True),
     "documents, V1": Call(2048, 2048, 64, 128, mask="pairs", causal=True),
     "documents, V2, grouped": Call(2048, 2048, 64, 64, kv_heads=2, key_maps=1, mask="pairs", causal=True),
     "documents, plain, grouped": plain(2048, 2048, 64, 64, kv_heads=2, mask="pairs", causal=True),
+    "packed documents, V1, 8,192 tokens": Call(8192, 8192, 64, 128, mask="documents", causal=True),
+    "documents, V1, 8,192 tokens": Call(8192, 8192, 64, 128, mask="pairs", causal=True),
     "D 12, mask": Call(1024, 1024, 12, 12, key_maps=1, mask="pairs"),
     "D 20, V 40, mask": Call(1024, 1024, 20, 40, mask="pairs"),
     "cross, V1": Call(256, 1024, 64, 128),
@@ -107,6 +115,9 @@ def arguments(call: Call) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     k = projected(call.kv_heads, call.keys, call.head_dim, call.key_maps)
     v = projected(call.kv_heads, call.keys, call.value_dim)
     v = v.squeeze(2) if v.dim() == 5 else v
+    if call.mask == "documents":
+        numbers = (torch.arange(call.keys) // 256)[None]
+        return (q, k, v), {"mask": Documents(numbers.cuda(), document_ends(numbers).cuda()), "causal": call.causal}
     shape = (1, 1, call.queries if call.mask == "pairs" else 1, call.keys)
     mask = torch.ones(shape, dtype=torch.bool, device="cuda") if call.mask else None
     return (q, k, v), {"mask": mask, "causal": call.causal}
@@ -116,23 +127,30 @@ def attend(call: Call) -> Callable[..., torch.Tensor]:
     if call.maps == 1:
         return softmax_attention
     lam = torch.full((1,), 0.5, device="cuda")
-    return lambda *tensors, **settings: diff_attention(*tensors, lam, backend="sdpa", **settings)
+    backend = "varlen" if call.mask == "documents" else "sdpa"
+    return lambda *tensors, **settings: diff_attention(*tensors, lam, backend=backend, **settings)
 
 
 @contextmanager
 def answered(found: Counter[str]) -> Iterator[None]:
     """Count the kernel of each call of torch's attention in the context, without running it."""
-    before = F.scaled_dot_product_attention
+    before, before_varlen = F.scaled_dot_product_attention, varlen.varlen_attn
 
     def answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
         found[KERNELS[torch._fused_sdp_choice(q, k, v, **settings)]] += 1
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
-    F.scaled_dot_product_attention = answer
+    @wraps(before_varlen)  # its arguments are looked at
+    def answer_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: Any, **_: Any) -> torch.Tensor:
+        backend = varlen._select_backend(q, k, v, *lengths[:3], [-1, 0])
+        found[f"{KERNELS[backend]} varlen"] += 1
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    F.scaled_dot_product_attention, varlen.varlen_attn = answer, answer_varlen
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = before
+        F.scaled_dot_product_attention, varlen.varlen_attn = before, before_varlen
 
 
 def kernels_of(call: Call) -> list[str]:
@@ -197,7 +215,7 @@ def main() -> None:
     args.output.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     for name, row in report[capability]["calls"].items():
         size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:.1f}"
-        print(f"{name:28}{row['kernel']:12}{size:>8} MiB, a map {row['bytes_of_a_map'] / 2**20:.1f}")
+        print(f"{name:36}{row['kernel']:12}{size:>8} MiB, a map {row['bytes_of_a_map'] / 2**20:.1f}")
     print(
         capability, report[capability]["sweep"]["kernels"], f"{len(report[capability]['sweep']['quadratic'])} quadratic"
     )
