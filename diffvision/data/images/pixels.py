@@ -25,7 +25,7 @@ Decoder = Literal["pillow", "torchvision", "draft"]
 
 - "pillow": by the transform itself.
 - "torchvision": the same crops, with JPEGs decoded and pixels resized by torchvision in uint8. Few values differ,
-  by one level; where an edge overshoots black or white, some in a million by more.
+  by one level; where an edge overshoots black or white, a value rarely differs by more.
 - "draft": like "torchvision", but a JPEG whose crop is at least twice the model's size on both sides is decoded at
   1/2, 1/4 or 1/8 of its size (libjpeg's DCT scaling). Most values differ by a few levels.
 """
