@@ -17,8 +17,6 @@ from diffvision.models.language.decoder import LanguageModel
 
 # A compiled step is compiled again for each capacity of the cache, so capacities are multiples of this many tokens.
 CAPACITY_STEP = 64
-# Tokens after which it is read from a GPU whether all rows have ended; each time the GPU is waited for.
-READ_EVERY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ def generate(
         hidden, past = compress.prefill(model, tokens, padding, capacity)
     decode = _compile_step() if compile else None
     at, slots = (torch.full((1,), index, device=device) for index in (length, past.length))
-    read_every = 1 if on_token is not None or device.type == "cpu" else READ_EVERY
+    read_every = 1 if on_token is not None else _tokens_between_reads(device)
     unread: list[Tensor] = []
     new: list[list[int]] = [[] for _ in rows]
     running = set(range(len(rows)))
@@ -167,6 +165,11 @@ def generate(
             past.advance(1)
             at, slots = at + 1, slots + 1
     return new
+
+
+def _tokens_between_reads(device: torch.device) -> int:
+    """Return after how many tokens it is read whether all rows have ended; each time a GPU is waited for."""
+    return 1 if device.type == "cpu" else 8
 
 
 def _add_tokens(

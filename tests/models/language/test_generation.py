@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from diffvision.models.language import generation
 from diffvision.models.language.generation import Sampling, generate
 from diffvision.nn import ATTENTION
 
@@ -67,6 +68,25 @@ def test_unequal_prompts_equal_each_alone(model):
             torch.testing.assert_close(row[-len(prompt) :], model.hidden(torch.tensor([prompt]))[0], **CLOSE)
     expected = [_without_cache(model, prompt, 12) for prompt in prompts]
     assert generate(model, prompts, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_the_same_where_they_are_read_every_few(model, temperature, monkeypatch):
+    """As from a GPU: rows that have ended go on until the others have, and what they draw is left out."""
+    prompts = [[5, 6, 7], [8], [9, 3]]
+
+    def new_tokens(stop, count):
+        draws = torch.Generator().manual_seed(0)
+        settings = {"temperature": temperature, "generator": draws}
+        return generate(model, prompts, max_new_tokens=count, stop=stop, **settings)
+
+    for count in (1, 11):
+        stop = {row[len(row) // 2] for row in new_tokens((), 11)}
+        monkeypatch.setattr(generation, "_tokens_between_reads", lambda device: 1)
+        each = new_tokens(stop, count)
+        for every in (4, 8):
+            monkeypatch.setattr(generation, "_tokens_between_reads", lambda device, every=every: every)
+            assert new_tokens(stop, count) == each
 
 
 def test_stop_tokens_and_streaming(model):
