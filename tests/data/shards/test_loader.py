@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections import Counter
 
 import numpy as np
@@ -35,6 +36,14 @@ def test_an_epoch_has_every_sample_but_the_tail_once(two_epochs, corpus, whole):
 def joined(parts):
     """The batches of each rank -> global batches."""
     return [[number for part in slices for number in part] for slices in zip(*parts, strict=True)]
+
+
+def test_the_time_that_its_user_takes_is_no_wait(corpus, whole):
+    loader = corpus.loader(whole)
+    begun = time.monotonic()
+    for _ in loader:
+        time.sleep(0.02)
+    assert 0 < loader.waited <= time.monotonic() - begun - 10 * 0.02
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
