@@ -25,7 +25,7 @@ from diffvision.data.shards.writer import write_manifest, write_tar
 from openclip_data import MODEL, transform
 
 BATCH = 128
-_WORDS = ["a", "photo", "of", "old", "temple", "roofs", "under", "sky", "with", "red", "flowers", "near", "water"]
+WORDS = ["a", "photo", "of", "old", "temple", "roofs", "under", "sky", "with", "red", "flowers", "near", "water"]
 
 
 def photos(directory: Path, shards: int = 8, each: int = 160) -> Path:
@@ -47,7 +47,7 @@ def _photo(draw: random.Random, sources: list[Image.Image], number: int) -> dict
     box = (left, top, left + part * width, top + part * height)
     data = io.BytesIO()
     source.resize((width, height), Image.Resampling.BICUBIC, box=box).save(data, "JPEG", quality=draw.randint(80, 95))
-    return {"__key__": f"{number:06d}", "jpg": data.getvalue(), "txt": " ".join(draw.choices(_WORDS, k=10))}
+    return {"__key__": f"{number:06d}", "jpg": data.getvalue(), "txt": " ".join(draw.choices(WORDS, k=10))}
 
 
 def environment(directory: Path) -> str:
@@ -79,13 +79,13 @@ class OpenClip:
         )
         self.versions = self._answer()
 
-    def epoch(self) -> float:
-        """Run an epoch; return its samples a second."""
+    def epoch(self, clock: str = "seconds") -> float:
+        """Run an epoch; return its samples a second, by the wall's clock or by the processor's ("cpu")."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         answer = self._answer()
-        return answer["samples"] / answer["seconds"]
+        return answer["samples"] / answer[clock]
 
     def end(self) -> None:
         assert self._process.stdin is not None

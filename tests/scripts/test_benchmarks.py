@@ -1,5 +1,6 @@
 """The smallest run of each benchmark. No time is asserted, since none is to be trusted here."""
 
+import contextlib
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ import attention_ways
 import bench_attention
 import bench_data
 import bench_growth
+import bench_images
 import bench_language
 import bench_models
 import bench_programs
@@ -171,6 +174,19 @@ def test_data(shards, monkeypatch, capsys):
     bench_data.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if "ShardLoader" in line]
     assert len(rows) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_images_of_a_core(monkeypatch, tmp_path):
+    other = SimpleNamespace(epoch=lambda clock: 100.0)
+    monkeypatch.setattr(bench_images.openclip_versus, "running", lambda *_: contextlib.nullcontext(other))
+    monkeypatch.setattr(bench_images, "EACH", 4)
+    monkeypatch.setattr(bench_images, "BATCH", 4)
+    row = bench_images.measure(tmp_path, 256, "python", rounds=1)
+    assert all(row["ms an image"].values())
+    assert row["images a second of a core"].pop("webdataset")["over webdataset's"] == 1
+    assert {name.partition(",")[0] for name in row["images a second of a core"]} == {"OpenCLIP's", "ours"}
 
 
 @pytest.mark.slow
