@@ -19,7 +19,7 @@ from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.training.module import TrainingModule, plain
+from diffvision.training.module import TrainingModule, of_any_size, plain
 from diffvision.training.optim import OptimizerSettings, param_groups, without_decay
 from diffvision.training.sharding import gather_weights, release_weights
 
@@ -155,7 +155,7 @@ class ClassificationModule(TrainingModule):
 
     def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count correct predictions and sum the loss."""
-        logits, label = self.model(batch["image"]).float(), batch["label"]
+        logits, label = self.model(of_any_size(batch["image"])).float(), batch["label"]
         ranked = logits.topk(min(5, self.num_classes)).indices == label[:, None]
         loss = F.cross_entropy(logits, label, reduction="sum")
         self.add_sums(dataloader_idx, len(label), ranked[:, 0].sum(), ranked.sum(), loss)

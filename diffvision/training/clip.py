@@ -19,7 +19,7 @@ from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.images.captions import text_only
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.module import ImageTextData
-from diffvision.evaluation.options import Options
+from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.prompts import check_prompts
 from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
@@ -29,7 +29,7 @@ from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.fault_tolerance import spread_nan
-from diffvision.training.module import TrainingModule, plain
+from diffvision.training.module import TrainingModule, of_any_size, plain
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.progress import follow
 from diffvision.training.sharding import gather_weights, release_weights, to_whole
@@ -40,6 +40,8 @@ CAUTIONS = {
     "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): take DiffCLIP-debug-0.2; "
     "see docs/concepts/common_mode.md"
 }
+# A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
+PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 # Metrics of an evaluation that the progress bar shows.
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
 
@@ -302,10 +304,12 @@ class ContrastiveModule(TrainingModule):
     ) -> None:
         """Evaluate a folder with the functions of `diffvision evaluate`, over all ranks; or sum the loss of a batch.
 
-        The loss of a batch uses negatives from this batch only.
+        Both are in the run's precision, whereas `diffvision evaluate` takes --precision, fp32 by default. The loss of a
+        batch uses negatives from this batch only.
         """
         if not isinstance(batch, EvaluationFolder):
-            loss = self.loss_of(self.model(batch["image"], batch["text"]), self.batch_loss)
+            inputs = of_any_size(batch["image"]), of_any_size(batch["text"])
+            loss = self.loss_of(self.model(*inputs), self.batch_loss)
             self.add_sums(dataloader_idx, pairs := len(batch["image"]), loss * pairs)
             return
         metrics = evaluate(
@@ -314,6 +318,7 @@ class ContrastiveModule(TrainingModule):
             transform=self.eval_transform,
             tokenizer=self.tokenizer,
             device=self.device,
+            precision=PRECISIONS.get(str(self.trainer.precision), "fp32"),
             progress=follow(self.trainer),
         )
         for key, value in metrics.items():

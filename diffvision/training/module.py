@@ -277,3 +277,12 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as values that a checkpoint may hold: lists in place of tuples."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+
+
+def of_any_size(batch: Tensor) -> Tensor:
+    """Return a batch for which a compiled model makes one graph for all sizes, as that of a loader's last batch.
+
+    Training has batches of one size, for which a graph of that size is the fastest.
+    """
+    torch._dynamo.maybe_mark_dynamic(batch, 0)
+    return batch

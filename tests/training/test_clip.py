@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.clip import CAUTIONS, ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -220,3 +221,15 @@ def test_two_processes_have_the_gradients_of_one(loss, accum_freq, tmp_path):
     train(make(loss=loss, accum_freq=accum_freq), Saved(tmp_path), **two)
     for rank in (0, 1):
         same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16-mixed", "bf16"), ("32-true", "fp32")])
+def test_evaluations_have_the_precision_of_the_run(precision, expected, monkeypatch):
+    seen = []
+    monkeypatch.setattr("diffvision.training.clip.evaluate", lambda *_, **settings: seen.append(settings) or {})
+    folder = object.__new__(EvaluationFolder)
+    trainer = pl.Trainer(precision=precision, accelerator="cpu", logger=False, enable_checkpointing=False)
+    module = make()
+    module.trainer = trainer
+    module.validation_step(folder, 0)
+    assert seen[0]["precision"] == expected
