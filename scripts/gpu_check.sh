@@ -51,7 +51,9 @@ if [ -n "${WHEELS:-}" ]; then
     run wheels 60 TERM "$python" -m pip install -q --no-deps --no-index --no-compile --target "$work/site" "$WHEELS"/*.whl
     export PYTHONPATH=$PWD:$work/site:$PYTHONPATH
 fi
-quick=() minutes=$(awk -v seconds=$((LIMIT - SECONDS)) 'BEGIN { print (seconds - 20) / 60 }')
+room=$((LIMIT - SECONDS)) quick=()
+[ "$part" != kernels ] || room=$((room - 90)) # which sdpa takes at most
+minutes=$(awk -v seconds="$room" 'BEGIN { print (seconds - 20) / 60 }')
 [ -z "${QUICK:-}" ] || quick=(--quick)
 bench=(--device "$device" --output "$work" --minutes "$minutes")
 case $part in
@@ -61,7 +63,11 @@ case $part in
         run tests "$LIMIT" INT "$python" -m pytest -o addopts= --import-mode=importlib -q --junitxml "$work/tests.xml" \
             "${tests[@]}"
         ;;
-    kernels) run kernels "$LIMIT" TERM "$python" scripts/benchmarks/gpu_kernels.py "${bench[@]}" "${quick[@]}" ;;
+    kernels)
+        [ "$device" = cpu ] ||
+            run sdpa 90 TERM "$python" scripts/benchmarks/sdpa_kernels.py --output "$work/sdpa_kernels.json"
+        run kernels "$((LIMIT - SECONDS))" TERM "$python" scripts/benchmarks/gpu_kernels.py "${bench[@]}" "${quick[@]}"
+        ;;
     steps) run steps "$LIMIT" TERM "$python" scripts/benchmarks/gpu_steps.py "${bench[@]}" "${quick[@]}" ;;
     tune)
         tuned=(--device "$device" --minutes "$minutes" --json)

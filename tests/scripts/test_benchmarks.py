@@ -294,8 +294,13 @@ def check(part: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["tests", "kernels", "steps", "tune"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "kernels", "steps")),
+        pytest.param("tune", marks=pytest.mark.nightly),
+    ],
+)
 def test_each_part_of_the_check_passes_without_a_gpu(part, tmp_path):
     done = check(part, tmp_path)
     assert done.returncode == 0, done.stdout + (tmp_path / f"gpu_{part}.log").read_text()[-3000:]
