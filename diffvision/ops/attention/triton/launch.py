@@ -87,8 +87,14 @@ def _silence() -> Iterator[None]:
 
 
 def block(size: int) -> int:
-    """Return the tile that holds `size` rows or columns: a power of two of at least 16, the smallest in a product."""
-    return max(16, triton.next_power_of_2(size))
+    """Return the tile that holds `size` rows or columns: a power of two of at least 16, the smallest in a product.
+
+    It decides rather than computes, because torch.compile takes minutes to trace arithmetic with a symbolic size.
+    """
+    tile = 16
+    while tile < size:
+        tile *= 2
+    return tile
 
 
 def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:

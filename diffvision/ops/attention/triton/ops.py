@@ -113,7 +113,7 @@ def fits_rows(q: Tensor, k: Tensor, v: Tensor, longest_q: int, longest_k: int, *
 
     A symbolic length is not short: its graph must serve every length, as the streaming kernels do.
     """
-    sizes = (q.shape[4], v.shape[3], k.shape[2], q.element_size())
+    sizes = (q.shape[4], v.shape[3], 1 if k.shape[2] == 1 else 2, q.element_size())
     limit = launch.rows_limit(*sizes, shared_memory(q.device), backward=backward)
     return statically_known_true(longest_k <= limit) and statically_known_true(longest_q <= 1024)
 
