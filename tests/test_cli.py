@@ -134,6 +134,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
             "trainer.callbacks is 'Nothing': it takes the name of a class, null",
         ),
         ("fit CLIP --model.modle 1", 2, "model: ContrastiveModule takes no modle; did you mean model? See diffvision"),
+        ("fit CLIP --data photos", 2, "it takes the name of a class, null; for files write --data.train photos; see"),
         ("fit --model FILE --data ImageTextData", 2, "model is 'hello': it takes the name of a class, null; see "),
         ("fit --model.lr 3", 1, "settings of model are given without its class: name it, such as --model Contrast"),
         ("fit --model ContrastiveModule --model.model CLIP-debug --data.train x", 1, "such as --data ImageTextData"),

@@ -229,8 +229,8 @@ class Features:
     def _encode_texts(self, texts: list[str]) -> Tensor:
         if not hasattr(self.model, "encode_text"):
             raise ValueError(
-                f"{type(self.model).__name__} has no encode_text: give a model with a text tower (OpenCLIP), or "
-                "evaluate the image model with probes"
+                f"{type(self.model).__name__} has no encode_text: give an OpenCLIP model, or evaluate images alone "
+                "with --tasks classification or linear_probe"
             )
         if self.tokenizer is None:
             raise ValueError("this evaluation reads text: give the model's tokenizer (open_clip.get_tokenizer(name))")

@@ -354,6 +354,8 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     size = SIZES[shape.size]
     kind = _LAYERS[variant]
     by_layer = kwargs.pop("variant_by_layer", None)
+    if "variant" in kwargs:
+        raise TypeError(f"{name} has the variant {variant!r}: for another give variant_by_layer, such as '4*v2+8*v1'")
     if kind.needs_grid and by_layer is not None:
         raise TypeError(f"{name} has {variant!r} attention, which needs all layers: it takes no variant_by_layer")
     variants = [variant] if kind.needs_grid else variants_by_layer(by_layer, variant, kwargs.get("depth", size.depth))

@@ -93,6 +93,8 @@ class ClassificationModule(TrainingModule):
         self.data_config = resolve_data_config(self.model_args, model=self.model)
         self.transform = create_transform(**{**self.data_config, **(augmentation or {})}, is_training=True)
         self.eval_transform = create_transform(**self.data_config)
+        if mixup and not (mixup.get("mixup_alpha", 1) or mixup.get("cutmix_alpha") or mixup.get("cutmix_minmax")):
+            mixup = None
         self.mixup = Mixup(**mixup, label_smoothing=label_smoothing, num_classes=num_classes) if mixup else None
 
     def forward(self, image: Tensor) -> Tensor:

@@ -196,6 +196,8 @@ def _class(owner: str, part: Sequence[Given], is_closed: bool, program: str) -> 
     is_path = "." in name or isinstance(_value(given[-1]), Mapping)
     if is_closed and not is_path and name not in CLASSES[owner]:
         near = did_you_mean(name, CLASSES[owner])
+        if owner == "data" and Path(name).exists():
+            near = f"; for files write --data.train {name}"
         raise Mistake(see_help(f"{owner} is {name!r}: it takes the name of a class, null{near}", program))
     return {owner: CLASSES[owner].get(name, find_current(name) if name.startswith("diffvision.") else "")}
 

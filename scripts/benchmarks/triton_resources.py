@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", metavar="case")
     parser.add_argument("--cards", default=",".join(map(str, BY_CAPABILITY)), help="compute capabilities")
-    parser.add_argument("--output", type=Path, help="a JSON file, whose other entries are kept")
+    parser.add_argument("--output", type=Path, help="a JSON file, whose other rows are kept")
     given = parser.parse_args()
     rows = []
     for card in map(int, given.cards.split(",")):
@@ -208,11 +208,21 @@ def main() -> None:
                 rows.append({"case": name, "half": case[4] == HALF, **resources(one, card)})
                 print(json.dumps(rows[-1]), flush=True)
     if given.output is not None:
-        kept = json.loads(given.output.read_text()) if given.output.exists() else {}
-        texts = [json.dumps(row) for row in rows]
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        head = json.dumps({**kept, "versions": versions, "rows": []}, indent=1)
-        given.output.write_text(head.replace('"rows": []', '"rows": [\n' + ",\n".join(texts) + "\n]") + "\n")
+        record(given.output, rows)
+
+
+def record(file: Path, rows: list[dict]) -> None:
+    """Write rows into a file, in place of those of the same cards and cases; what else it holds stays."""
+    data = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    new = {(row["card"], row["case"]) for row in rows}
+    data["versions"] = {"torch": torch.__version__, "triton": triton.__version__}
+    data["rows"] = [row for row in data["rows"] if (row["card"], row["case"]) not in new] + rows
+    data["rows"].sort(key=lambda row: row["card"])
+    texts = {
+        key: "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
+        for key, value in data.items()
+    }
+    file.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n")
 
 
 if __name__ == "__main__":

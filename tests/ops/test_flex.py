@@ -8,6 +8,7 @@ from torch.torch_version import TorchVersion
 
 from diffvision.ops import diff_attention
 from diffvision.ops.attention import Problem, flex, reference
+from diffvision.ops.attention.shared_memory import BY_CAPABILITY
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, grad=False)
 
@@ -345,3 +346,21 @@ def test_inside_a_compiled_graph_on_a_gpu(value_dim):
     out.float().sum().backward()
     torch.testing.assert_close(out, call(*inputs), rtol=2e-2, atol=2e-2)
     assert all(t.grad.isfinite().all() for t in inputs)
+
+
+OPTIONS = {
+    "half, D 128, V 128": (torch.bfloat16, 128, 128, None, None),
+    "half, D 128, V 256": (torch.bfloat16, 128, 256, flex.WIDE_HALF, flex.WIDE_HALF),
+    "float32, D 64, V 64": (torch.float32, 64, 64, None, None),
+    "float32, D 128, V 128": (torch.float32, 128, 128, flex.WIDE_SMALL, None),
+    "float32, D 128, V 256": (torch.float32, 128, 256, flex.WIDE_SMALL, flex.WIDE),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_wide_heads_take_blocks_that_fit_the_card(monkeypatch, case):
+    dtype, d, v, *expected = OPTIONS[case]
+    q, values = (SimpleNamespace(is_cuda=True, device=None, dtype=dtype, shape=(1, 2, 8, size)) for size in (d, v))
+    for capability, options in zip((89, 90), expected, strict=True):
+        monkeypatch.setattr(flex, "shared_memory", lambda _, found=BY_CAPABILITY[capability]: found)
+        assert flex._kernel_options(q, values) == options

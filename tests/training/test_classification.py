@@ -87,6 +87,7 @@ def test_mixup_trains_on_soft_targets_and_wants_pairs(monkeypatch):
     assert options["label_smoothing"] == 0.0
     with pytest.raises(ValueError, match="7 a rank is odd"):
         trainer().fit(module, datamodule=Images(batch_size=7))
+    assert make(mixup={"mixup_alpha": 0.0}).mixup is None
 
 
 def test_layer_decay_scales_rates_and_keeps_lambdas_from_decay():

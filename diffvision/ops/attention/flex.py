@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from diffvision.ops.attention.difference import subtract
 from diffvision.ops.attention.problem import Problem
+from diffvision.ops.attention.shared_memory import KIB, shared_memory
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128  # FlexAttention's default block of queries and of keys
@@ -32,10 +33,12 @@ FLASH_BLOCK = 256  # of queries: FlashAttention-4 computes two tiles of 128 a bl
 # (an error under fullgraph=True, never a slow path). A process that trains one model and evaluates others meets more.
 RECOMPILE_LIMIT = 64
 
-# The kernels choose their blocks by D alone, so wide values would not fit Hopper's 227 KiB of shared memory at D 128:
-# forward float32 k and v in three stages, 288 KiB; backward half precision k, v and three stages of q and do, 240 KiB.
-# Counted, not measured.
+# The kernels choose their blocks by D and the compute capability alone. Wide values would not fit Hopper's 227 KiB of
+# shared memory at D 128: forward float32 k and v in three stages, 288 KiB; backward half precision k, v and three
+# stages of q and do, 240 KiB. Cards with 99 KiB have no room for float32 at D 128 even with values of 128: q, two
+# stages of k and v, 128 KiB. Counted, not measured.
 WIDE = {"fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+WIDE_SMALL = WIDE | {"fwd_BLOCK_M": 32}
 WIDE_HALF = WIDE | {
     "bwd_BLOCK_M1": 32,
     "bwd_BLOCK_N1": 64,
@@ -155,7 +158,12 @@ def _flash_blocks(q: Tensor, k: Tensor) -> BlockMask:
 
 
 def _kernel_options(q: Tensor, v: Tensor) -> dict[str, Any] | None:
-    if not q.is_cuda or q.shape[-1] + v.shape[-1] <= 256:
+    width = q.shape[3] + v.shape[3]
+    if not q.is_cuda or width <= 128:
+        return None
+    if q.dtype == torch.float32 and shared_memory(q.device) < 128 * KIB:
+        return WIDE_SMALL
+    if width <= 256:
         return None
     return WIDE if q.dtype == torch.float32 else WIDE_HALF
 
