@@ -1,6 +1,7 @@
 """FlexAttention: limits, masks by themselves, the pairing of heads without a compiler; the kernels when slow or gpu."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -156,8 +157,9 @@ def test_what_flash_attention_4_takes_in_a_graph(case, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: change.get("compiling", True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: change.get("capability", (9, 0)))
     monkeypatch.setattr(torch, "__version__", TorchVersion(change.get("version", "2.15.0+cu132")))
-    found = object() if change.get("installed", True) else None
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: found)
+    if change.get("installed", True):
+        for name in ("flash_attn", "flash_attn.cute"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
     q = SimpleNamespace(**vars(CUDA) | change.get("q", {}))
     v = SimpleNamespace(shape=change.get("v", (2, 4, 65, 64)))
     assert flex._takes_flash(q, v, change.get("mask")) is (case is None)

@@ -10,7 +10,7 @@ be called there itself. That path was read in torch 2.15 and FlashAttention-4 4.
 Source: torch.nn.attention.flex_attention, read and run in torch 2.15; arXiv 2412.05496.
 """
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, cast
@@ -147,9 +147,10 @@ def _has_flash() -> bool:
     if torch.__version__ < "2.15" or not 9 <= torch.cuda.get_device_capability()[0] <= 11:
         return False
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
+        importlib.import_module("flash_attn.cute")
+    except (ImportError, OSError, RuntimeError, AttributeError):  # not installed, or without its compiler
         return False
+    return True
 
 
 def _flash_blocks(q: Tensor, k: Tensor) -> BlockMask:
