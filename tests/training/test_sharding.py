@@ -145,8 +145,7 @@ def same(a, b, **tolerance):
     ("kind", "settings"),
     [
         ("clip", {}),
-        ("clip", {"loss": "siglip", "accum_freq": 2}),
-        ("clip", {"grad_checkpointing": True, "lock_image": 1}),
+        ("clip", {"loss": "siglip", "accum_freq": 2, "grad_checkpointing": True, "lock_image": 1}),
         ("v2", {}),
         ("vit", {}),
     ],
@@ -187,10 +186,7 @@ def mixed_and_refused(directory):
     with pytest.warns(UserWarning, match="is skipped") if trainer.is_global_zero else nullcontext():
         trainer, losses = fit(make("vit"), directory / "spoiled", data=Samples(spoiled=12), **sharded())
     assert losses[-1]["train/skipped_steps"] == 2
-    refusal = pytest.raises(
-        (ValueError, LostRank), match="ModelParallelStrategy shards the weights, which EMA cannot average"
-    )
-    with refusal:
+    with pytest.raises((ValueError, LostRank), match="shards the weights, which EMA cannot average"):
         fit(make("vit"), directory / "ema", EMA(), **sharded())
     with pytest.raises((ValueError, LostRank), match="would mix up: resume with the strategy that wrote it"):
         fit(make("vit"), directory / "refused", ckpt_path=str(directory / "one" / "step=2.ckpt"), **sharded())
