@@ -10,6 +10,8 @@ from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
@@ -82,16 +84,27 @@ class _ImageData(LoaderData):
     def _image_member(self, name: str) -> ImageMember:
         """Return what reads images by `transform` or `eval_transform`; the trainer's training batches are uint8."""
         transform = self.setting_or_model(name) or to_float
-        on_device = self.trainer is not None
+        on_device = self._normalizes_on_device()
         if name == "transform" and (self.decoder != "pillow" or (on_device and ends_with_normalize(transform))):
             transform = self._pixels = Pixels(transform, self.decoder, on_device=on_device)
         return ImageMember(transform, self.image_key)
 
+    def _normalizes_on_device(self) -> bool:
+        """Return whether uint8 images reach our hook: in a fit on this data, past no hook of the user's."""
+        trainer: Any = self.trainer
+        if trainer is None or trainer.state.status != TrainerStatus.RUNNING or trainer.datamodule is not self:
+            return False
+        if type(self).on_after_batch_transfer is not _ImageData.on_after_batch_transfer:
+            return False
+        earlier = ("on_before_batch_transfer", "transfer_batch_to_device")
+        return not any(is_overridden(hook, part) for hook in earlier for part in (self, trainer.lightning_module))
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Normalise the uint8 images of a training batch on its device; then call the LightningModule's hook."""
         trainer = cast(pl.Trainer, self.trainer)
-        if self._pixels is not None and trainer.training and batch["image"].dtype == torch.uint8:
-            batch = batch | {"image": trainer.precision_plugin.convert_input(self._pixels.normalize(batch["image"]))}
+        images = batch.get("image") if isinstance(batch, dict) else None
+        if self._pixels is not None and isinstance(images, torch.Tensor) and images.dtype == torch.uint8:
+            batch = batch | {"image": trainer.precision_plugin.convert_input(self._pixels.normalize(images))}
         return trainer.lightning_module.on_after_batch_transfer(batch, dataloader_idx)
 
 

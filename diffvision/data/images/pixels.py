@@ -48,7 +48,7 @@ class Pixels:
             raise ValueError(f"decoder {decoder!r} needs a Compose that ends with ToTensor and Normalize: set pillow")
         steps = transform.transforms[:-2]
         # Images are RGB already, and PIL's conversion to the same mode copies.
-        self._steps = [step for step in steps if type(step).__name__ != "MaybeConvertMode"]
+        self._steps = [step for step in steps if type(step).__name__ != "MaybeConvertMode" or step.mode != "RGB"]
         self._tail, self.decoder, self.on_device = transform.transforms[-2:], decoder, on_device
         first = self._steps[0] if self._steps else None
         # timm's RandomResizedCropAndInterpolation has the same attributes as torchvision's RandomResizedCrop.
@@ -112,7 +112,8 @@ class Pixels:
         # The kernel for uint8 is fastest on pixels whose channels lie next to each other, as decoders write them.
         part = whole[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
         size = first.size if isinstance(first.size, int) else list(first.size)
-        pixels = resize_image(part, size, interpolation=InterpolationMode(interpolation), antialias=True)[0]
+        limit = getattr(first, "max_size", None)
+        pixels = resize_image(part, size, InterpolationMode(interpolation), max_size=limit, antialias=True)[0]
         if len(self._steps) == 1:
             return pixels if self.on_device else self.normalize(pixels[None])[0]
         return self._finish(Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())), self._steps[1:])
@@ -128,7 +129,8 @@ class Pixels:
     def normalize(self, images: Tensor) -> Tensor:
         """Return uint8 images [B, 3, height, width] as ToTensor and Normalize return them, on the images' device."""
         last = self._tail[1]
-        scale, mean, std = _constants(tuple(map(float, last.mean)), tuple(map(float, last.std)), images.device)
+        constants = (tuple(torch.as_tensor(values).flatten().tolist()) for values in (last.mean, last.std))
+        scale, mean, std = _constants(*constants, images.device)
         floats = images.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.div_(scale).sub_(mean).div_(std)
 
@@ -144,4 +146,6 @@ def _constants(mean: Sequence[float], std: Sequence[float], device: torch.device
 def ends_with_normalize(transform: Any) -> bool:
     """Return whether a transform is a Compose whose last steps are ToTensor and Normalize."""
     last = transform.transforms[-2:] if type(transform) is Compose else []
-    return len(last) == 2 and isinstance(last[0], ToTensor) and isinstance(last[1], Normalize)
+    # A subclass of the user's may do more; those of timm and OpenCLIP, MaybeToTensor, do not.
+    known = all(type(step).__module__.partition(".")[0] in ("torchvision", "timm", "open_clip") for step in last)
+    return known and len(last) == 2 and isinstance(last[0], ToTensor) and isinstance(last[1], Normalize)

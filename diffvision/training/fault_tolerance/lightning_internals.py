@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
@@ -123,8 +124,11 @@ def may_read(trainer: pl.Trainer, step: int) -> bool:
 
 
 def takes_found_inf(optimizer: Any) -> bool:
-    """Return whether an optimizer makes no step where its attribute `found_inf` is 1, as torch's fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether an optimizer makes no step where its attribute `found_inf` is 1, as torch's fused ones do.
+
+    Fused SGD is not one: if its first step is skipped, torch leaves its momentum uninitialised.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
 
 
 # --- loops ---

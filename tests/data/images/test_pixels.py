@@ -16,7 +16,7 @@ from torchvision.transforms import CenterCrop, Compose, Normalize, Pad, RandomEr
 
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
-from diffvision.data.images.pixels import Pixels
+from diffvision.data.images.pixels import Pixels, ends_with_normalize
 from diffvision.data.shards.sample import BadSample
 
 MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
@@ -161,9 +161,9 @@ class Seen(pl.LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.steps, self.read, self.validated = [], [], []
 
-    def on_before_batch_transfer(self, batch, dataloader_idx):
+    def _on_before_batch_transfer(self, batch, dataloader_idx=0):  # the public hook would be given floats
         self.read.append(batch["image"].dtype)
-        return batch
+        return super()._on_before_batch_transfer(batch, dataloader_idx)
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch | {"own hook": True}
@@ -180,24 +180,82 @@ class Seen(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+@pytest.fixture
+def shards(corpus, tmp_path):
+    return str(
+        corpus.write(tmp_path / "shards", 12, change=lambda s: s | {"png": corpus.png(int(s["txt"][7:]), (70, 70))})
+    )
+
+
+def trainer_in(root, **settings):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    return pl.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=root, **quiet | settings)
+
+
+class ValidatesOnTraining(ImageLabelData):
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+class OwnHook(ImageLabelData):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch | {"own hook": True}
+
+
+class AsPairs(Seen):
+    """A module that makes pairs of its batches on their way to the device."""
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch["image"].to(device), batch["label"].to(device)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {"image": batch[0], "own hook": True}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [(ImageLabelData, Seen), (ValidatesOnTraining, Seen), (OwnHook, Seen), (ImageLabelData, AsPairs)],
+)
+def test_whatever_hooks_a_user_has_no_step_or_loop_by_hand_gets_uint8(shards, tmp_path, kind, module):
+    data = kind(shards, 4, shards, num_workers=0, transform=TRAIN["open_clip"], eval_transform=EVALUATION)
+    model, trainer = module(), trainer_in(tmp_path)
+    trainer.fit(model, data)
+    by_hand = next(iter(data.train_dataloader()))["image"]
+    trainer.validate(model, data.train_dataloader(), verbose=False)
+    again = Seen()
+    trainer_in(tmp_path).fit(again, data.train_dataloader())
+    seen = [by_hand, *model.steps, *model.validated, *again.steps]
+    assert len(seen) == 1 + 3 + 6 + 3
+    assert {images.dtype for images in seen} == {torch.float32}
+    assert min(images.min() for images in seen) < 0  # normalised
+
+
+class Doubled(ToTensor):
+    def __call__(self, image):
+        return 2 * super().__call__(image)
+
+
+def test_steps_of_a_users_own_kind_are_not_left_out(photo):
+    data, crop = encode(photo), [Resize((64, 64))]
+    scalar = Compose([*crop, ToTensor(), Normalize(0.5, 0.25)])
+    read = Pixels(scalar)
+    assert torch.equal(read.normalize(read.read(data)[None])[0], scalar(decode_image(data)))
+    assert not ends_with_normalize(Compose([*crop, Doubled(), Normalize(MEAN, STD)]))
+    bounded = Compose([Resize(64, max_size=70), ToTensor(), Normalize(MEAN, STD)])
+    assert Pixels(bounded, "torchvision").read(data).shape == bounded(decode_image(data)).shape
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's, about workers and hooks in both
 @pytest.mark.parametrize("decoder", ["pillow", "torchvision"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_trainer_reads_uint8_and_steps_get_the_same_floats(corpus, tmp_path, decoder, precision):
-    shards = corpus.write(
-        tmp_path / "shards", 12, change=lambda s: s | {"png": corpus.png(int(s["txt"][7:]), (70, 70))}
-    )
-
+def test_a_trainer_reads_uint8_and_steps_get_the_same_floats(shards, tmp_path, decoder, precision):
     def data():
         settings = {"num_workers": 0, "transform": TRAIN["open_clip"], "eval_transform": EVALUATION}
-        return ImageLabelData(str(shards), 4, str(shards), decoder=decoder, **settings)
+        return ImageLabelData(shards, 4, shards, decoder=decoder, **settings)
 
     module = Seen()
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        num_sanity_val_steps=0, precision=precision, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, data())
+    trainer_in(tmp_path, precision=precision).fit(module, data())
     assert module.read[:3] == [torch.uint8] * 3
     by_hand = [batch["image"] for batch in data().train_dataloader()]
     dtype = torch.float32 if precision == "32-true" else torch.bfloat16

@@ -143,6 +143,21 @@ def test_a_skipped_step_changes_nothing_and_is_reported(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory:UserWarning")
+def test_fused_sgd_begins_its_momentum_after_a_skipped_first_step(tmp_path):
+    """Given `found_inf`, torch would leave the momentum uninitialised."""
+
+    class Momentum(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    module, good, states, untouched = Momentum(), Momentum(), States(), States()
+    with pytest.warns(UserWarning, match="at step 0 "):
+        fit(module, batches(b0=NAN), tmp_path, states)
+    assert not states.after[0][1]
+    fit(good, batches()[1:], tmp_path / "good", untouched)
+    assert equal(states.after[-1], untouched.after[-1])
+
+
 def test_the_file_of_skipped_steps_is_not_written_through_a_link(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("years of work")
