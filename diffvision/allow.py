@@ -79,6 +79,7 @@ class Refusing:
         super().__init__(*args, **{"formatter_class": Formatter, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise `_Refused` if an import was refused, else a `Mistake` with a short message and the nearest name."""
         if _DENIED.search(message):
             raise _Refused(message) from ex
         if not self.exit_on_error:

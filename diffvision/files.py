@@ -97,6 +97,7 @@ def locked_if_free(path: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path, shared: bool, timeout: float | None) -> int:
+    """Return the descriptor of a lock file, locked; wait for at most `timeout` seconds, or for ever if None."""
     import fcntl  # not on Windows, where models can be used all the same
 
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if timeout is None else fcntl.LOCK_NB)

@@ -137,6 +137,7 @@ def _shorten_options(message: str, parser: ArgumentParser) -> str:
 
 
 def _nearest_option(flag: str, parser: ArgumentParser) -> str:
+    """Return the end of an error message that names the option nearest to a mistyped flag; empty if none is near."""
     positionals = [action.dest for action in parser._get_positional_actions()]
     if (name := flag.removeprefix("--")) in positionals:
         return f": {name} is given without a flag, in the order {' '.join(positionals)}"

@@ -210,7 +210,7 @@ def test_runs_are_trained_and_evaluated_in_processes_that_print_little(tmp_path,
         "--trainer.log_every_n_steps=1",
     ]
     planned = [("CLIP-debug", 0), ("DiffCLIP-debug-0.2", 0)]
-    settings = {"unit": "samples", "measure": partial(images.measured, data=tmp_path / "digits")}
+    settings = {"unit": "samples", "measure": partial(images.evaluate_on_digits, data=tmp_path / "digits")}
     done = runs.trained(images.RECIPE, planned, tmp_path, *arguments, **settings)
     assert [run.curves["train/loss"].steps for run in done] == [[0, 1, 2]] * 2
     assert all(set(images.COLUMNS.values()) <= set(run.metrics) for run in done)

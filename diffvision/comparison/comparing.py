@@ -164,6 +164,7 @@ def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str,
 
 
 def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings: InferenceSettings) -> list[str]:
+    """Return the notes below the tables: how intervals, FLOPs and speed were computed."""
     methods = {one.method for row in rows for one in row.differences.values()}
     notes = []
     if "paired" in methods:

@@ -90,12 +90,14 @@ def train_on_digits(
         prepare(data, partial(make_digits, digit_only=digit_only))
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
     planned = [(model, seed) for seed in range(seeds) for model in models]
-    measure = partial(measured, data=data)
+    measure = partial(evaluate_on_digits, data=data)
     return trained(RECIPE, planned, directory, *folders, *arguments, unit="samples", measure=measure)
 
 
-def measured(module: Any, model: str, seed: int, data: Path) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """Return a trained model's metrics on every folder of the data, and of the first seed pictures."""
+def evaluate_on_digits(
+    module: Any, model: str, seed: int, data: Path
+) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """Return a trained model's metrics on every folder of the data and, for seed 0, what the report's pictures show."""
     transform, tokenizer = module.eval_transform, module.tokenizer
     metrics: dict[str, float] = {}
     for folder in find_folders(data):

@@ -62,7 +62,7 @@ def is_imagenet(dataset: str) -> bool:
 
 
 def variant_numbers(dataset: str) -> list[int] | None:
-    """Return which of the 1000 classes a variant such as "imagenet-a" has; None for all of them.
+    """Return the indices of ImageNet's 1000 classes that a variant such as "imagenet-a" has; None if it has all.
 
     Raises:
         ValueError: no variant has this name.

@@ -77,7 +77,11 @@ class Model:
         return self
 
     def for_text(self) -> Model:
-        """Return the model; raise a ValueError if it is an image model, or a language model with new weights."""
+        """Return self if it is a trained language model.
+
+        Raises:
+            ValueError: it is an image model, or its weights are randomly initialised.
+        """
         if not self.is_language:
             raise ValueError(f"{self.name} is a model of images: give a language model, or use `diffvision evaluate`")
         if self.weights is None:

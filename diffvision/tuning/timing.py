@@ -43,7 +43,7 @@ class Timed:
         return min(self.running, key=self.median)
 
     def difference(self, way: str, other: str) -> tuple[float, float]:
-        """Return the logarithm of the ratio of two ways' times, the mean over rounds, and half of its interval."""
+        """Return the mean over rounds of the log ratio of two ways' times, and half the width of its interval."""
         logs = [math.log(a / b) for a, b in zip(self.seconds[way], self.seconds[other], strict=False)]
         if len(logs) < 2:
             return logs[0] if logs else 0.0, math.inf

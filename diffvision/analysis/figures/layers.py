@@ -71,6 +71,7 @@ def _handles(colours: Mapping[str, str], kinds: set[str]) -> list[Any]:
 
 
 def _draw_line(ax: Any, layers: Sequence[Sequence[float]], kind: str, colour: str) -> None:
+    """Draw the mean over heads by layer; for a solid line also a point for each head. `layers` has heads' values."""
     means = [float(np.mean(heads)) for heads in layers]
     style, colour = _LINES.get(kind, "-"), SOFT if kind == "chance" else colour
     marker = "o" if len(layers) == 1 else None

@@ -114,14 +114,14 @@ class Problem:
 
 
 def compose(draw: random.Random, names: Sequence[str], *, steps: int, distractors: int, highest: int) -> Problem:
-    """Write a problem.
+    """Write a problem: a chain of needed sentences with distractors in between, and the question.
 
     Args:
-        draw: decides everything.
+        draw: the source of all random choices.
         names: of people.
         steps: lines of the solution.
-        distractors: sentences that the answer does not depend on. The numbers that they add to the problem, but for
-            factors, are none of those that matter.
+        distractors: sentences that the answer does not depend on. Apart from factors, their numbers differ from those
+            of the needed sentences.
         highest: the largest number.
 
     Raises:

@@ -137,7 +137,7 @@ class ChatServer:
         )
 
     async def _answer(self, body: bytes, seconds: float) -> str | _Failure:
-        """Return the reply to one request. A failure is returned: what it was raised from could name the key."""
+        """Return the reply to one request, or a failure; a raised one could show the API key in its traceback."""
         import aiohttp
 
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}

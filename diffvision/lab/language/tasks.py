@@ -179,6 +179,7 @@ def _synthetic_mappings(options: LabOptions) -> list[Task]:
 
 
 def _many_shot(work: Work) -> dict[str, float]:
+    """Return accuracies by number of demonstrations, and how they vary with the demonstrations' order."""
     options, model = lab_options(work.options), work.model
     tasks = work.inputs.get("many_shot") or _synthetic_mappings(options)
     shared: dict[str, Any] = {

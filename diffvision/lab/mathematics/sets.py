@@ -248,6 +248,7 @@ def _describe_layouts(name: str) -> str:
 
 
 def _layout(row: Row, where: str) -> str:
+    """Return the name of the first known layout that a file's first row has."""
     for name, layout in LAYOUTS.items():
         if layout.keys <= row.keys() and layout.also(row):
             return name

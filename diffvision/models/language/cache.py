@@ -202,12 +202,12 @@ class KVCache:
             self.empty = None
 
     def keep(self, indices: Sequence[Int[Tensor, "B Hk K"]], capacity: int, empty: Int[Tensor, "B"] | None) -> None:
-        """Keep the tokens of each layer's index alone; as `LayerCache.keep`.
+        """Keep only the tokens at each layer's indices; see `LayerCache.keep`.
 
         Args:
-            indices: an index for each layer, all of the same K.
+            indices: one tensor of token indices per layer, all of the same K.
             capacity: the most tokens that each layer holds from now on.
-            empty: [B] how many of a row's first slots are none of its tokens, where the batch was padded; else None.
+            empty: [B] number of padding slots at the start of each row; None if the batch was not padded.
         """
         for layer, index in zip(self.layers, indices, strict=True):
             layer.keep(index, capacity)
