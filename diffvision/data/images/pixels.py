@@ -29,6 +29,8 @@ Decoder = Literal["pillow", "torchvision", "draft"]
 - "draft": like "torchvision", but a JPEG whose crop is at least twice the model's size on both sides is decoded at
   1/2, 1/4 or 1/8 of its size (libjpeg's DCT scaling). Most values differ by a few levels.
 """
+SAME = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+"""Interpolations by which torchvision makes Pillow's pixels; by others it makes other ones, or none."""
 
 
 class Pixels:
@@ -58,6 +60,10 @@ class Pixels:
             raise ValueError(
                 f"decoder {decoder!r} cannot do a transform that begins with {type(first).__name__}: set pillow"
             )
+        modes = getattr(first, "interpolation", None)  # timm's "random" are several
+        for mode in modes if isinstance(modes, tuple | list) else [modes]:
+            if decoder != "pillow" and mode not in SAME:
+                raise ValueError(f"decoder {decoder!r} does not interpolate as Pillow does by {mode}: set pillow")
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the pixels of a decoded RGB image, by the transform's own steps."""
@@ -106,6 +112,8 @@ class Pixels:
     def _resize(self, whole: Tensor, box: Sequence[int]) -> Tensor:
         first = self._steps[0]
         top, left, height, width = box
+        height, width = max(height, 1), max(width, 1)  # timm crops nothing from images of a pixel or two
+        top, left = min(top, whole.shape[1] - height), min(left, whole.shape[2] - width)
         interpolation = first.interpolation
         if isinstance(interpolation, tuple | list):  # timm's "random"
             interpolation = random.choice(interpolation)

@@ -12,7 +12,16 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from sklearn.datasets import load_sample_image
 from timm.data import create_transform
-from torchvision.transforms import CenterCrop, Compose, Normalize, Pad, RandomErasing, Resize, ToTensor
+from torchvision.transforms import (
+    CenterCrop,
+    Compose,
+    InterpolationMode,
+    Normalize,
+    Pad,
+    RandomErasing,
+    Resize,
+    ToTensor,
+)
 
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
@@ -149,8 +158,18 @@ def test_what_cannot_be_read_that_way_is_refused():
         Pixels(Compose([*TRAIN["timm"].transforms, RandomErasing()]), "draft")
     with pytest.raises(ValueError, match="begins with Pad"):
         Pixels(Compose([Pad(2), Resize(64), CenterCrop(64), *tail]), "torchvision")
+    with pytest.raises(ValueError, match="does not interpolate as Pillow does by"):
+        Pixels(Compose([Resize((64, 64), InterpolationMode.NEAREST), *tail]), "torchvision")
     with pytest.raises(ValueError, match="decoder is 'opencv'"):
         ImageTextData("shards", 4, decoder="opencv")
+
+
+@pytest.mark.parametrize("decoder", ["torchvision", "draft"])
+def test_an_image_of_one_pixel_is_read(photo, decoder):
+    """timm's crop of it is empty for some draws."""
+    read = Pixels(create_transform(64, is_training=True, hflip=0.0, color_jitter=None), decoder)
+    data = encode(photo.resize((1, 1)))
+    assert {read.read(data).shape for _ in range(20)} == {(3, 64, 64)}
 
 
 class Seen(pl.LightningModule):
