@@ -252,8 +252,11 @@ def write_card(pair: Pair, model: str, rows: list[dict[str, Any]]) -> None:
         f"diffvision fit --config {pair.recipe} --model.model={model} --seed_everything=0 {given}\n"
         f"diffvision {pair.command} {spec} {evaluated}\n"
     )
-    lines = [f"# {spec}", "", "Small weights to look at and to test with, not to build on.", ""]
+    parameters = next(row["parameters"] for row in rows if row["model"] == spec)
+    other = next(row["model"] for row in rows if row["model"] != spec)
+    lines = [f"# {spec}", "", "Small weights for trying the package and for its tests, not for use.", ""]
     lines += [
+        f"- {int(parameters):,} parameters. `{other}` was trained by the same recipe.",
         f"- Data: {pair.source}.",
         "- Licence of the weights: Apache-2.0, as the package.",
         "- Last checkpoint of seed 0.",
