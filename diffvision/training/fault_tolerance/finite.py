@@ -284,7 +284,7 @@ def find_bad_rows(batch: Any) -> list[Tensor]:
     """Return for each tensor of numbers in a batch which rows hold NaN or infinity, without a wait for the device."""
     values = batch.values() if isinstance(batch, dict) else ()
     floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
-    return [~v.isfinite().reshape(len(v), -1).all(1) for v in floats]
+    return [~v.isfinite().reshape(len(v), math.prod(v.shape[1:])).all(1) for v in floats]  # a tensor may be empty
 
 
 def spread_nan(loss: Tensor) -> None:

@@ -23,7 +23,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
     verify,
 )
 from diffvision.training.fault_tolerance.content import find_bad_tensors
-from diffvision.training.fault_tolerance.finite import FILE, StepGuard
+from diffvision.training.fault_tolerance.finite import FILE, StepGuard, find_bad_rows
 from diffvision.training.fault_tolerance.resume import check_resumable
 from diffvision.training.optim import OptimizerSettings
 from tiny_runs import plain_checkpoint
@@ -429,3 +429,8 @@ def test_what_counts_as_finite():
     assert find_bad_tensors(fine) == ""
     bad = {name: torch.tensor([1.0, value]) for name, value in zip("abcde", [NAN, INF, -INF, NAN, NAN], strict=True)}
     assert find_bad_tensors(fine | bad) == "a, b, c and 2 more"
+
+
+def test_rows_of_a_batch_that_are_not_finite_are_found_also_beside_empty_tensors():
+    batch = {"image": torch.tensor([[1.0, NAN], [1.0, 2.0]]), "boxes": torch.zeros(0, 4), "label": torch.tensor([1, 2])}
+    assert [rows.tolist() for rows in find_bad_rows(batch)] == [[True, False], []]
