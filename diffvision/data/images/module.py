@@ -92,7 +92,7 @@ class _ImageData(LoaderData):
     def _normalizes_on_device(self) -> bool:
         """Return whether uint8 images reach our hook: in a fit on this data, past no hook of the user's."""
         trainer: Any = self.trainer
-        if trainer is None or trainer.state.status != TrainerStatus.RUNNING or trainer.datamodule is not self:
+        if getattr(trainer, "datamodule", None) is not self or trainer.state.status != TrainerStatus.RUNNING:
             return False
         if type(self).on_after_batch_transfer is not _ImageData.on_after_batch_transfer:
             return False
