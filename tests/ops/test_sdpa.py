@@ -85,6 +85,25 @@ def test_cudnn_is_disabled_for_a_call_alone_and_stays_off_where_it_was(calls):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.parametrize("size", [192, 200, 264])
+def test_heads_too_wide_for_the_flash_kernel_are_repeated_in_older_releases(calls, monkeypatch, size):
+    monkeypatch.setattr(sdpa, "_VERSION", (2, 14))
+    softmax_attention(heads(4, 9, size), heads(2, 9, size), heads(2, 9, size))
+    assert calls[0][1][1] == (2 if size == 192 else 4)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_graph_of_any_number_of_heads(count):
+    q, k = torch.randn(1, 4, 2, 9, 8), torch.randn(1, count, 2, 9, 8)
+
+    def attend(q, k):
+        plain = softmax_attention(q[:, :, 0], k[:, :, 0], k[:, :, 1], causal=True)
+        return plain + diff_attention(q, k, k[:, :, 0], 0.5, backend="sdpa")
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k), attend(q, k))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("queries", "keys"), [(704, 704), (1, 704), (704, 192)])

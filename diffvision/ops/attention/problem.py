@@ -49,3 +49,10 @@ def describe(
         device=q.device.type,
         grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, lam)),
     )
+
+
+def is_grouped(q: Tensor, k: Tensor) -> bool:
+    """Return whether several query heads (axis 1) read one key/value head, decided: torch takes no symbol for it."""
+    if q.shape[1] != k.shape[1]:  # noqa: SIM103
+        return True
+    return False

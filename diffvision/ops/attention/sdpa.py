@@ -19,7 +19,9 @@ from torch import Tensor
 from diffvision.ops.attention.cudnn import without_cudnn
 from diffvision.ops.attention.difference import subtract
 from diffvision.ops.attention.operators import needs_gradients
-from diffvision.ops.attention.problem import Problem
+from diffvision.ops.attention.problem import Problem, is_grouped
+
+FLASH_SIZE = 192  # of a head, which the flash kernel trains on every card; of more not on 8.6, 8.9 and 12.0
 
 
 def limit(problem: Problem) -> str | None:
@@ -48,11 +50,11 @@ def diff_attention(
         return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
     mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
     q, k, v, kernels = _prepare(q, k, v, mask)
+    grouped = is_grouped(q, k)
 
     # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
     def attend(m: int) -> Tensor:
         key = k[:, :, m if k.shape[2] == 2 else 0]
-        grouped = bool(q.shape[1] != k.shape[1])  # a traced size is a tensor
         return F.scaled_dot_product_attention(
             q[:, :, m], key, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
@@ -67,7 +69,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Te
     scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
     mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
     q, k, v, kernels = _prepare(q, k, v, mask)
-    grouped = bool(q.shape[1] != k.shape[1])
+    grouped = is_grouped(q, k)
     with kernels:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
@@ -106,7 +108,7 @@ def plan_cuda(
         capability: the card's compute capability.
         version: torch's major and minor version.
         half: whether the dtype has 16 bits.
-        equal: whether values have the size of keys.
+        equal: whether values have the size of keys, of at most `FLASH_SIZE`.
         grouped: whether several query heads read one key/value head.
         masked: whether torch is given a mask.
         square: whether there are as many queries as keys.
@@ -137,8 +139,8 @@ def _prepare(
         capability=_capability(q.device.index),
         version=_VERSION,
         half=q.dtype.itemsize == 2,
-        equal=q.shape[-1] == v.shape[-1],
-        grouped=q.shape[1] != k.shape[1],
+        equal=q.shape[-1] == v.shape[-1] <= FLASH_SIZE,
+        grouped=is_grouped(q, k),
         masked=mask is not None,
         square=q.shape[-2] == k.shape[-2],
         grad=needs_gradients(q, k, v),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffvision.ops.attention.cudnn import without_cudnn
 from diffvision.ops.attention.difference import subtract
-from diffvision.ops.attention.problem import Problem
+from diffvision.ops.attention.problem import Problem, is_grouped
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SIZE = 256  # of a head in the flash kernel
@@ -102,6 +102,6 @@ def attend(
     window = (-1, 0) if causal else (-1, -1)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     with without_cudnn():
-        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=q.shape[1] != k.shape[1])
+        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=is_grouped(q, k))
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for
     return out[..., :value_dim]
