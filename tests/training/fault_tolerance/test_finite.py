@@ -142,7 +142,6 @@ def test_a_skipped_step_changes_nothing_and_is_reported(tmp_path):
     assert trainer.logged_metrics["train/skipped_steps"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:Experiment logs directory:UserWarning")
 def test_fused_sgd_begins_its_momentum_after_a_skipped_first_step(tmp_path):
     """Given `found_inf`, torch would leave the momentum uninitialised."""
 
@@ -158,6 +157,7 @@ def test_fused_sgd_begins_its_momentum_after_a_skipped_first_step(tmp_path):
     assert equal(states.after[-1], untouched.after[-1])
 
 
+@pytest.mark.filterwarnings("ignore:Experiment logs directory:UserWarning")
 def test_the_file_of_skipped_steps_is_not_written_through_a_link(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("years of work")
