@@ -129,18 +129,22 @@ def test_it_is_the_heuristic_s_choice_on_cuda_within_its_limits(differing, reaso
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", ["diff-debug", "transformer-debug"])
-def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name):
+def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name, monkeypatch):
+    monkeypatch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
     model = language.create(name, max_length=2048).cuda().train()
     numbers = (torch.rand(2, 2048) < 0.01).cumsum(1)
     tokens, documents = numbers.cuda() % 7, ops.Documents(numbers.cuda(), ops.document_ends(numbers).cuda())
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         with problems_seen() as seen, torch.autocast("cuda", torch.bfloat16):
             model(tokens, documents=documents).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert bool(seen) == name.startswith("diff")  # plain attention chooses no backend
     assert all(problem.packed and not problem.masked for problem in seen)
+    monkeypatch.undo()
     compiled = torch.compile(model, fullgraph=True)
     with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
         expected = model(tokens, documents=documents.numbers)
