@@ -25,6 +25,7 @@ from diffvision.training.terminal import CellScreen, Screen
 # Names of metrics on the line, the most important first. All others come last, under their full names.
 ALIASES = {
     r"train/loss": "loss",
+    r"train/data_wait": "wait",
     r"zero_shot/(?P<dataset>.+)/acc1": "acc1",
     r"val/acc1": "val acc1",
     r"val/loss": "val loss",
@@ -36,13 +37,13 @@ ALIASES = {
     r"val/perplexity": "val ppl",
     r"train/samples_per_second": "img/s",
     r"train/tokens_per_second": "tok/s",
-    r"train/data_wait": "data wait",
     r"train/lr": "lr",
     r"lambda": "lambda",
     r"train/logit_scale": "scale",
     r"val/acc5": "val acc5",
 }
 OF_STEP = ("train/loss", "train/logit_scale")  # on the line although Lightning does not read them for it at every step
+WAIT = 0.05  # the share of time that waits for data from which it is on the line
 SHORTEST_BAR, LONGEST_BAR = 5, 40  # columns
 REDRAWN = 0.25  # seconds between two drawings
 MEMORY = 100  # steps over which the time of a step is averaged
@@ -310,7 +311,10 @@ def format_metrics(metrics: Mapping[str, Any]) -> list[str]:
         for position, (pattern, short) in enumerate(ALIASES.items()):
             if match := re.fullmatch(pattern, key):
                 rank, alias, dataset = position, short.format(**match.groupdict()), match.groupdict().get("dataset")
-        named.append((rank, alias, dataset, format_number(float(value))))
+        if key != "train/data_wait":
+            named.append((rank, alias, dataset, format_number(float(value))))
+        elif value >= WAIT:
+            named.append((rank, alias, dataset, f"{float(value):.0%}"))
     several = len({dataset for _, _, dataset, _ in named if dataset}) > 1
     texts = []
     for _, alias, dataset, value in sorted(named, key=lambda one: one[0]):
