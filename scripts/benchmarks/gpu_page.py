@@ -138,7 +138,7 @@ def page(reports: dict[str, dict[str, Any]]) -> str:
         parts.append(f"{machine(report)} All numbers: [gpu_{part}.json](gpu_{part}.json).")
         try:
             parts.append(describe(report))
-        except KeyError:
+        except (KeyError, IndexError):
             status = ", ".join(f"{name}: exit status {one['exit_status']}" for name, one in report["parts"].items())
             parts.append(f"It left no result ({status}).")
     return "\n\n".join([*parts, COMMANDS]) + "\n"
@@ -146,9 +146,10 @@ def page(reports: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        for file in Path(sys.argv[1]).glob("gpu_*.json"):
-            if json.loads(file.read_text())["gpu"] == "none":
-                sys.exit(f"{file}: measured without a GPU, so it is not for the page")
+        files = list(Path(sys.argv[1]).glob("gpu_*.json"))
+        if on_cpu := [str(file) for file in files if json.loads(file.read_text())["gpu"] in ("none", [])]:
+            sys.exit(f"{', '.join(on_cpu)}: measured without a GPU, so not for the page")
+        for file in files:
             shutil.copy(file, FOLDER)
     (FOLDER / "gpu.md").write_text(page(read(FOLDER)))
 

@@ -318,7 +318,9 @@ def test_the_page_of_a_gpu_is_that_of_its_files():
     folder = SCRIPTS.parent / "docs" / "benchmarks"
     assert (folder / "gpu.md").read_text() == gpu_page.page(gpu_page.read(folder))
     assert gpu_page.page({}).count(gpu_page.ABSENT) == len(gpu_page.PARTS)
-    assert "exit status 1" in gpu_page.page({"tune": {**merged(), "parts": {"tune": {"exit_status": 1}}}})
+    stopped = {**merged(), "parts": {"tune": {"exit_status": 1}}}
+    for benchmarks in ({}, {"tuning": {"machines": []}}):
+        assert "exit status 1" in gpu_page.page({"tune": {**stopped, "benchmarks": benchmarks}})
 
 
 def merged() -> dict:
