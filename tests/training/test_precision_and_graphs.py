@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from diffvision.training.classification import ClassificationModule
-from diffvision.training.clip import ContrastiveModule
+from diffvision.training.clip import ContrastiveModule, create_loss
 from diffvision.training.module import of_any_size
 from diffvision.training.optim import OptimizerSettings, adamw, param_groups
 
@@ -45,6 +45,31 @@ def test_a_compiled_model_is_one_graph_for_training_and_one_for_evaluation(kind,
         for size in (8, 8, 3, 5, 2):
             model(*map(of_any_size, inputs(kind, size)))
     assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["clip", "vit"])
+def test_model_and_loss_of_a_step_are_one_graph_for_batches_of_any_size(kind):
+    torch.compiler.reset()
+    counters.clear()
+    module = make(kind)
+    if kind == "clip":
+        module.loss = create_loss(module.loss_name, rank=0, world_size=1)
+
+    def step(*batch):
+        if kind == "clip":
+            return module.loss_of(module.model(*batch))
+        return nn.functional.cross_entropy(module.model(batch[0]), batch[1])
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    for size in (8, 8, 3, 5, 2):
+        batch = inputs(kind, size) if kind == "clip" else (*inputs(kind, size), torch.arange(size))
+        loss = compiled(*map(of_any_size, batch))
+        loss.backward()
+        torch.testing.assert_close(loss, step(*batch), rtol=1e-6, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch.compiler.reset()
 
