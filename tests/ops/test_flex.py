@@ -362,7 +362,8 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_wide_heads_take_blocks_that_fit_the_card(monkeypatch, case):
     dtype, d, v, *expected = OPTIONS[case]
-    q, values = (SimpleNamespace(is_cuda=True, device=None, dtype=dtype, shape=(1, 2, 8, size)) for size in (d, v))
+    shapes = (1, 2, 2, 300, d), (1, 2, 300, v)
+    q, values = (SimpleNamespace(is_cuda=True, device=None, dtype=dtype, shape=shape) for shape in shapes)
     for capability, options in zip((89, 90), expected, strict=True):
         monkeypatch.setattr(flex, "shared_memory", lambda _, found=BY_CAPABILITY[capability]: found)
         assert flex._kernel_options(q, values) == options

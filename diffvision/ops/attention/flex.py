@@ -159,7 +159,7 @@ def _flash_blocks(q: Tensor, k: Tensor) -> BlockMask:
 
 
 def _kernel_options(q: Tensor, v: Tensor) -> dict[str, Any] | None:
-    width = q.shape[3] + v.shape[3]
+    width = q.shape[-1] + v.shape[3]
     if not q.is_cuda or width <= 128:
         return None
     if q.dtype == torch.float32 and shared_memory(q.device) < 128 * KIB:
