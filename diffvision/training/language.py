@@ -25,7 +25,7 @@ from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.module import TrainingModule
+from diffvision.training.module import TrainingModule, of_any_size
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.sharding import is_sharded
 
@@ -179,7 +179,7 @@ class LanguageModule(TrainingModule):
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
         inputs, targets, documents = shift(batch)
         ends = batch.get("ends")
-        packed = documents if documents is None or ends is None else ops.Documents(documents, ends)
+        packed = documents if documents is None or ends is None else ops.Documents(documents, of_any_size(ends))
         hidden = self.model.hidden(inputs, documents=packed)
         penalty = self.z_loss if self.training else 0.0
         teacher = self._teacher if self.training else None

@@ -10,12 +10,20 @@ from torch.nn.attention import varlen as torch_varlen
 from diffvision import ops
 from diffvision.models import language
 from diffvision.nn import ATTENTION, build_attention
-from diffvision.ops.attention import varlen
-from diffvision.ops.attention.choice import problems_seen, supported_backends
+from diffvision.ops.attention import flex, tuned, varlen
+from diffvision.ops.attention.choice import problems_seen, supported_backends, takes_blocks
 from diffvision.ops.attention.problem import Problem
+from diffvision.training.module import of_any_size
 
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
 PACKED = Problem(2, 4, 2, 512, 512, 64, 128, True, True, dtype=torch.bfloat16, device="cuda", packed=True)
+
+
+def plain_flex(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    allowed = block_mask.mask_mod(*torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij"))
+    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 1)
 
 
 def one_by_one(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -96,9 +104,12 @@ def test_a_model_s_gradients_equal_the_mask_s(stand_in, name):
 def test_a_model_with_documents_is_one_graph():
     model = language.create("diff-debug", max_length=9).train()
     tokens = torch.randint(model.config.vocab_size, (2, 9))
-    documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens, documents=documents), model(tokens, documents=NUMBERS))
+    for numbers, stance in ((NUMBERS, "default"), (NUMBERS // 2, "fail_on_recompile")):
+        documents = ops.Documents(numbers, of_any_size(ops.document_ends(numbers)))  # as in training
+        with torch.compiler.set_stance(stance):
+            out = compiled(tokens, documents=documents)
+        torch.testing.assert_close(out, model(tokens, documents=numbers))
 
 
 def test_without_a_kernel_for_packed_sequences_there_is_the_mask():
@@ -128,17 +139,130 @@ def test_it_is_the_heuristic_s_choice_on_cuda_within_its_limits(differing, reaso
     assert reason in varlen.limit(PACKED._replace(**differing))
 
 
+def rows(length, cuts):
+    """Return the documents of a row for each list of their first tokens."""
+    numbers = torch.zeros(len(cuts), length, dtype=torch.long)
+    for row, firsts in zip(numbers, cuts, strict=True):
+        row[firsts] = 1
+    numbers = 7 - numbers.cumsum(1)  # they need not rise
+    return ops.Documents(numbers, ops.document_ends(numbers))
+
+
+PACKINGS = {
+    "of one token, odd length": rows(9, [[1, 2, 5], [8]]),
+    "one a row": rows(130, [[], []]),
+    "all of one token": rows(5, [[1, 2, 3, 4], [1, 2, 3, 4]]),
+    "as blocks": rows(384, [[128, 256], [127, 257]]),
+    "longer than blocks": rows(700, [[1, 300, 301], [65, 699]]),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_blocks_of_documents_are_those_of_the_mask(packing, causal):
+    documents = PACKINGS[packing]
+    blocks = flex._document_blocks(documents.numbers, causal=causal)
+    allowed = documents.mask()[:, 0]
+    allowed = allowed.tril() if causal else allowed
+    size, spare = documents.numbers.shape[1], -documents.numbers.shape[1] % flex.BLOCK
+    b, i, j = (torch.arange(n) for n in (2, size, size))
+    assert torch.equal(blocks.mask_mod(b[:, None, None], 0, i[:, None], j), allowed)
+    tiles = torch.nn.functional.pad(allowed, (0, spare, 0, spare)).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    some, every = tiles.any(4).any(2), tiles.all(4).all(2)
+    partial, whole = (
+        torch.zeros_like(some).scatter(2, indices[:, 0].long(), torch.arange(indices.shape[-1]) < count[:, 0, :, None])
+        for count, indices in (
+            (blocks.kv_num_blocks, blocks.kv_indices),
+            (blocks.full_kv_num_blocks, blocks.full_kv_indices),
+        )
+    )
+    assert torch.equal(whole, every)
+    assert torch.equal(partial, some & ~every)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("keys", "value_dim"), [(2, 32), (1, 16)])
+@pytest.mark.parametrize("packing", ["of one token, odd length", "all of one token", "one a row"])
+def test_flex_equals_the_mask_by_the_formula(monkeypatch, packing, keys, value_dim, causal):
+    monkeypatch.setattr(flex, "_compile", lambda device: plain_flex)
+    documents = PACKINGS[packing]
+    length = documents.numbers.shape[1]
+    shapes = [(2, 4, 2, length, 16), (2, 2, keys, length, 16), (2, 2, length, value_dim), (2, 4, length, 1)]
+    q, k, v, lam = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    settings = {"causal": causal, "scale": 0.3, "dropout": 0.0}
+    out = flex.diff_attention(q, k, v, lam, mask=documents, **settings)
+    torch.testing.assert_close(out, ops.diff_attention(q, k, v, lam, mask=documents.mask(), **settings))
+    out = flex.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=causal, documents=documents)
+    expected = ops.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=causal, mask=documents.mask())
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="FlexAttention needs AVX512 on a CPU"
+)
+@pytest.mark.parametrize("keys", [1, 2])
+def test_flex_by_name_equals_the_mask(keys):
+    for packing in ("of one token, odd length", "longer than blocks"):
+        documents = PACKINGS[packing]
+        length = documents.numbers.shape[1]
+        shapes = [(2, 4, 2, length, 16), (2, 2, keys, length, 16), (2, 2, length, 32)]
+        q, k, v = (torch.randn(shape) for shape in shapes)
+        out = ops.diff_attention(q, k, v, 0.5, mask=documents, causal=True, backend="flex")
+        expected = ops.diff_attention(q, k, v, 0.5, mask=documents.mask(), causal=True, backend="eager")
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_share_the_blocks_of_a_batch():
+    numbers = NUMBERS.clone()
+    with torch.inference_mode():
+        first = flex._document_blocks(numbers, causal=True)
+    assert not first.kv_indices.is_inference()
+    assert flex._document_blocks(numbers, causal=True) is first
+    numbers[0] = 0  # in place, as a graph's static input is filled
+    again = flex._document_blocks(numbers, causal=True)
+    assert again.mask_mod(torch.tensor(0), 0, torch.tensor(8), torch.tensor(0))
+    assert flex._document_blocks(numbers, causal=False) is not again
+    kept = len(flex._documents)
+    del numbers
+    assert len(flex._documents) == kept - 1
+
+
+def test_flex_is_the_choice_on_cuda_where_varlen_takes_none(monkeypatch):
+    problem = PACKED._replace(dtype=torch.float32, packed=False)
+    monkeypatch.setattr(flex, "can_compile", lambda: True)
+    assert takes_blocks("auto", problem)
+    assert takes_blocks("flex", problem)
+    assert not takes_blocks("sdpa", problem)
+    assert not takes_blocks("auto", problem._replace(device="cpu", grad=False))
+    assert not takes_blocks("auto", problem._replace(dropout=0.1))
+    assert not takes_blocks("auto", problem._replace(head_dim=8))
+    assert not takes_blocks("auto", problem._replace(value_dim=512))
+    with ops.attention_backend("sdpa"):
+        assert not takes_blocks("auto", problem)
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned, "is_excluded", lambda device, name: name == "flex")
+        assert not takes_blocks("auto", problem)
+    monkeypatch.setattr(flex, "can_compile", lambda: False)
+    assert not takes_blocks("auto", problem)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TRITON_DEFAULT")  # while FlexAttention compiles
+@pytest.mark.parametrize("half", [True, False])  # `varlen` and `flex`
 @pytest.mark.parametrize("name", ["diff-debug", "transformer-debug"])
-def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name, monkeypatch):
+def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name, half, monkeypatch):
     monkeypatch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
     model = language.create(name, max_length=2048).cuda().train()
     numbers = (torch.rand(2, 2048) < 0.01).cumsum(1)
     tokens, documents = numbers.cuda() % 7, ops.Documents(numbers.cuda(), ops.document_ends(numbers).cuda())
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        model(tokens, documents=documents).sum().backward()  # FlexAttention compiles, which may wait
+    documents = ops.Documents(documents.numbers.clone(), documents.ends)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        with problems_seen() as seen, torch.autocast("cuda", torch.bfloat16):
+        with problems_seen() as seen, torch.autocast("cuda", torch.bfloat16, enabled=half):
             model(tokens, documents=documents).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -146,13 +270,14 @@ def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name, monkeypatch
     assert all(problem.packed and not problem.masked for problem in seen)
     monkeypatch.undo()
     compiled = torch.compile(model, fullgraph=True)
-    with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+    with torch.autocast("cuda", torch.bfloat16, enabled=half), torch.no_grad():
         expected = model(tokens, documents=documents.numbers)
         torch.testing.assert_close(compiled(tokens, documents=documents), expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TRITON_DEFAULT")  # while FlexAttention compiles
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("keys", "head_dim", "value_dim"), [(2, 64, 128), (1, 64, 64), (2, 20, 40), (2, 128, 256)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_documents_on_a_gpu(dtype, keys, head_dim, value_dim, compiled):
@@ -167,4 +292,4 @@ def test_documents_on_a_gpu(dtype, keys, head_dim, value_dim, compiled):
     grad = torch.randn_like(outs[0])
     for got, expected in zip(*((out, *torch.autograd.grad(out, leaves, grad)) for out in outs), strict=True):
         error = (got.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 4 * torch.finfo(dtype).eps, error
+        assert error < (1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps), error

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from diffvision.ops.attention import choice, sdpa, tuned, varlen
+from diffvision.ops.attention import choice, flex, sdpa, tuned, varlen
 from diffvision.ops.attention.documents import Documents
 from diffvision.ops.attention.problem import describe
 
@@ -102,6 +102,8 @@ def softmax_attention(
             q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
             out = varlen.attend(q, k, v, mask.ends, mask.ends, length, length, causal=causal, scale=scale)
             return out.unflatten(0, (-1, length)).transpose(1, 2)
+        if choice.takes_blocks("auto", problem):
+            return flex.softmax_attention(q, k, v, causal=causal, documents=mask)
         mask = mask.mask()
     return sdpa.softmax_attention(q, k, v, causal=causal, mask=mask, dropout=dropout)
 
@@ -184,7 +186,7 @@ def _packed_attention(
     dropout: float,
     backend: str,
 ) -> Tensor | None:
-    """Return `diff_attention` of rows of documents by a backend that takes packed sequences; None if another is chosen.
+    """Return `diff_attention` of rows of documents without a mask of pairs; None if the chosen backend needs one.
 
     A row's length stands for the longest document's, which is not known without waiting for the device.
     """
@@ -192,9 +194,12 @@ def _packed_attention(
     length = q.shape[3]
     problem = describe(q, k, v, lam, causal=causal, mask=None, dropout=dropout)
     module = choice.choose(backend, problem._replace(batch=len(documents.ends) - 1, packed=True))
-    if not hasattr(module, "diff_attention_varlen"):
-        return None
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    _check_broadcast("lam", lam, (q.shape[0], q.shape[1], length, 1))
+    if not hasattr(module, "diff_attention_varlen"):
+        if not choice.takes_blocks(backend, problem):
+            return None
+        return flex.diff_attention(q, k, v, lam, causal=causal, mask=documents, scale=scale, dropout=dropout)
     lam = lam.expand(q.shape[0], q.shape[1], length, 1).transpose(1, 2).flatten(0, 1)
     rows = (
         q.permute(0, 3, 1, 2, 4).flatten(0, 1),

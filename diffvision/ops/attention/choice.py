@@ -171,6 +171,18 @@ def rule(problem: Problem) -> tuple[str, str]:
     return "blocked", f"by rule on a CPU above {EAGER_MAX_KEYS_CPU} keys, without a compiler"
 
 
+def takes_blocks(backend: str, problem: Problem) -> bool:
+    """Return whether `flex` computes rows of documents that no kernel for packed sequences takes."""
+    name = preferred if backend == "auto" else backend
+    if name != "auto":
+        return name == "flex"
+    if problem.device != "cuda" or torch.compiler.is_exporting() or torch.jit.is_tracing() or in_forward_mode():
+        return False
+    if problem.head_dim > 128 or problem.value_dim > 256:  # its blocks may not fit a card's shared memory
+        return False
+    return not tuned.is_excluded("cuda", "flex") and flex.limit(problem) is None and flex.can_compile()
+
+
 def in_forward_mode() -> bool:
     """Return whether forward-mode derivatives are taken (torch.func.jvp), of which operators of ours give zeros."""
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0

@@ -10,7 +10,7 @@ from torch import Tensor
 class Documents(NamedTuple):
     """The documents of a batch's rows, each of which attends to itself alone; it stands for a mask.
 
-    Where the backend of a call takes packed sequences no mask is made, else `mask` is.
+    No mask is made where the backend of a call takes packed sequences, nor by `flex`; else `mask` is.
     """
 
     numbers: Int[Tensor, "B N"]  # of each token's document; those of one document lie together

@@ -10,7 +10,9 @@ be called there itself. That path was read in torch 2.15 and FlashAttention-4 4.
 Source: torch.nn.attention.flex_attention, read and run in torch 2.15; arXiv 2412.05496.
 """
 
-import importlib
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, cast
@@ -20,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.weak import WeakIdKeyDictionary
 
 from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.documents import Documents, first_tokens
 from diffvision.ops.attention.problem import Problem
 from diffvision.ops.attention.shared_memory import KIB, shared_memory
 
@@ -47,6 +51,7 @@ WIDE_HALF = WIDE | {
     "bwd_num_stages": 1,
 }
 
+Mask = Tensor | Documents | None
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -81,7 +86,7 @@ def diff_attention(
     lam: Tensor,
     *,
     causal: bool,
-    mask: Tensor | None,
+    mask: Mask,
     scale: float | None,
     dropout: float,
 ) -> Tensor:
@@ -101,6 +106,20 @@ def diff_attention(
     else:
         first, second = (_attend(q[:, :, m], k[:, :, m], v, blocks, scale, kernel) for m in range(2))
     return subtract(first, second, lam, q.dtype)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, documents: Documents) -> Tensor:
+    """Arguments, shapes and result as `diffvision.ops.softmax_attention`, already checked and within `limit`."""
+    return _attend(q, k, v, _document_blocks(documents.numbers, causal=causal), None, _kernel_options(q, v))
+
+
+@torch.compiler.assume_constant_result
+def can_compile() -> bool:
+    """Return whether torch.compile finds Triton, a C compiler and a card whose shared memory was counted."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    has_triton = importlib.util.find_spec("triton") is not None
+    return has_triton and any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang")))
 
 
 def _attend(
@@ -124,7 +143,7 @@ def _attend(
             return _compile(q.device.type)(q, k, v, **options)
 
 
-def _takes_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def _takes_flash(q: Tensor, v: Tensor, mask: Mask) -> bool:
     """Return whether FlashAttention-4 computes the call: of one size, without a mask but the causal, in a graph.
 
     Its tests skip the backward of values wider than keys. One query goes to the decoding kernel.
@@ -175,9 +194,11 @@ def _compile(device: str) -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
-def _block_mask(q: Tensor, k: Tensor, *, causal: bool, mask: Tensor | None, maps_a_head: int) -> BlockMask | None:
+def _block_mask(q: Tensor, k: Tensor, *, causal: bool, mask: Mask, maps_a_head: int) -> BlockMask | None:
     """Return the mask as FlexAttention takes it, or None where every query sees every key."""
     queries, keys = q.shape[3], k.shape[3]
+    if isinstance(mask, Documents):
+        return _document_blocks(mask.numbers, causal=causal)
     if mask is not None:
         return _build(queries, keys, q.device, causal=causal, mask=mask, maps_a_head=maps_a_head)
     if not causal or queries == 1:  # one query, aligned to the last key, sees them all
@@ -193,6 +214,25 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
         return _build(queries, keys, device, causal=True)
 
 
+# numbers of a batch's documents -> their version and whether causal, and the block mask, which all layers share
+_documents = WeakIdKeyDictionary()
+
+
+def _document_blocks(numbers: Tensor, *, causal: bool) -> BlockMask:
+    if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor) or numbers.is_inference():
+        return _build_documents(numbers, causal)
+    state = (numbers._version, causal)
+    if _documents.get(numbers, (None,))[0] != state:
+        with torch.inference_mode(False):  # a cached inference tensor would break training later
+            _documents[numbers] = (state, _build_documents(numbers, causal))
+    return _documents[numbers][1]
+
+
+def _build_documents(numbers: Tensor, causal: bool) -> BlockMask:
+    rising = first_tokens(numbers).cumsum(1, dtype=torch.int32)
+    return _build(numbers.shape[1], numbers.shape[1], numbers.device, causal=causal, mask=rising)
+
+
 def _build(
     queries: int,
     keys: int,
@@ -206,7 +246,8 @@ def _build(
 ) -> BlockMask:
     """Find the blocks of keys that a block of queries sees in part or as a whole, without another [M, N] tensor.
 
-    A block counts as seen where each mask allows a pair; `mask_mod` then decides for each pair.
+    A block counts as seen where each mask allows a pair; `mask_mod` then decides for each pair. A mask [B, N] holds
+    numbers that rise from document to document.
     """
     q_blocks, k_blocks = -(-queries // block), -(-keys // BLOCK)
     seen = torch.ones(1, 1, q_blocks, k_blocks, dtype=torch.bool, device=device)
@@ -239,6 +280,10 @@ def _causal_coverage(queries: int, keys: int, block: int, device: torch.device) 
 
 def _mask_coverage(mask: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Return two [b, h, 1 or q blocks, k blocks]: whether a block allows any pair, and all. Sizes of 1 stay."""
+    if mask.dim() == 2:
+        tiles = F.pad(mask, (0, -keys % BLOCK), value=2**31 - 1).unflatten(1, (-1, BLOCK))[:, None]
+        first, last = tiles[..., :1], tiles[..., -1:].mT
+        return (first <= last) & (first <= last).mT, (first == last) & (first == last).mT
     if mask.shape[3] == 1:
         mask = mask.expand(-1, -1, -1, keys)
     mask = F.pad(mask, (0, -keys % BLOCK, 0, 0 if mask.shape[2] == 1 else -queries % BLOCK))
@@ -272,10 +317,15 @@ def _mask_mod(
         return aligned_to_the_last_key
     table, steps = mask, [int(size > 1) for size in mask.shape]  # axes of size 1 are read at 0
 
+    def is_one_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return table[b, i] == table[b, j]
+
     def may_attend(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return table[b * steps[0], (h // maps_a_head) * steps[1], i * steps[2], j * steps[3]]
 
-    def both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return may_attend(b, h, i, j) & aligned_to_the_last_key(b, h, i, j)
+    allows = is_one_document if table.dim() == 2 else may_attend
 
-    return both if causal else may_attend
+    def both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return allows(b, h, i, j) & aligned_to_the_last_key(b, h, i, j)
+
+    return both if causal else allows
