@@ -178,9 +178,8 @@ def takes_blocks(backend: str, problem: Problem) -> bool:
         return name == "flex"
     if problem.device != "cuda" or torch.compiler.is_exporting() or torch.jit.is_tracing() or in_forward_mode():
         return False
-    if problem.head_dim > 128 or problem.value_dim > 256:  # its blocks may not fit a card's shared memory
-        return False
-    return not tuned.is_excluded("cuda", "flex") and flex.limit(problem) is None and flex.can_compile()
+    fits = problem.head_dim <= 128 and problem.value_dim <= 256  # in a card's shared memory, as far as counted
+    return fits and not tuned.is_excluded("cuda", "flex") and flex.limit(problem) is None and flex.can_compile()
 
 
 def in_forward_mode() -> bool:

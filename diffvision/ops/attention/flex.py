@@ -11,7 +11,6 @@ Source: torch.nn.attention.flex_attention, read and run in torch 2.15; arXiv 241
 """
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -116,10 +115,8 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, document
 @torch.compiler.assume_constant_result
 def can_compile() -> bool:
     """Return whether torch.compile finds Triton, a C compiler and a card whose shared memory was counted."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
-        return False
-    has_triton = importlib.util.find_spec("triton") is not None
-    return has_triton and any(map(shutil.which, (os.environ.get("CC") or "gcc", "clang")))
+    is_known = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    return is_known and importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
 
 
 def _attend(
@@ -317,15 +314,12 @@ def _mask_mod(
         return aligned_to_the_last_key
     table, steps = mask, [int(size > 1) for size in mask.shape]  # axes of size 1 are read at 0
 
-    def is_one_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return table[b, i] == table[b, j]
-
     def may_attend(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if table.dim() == 2:
+            return table[b, i] == table[b, j]
         return table[b * steps[0], (h // maps_a_head) * steps[1], i * steps[2], j * steps[3]]
 
-    allows = is_one_document if table.dim() == 2 else may_attend
-
     def both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return allows(b, h, i, j) & aligned_to_the_last_key(b, h, i, j)
+        return may_attend(b, h, i, j) & aligned_to_the_last_key(b, h, i, j)
 
-    return both if causal else allows
+    return both if causal else may_attend
