@@ -140,7 +140,11 @@ def replaced(name: str) -> Family:
 
 # By name only: models whose attention is replaced, and a tiny family to try the benchmark itself.
 REPLACED = [replaced(f"{name}_patch16_reg1_gap_256") for name in ("vit_dwee", "vit_dlittle", "vit_dpwee")]
-DEBUG = vit("debug", [("plain_vit_debug", "plain", {}), ("diff_vit_debug", "ours", {})], image=32)
+DEBUG = vit(
+    "debug",
+    [("plain_vit_debug", "plain", {"num_classes": 1000}), ("diff_vit_debug", "ours", {"num_classes": 1000})],
+    image=32,
+)
 ALL = [*FAMILIES, *REPLACED, DEBUG]
 # Device and --quick -> samples of a batch.
 BATCHES = {("cpu", False): 8, ("cpu", True): 2, ("cuda", False): 256, ("cuda", True): 64}

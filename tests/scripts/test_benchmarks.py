@@ -90,7 +90,8 @@ def test_growth(monkeypatch, tmp_path, capsys):
     sizes = {"tokens": (5, 9), "batch": (1, 2), "depth": (2,), "workers": (0,)}
     monkeypatch.setattr(bench_growth, "QUICK_SIZES", sizes)
     monkeypatch.setattr(bench_growth, "vit_batch", functools.partial(bench_models.vit_batch, image=32))
-    vits = {"plain": ("plain", "plain_vit_debug", {}), "ours, V1": ("ours", "diff_vit_debug", {})}
+    classes = {"num_classes": 1000}
+    vits = {"plain": ("plain", "plain_vit_debug", classes), "ours, V1": ("ours", "diff_vit_debug", classes)}
     monkeypatch.setattr(bench_growth, "VITS", vits)
     assert bench_growth.main([*SMALL, "--quick", "--output", str(tmp_path)]) == 0
     report = written(tmp_path, "growth-cpu-float32", capsys.readouterr().out)
