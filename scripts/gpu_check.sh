@@ -7,8 +7,8 @@
 #     scripts/gpu_check.sh tune OUT      `diffvision tune`
 #     scripts/gpu_check.sh fits OUT      short trainings by `diffvision fit`: compile, flash, FSDP2, resume
 #
-# Each writes OUT/gpu_PART.json, with the machine and versions in it, and OUT/gpu_PART.log. `steps` goes on where the
-# call before it on the same OUT ended. `python scripts/benchmarks/gpu_page.py OUT` copies them to docs/benchmarks and
+# Each writes OUT/gpu_PART.json, with the machine and versions in it, and OUT/gpu_PART.log. `steps` resumes an
+# earlier call on the same OUT. `python scripts/benchmarks/gpu_page.py OUT` copies them to docs/benchmarks and
 # fills the page there. `DEVICE=cpu QUICK=1` tries a part without a GPU. `WHEELS=folder` puts the wheels of a folder on
 # the path first (nothing is downloaded). PYTHON chooses the interpreter, DIFFVISION_COMMIT names the code where a copy
 # of it has no git folder.

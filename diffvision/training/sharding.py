@@ -32,7 +32,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
     Args:
         model: whole, and the same in each process.
         mesh: of one axis, over the devices.
-        methods: those that compute with the weights besides `forward`.
+        methods: methods of the model, besides `forward`, that use its weights.
     """
     scalars = set()
     for module in list(model.modules()):

@@ -4,7 +4,7 @@
 
 JPEGs of several sizes, quality 90, are parts of three photographs that scikit-learn and matplotlib install. The
 pipelines read the same shards with OpenCLIP's training transform for 224 pixels and its tokenizer, in batches of 128
-that one worker makes: webdataset's, OpenCLIP's (in a Python of its own, see `openclip_versus.py`) and ours. They take
+that one worker makes: webdataset's, OpenCLIP's (see `openclip_versus.py`) and ours. They take
 turns, and a ratio is that of one round. Times are of the processor, of the worker and of the process that reads its
 batches, so other programs on the machine disturb them less. Our batches of uint8 are not normalised in them: that is
 the device's work, and the stage "normalise a uint8 batch" says what it costs on this CPU.

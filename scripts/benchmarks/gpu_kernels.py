@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/gpu_kernels.py [--device cuda] [--minutes 8] [--quick] --output DIR
 
-writes DIR/kernels.json anew after each call. Of each backend that can take a call it has the device's kernels that take
+rewrites DIR/kernels.json after each call. Of each backend that can take a call it has the device's kernels that take
 most of the time of one call (forward and backward where gradients are needed), by torch's profiler, their time in all,
 and the error where it fails. `--quick` tries two calls for one sample.
 """

@@ -16,7 +16,7 @@ PARTS = ("tests", "kernels", "steps", "tune", "fits")
 ABSENT = "Not measured."
 COMMANDS = """## Measure
 
-Each command takes at most nine minutes and writes one JSON. A second `steps` goes on where the first one ended.
+Each command takes at most nine minutes and writes one JSON. A second `steps` resumes the first.
 
 ```bash
 scripts/gpu_check.sh tests runs/gpu     # layers under autocast, then all GPU tests
@@ -30,7 +30,7 @@ python scripts/benchmarks/gpu_page.py runs/gpu
 The last command fills this page. Where flash-attn or a second GPU is missing the JSON says "cannot" with the reason.
 
 A study is prepared for 40 minutes of a GPU: CLIP, DiffCLIP and DiffCLIP-V2 with ten times the parameters of
-[those on emoji](../results/clip.md), two seeds each. It goes on where it was stopped.
+[those on emoji](../results/clip.md), two seeds each. It resumes if stopped.
 
 ```bash
 python scripts/studies/clip_large.py data --source data/emoji   # what `diffvision data make emoji` wrote

@@ -2,12 +2,12 @@
 
     python scripts/benchmarks/gpu_steps.py [--device cuda] [--minutes 8.5] [--quick] --output DIR
 
-adds to DIR/steps.json after each model, and leaves out what is there, so that a second call goes on where the first one
-ended. A step is forward, backward and AdamW (fused on CUDA), in bfloat16 autocast over float32 weights, on random data
-that lie on the device. Each model is built, called three times, timed and freed again before the next one, since
-not all fit together; a step's time is the median over 10 steps, each synchronised. Peak memory is all that torch
-allocated: weights, gradients, optimizer and activations. Ours and the plain ones are also timed as compiled by
-torch.compile with default settings. `--quick` has tiny models and batches, to try the script itself.
+adds to DIR/steps.json after each model and leaves out what is there, so that a second call resumes the first. A step is
+forward, backward and AdamW (fused on CUDA), in bfloat16 autocast over float32 weights, on random data that lie on the
+device. Each model is built, called three times, timed and freed again before the next one, since not all fit together;
+a step's time is the median over 10 steps, each synchronised. Peak memory is all that torch allocated: weights,
+gradients, optimizer and activations. Ours and the plain ones are also timed as compiled by torch.compile with default
+settings. `--quick` has tiny models and batches, to try the script itself.
 """
 
 import dataclasses

@@ -186,9 +186,9 @@ def mixed_and_refused(directory):
     with pytest.warns(UserWarning, match="is skipped") if trainer.is_global_zero else nullcontext():
         trainer, losses = fit(make("vit"), directory / "spoiled", data=Samples(spoiled=12), **sharded())
     assert losses[-1]["train/skipped_steps"] == 2
-    with pytest.raises((ValueError, LostRank), match="shards the weights, which EMA cannot average"):
+    with pytest.raises((ValueError, LostRank), match="EMA"):
         fit(make("vit"), directory / "ema", EMA(), **sharded())
-    with pytest.raises((ValueError, LostRank), match="would mix up: resume with the strategy that wrote it"):
+    with pytest.raises((ValueError, LostRank), match="with the strategy"):
         fit(make("vit"), directory / "refused", ckpt_path=str(directory / "one" / "step=2.ckpt"), **sharded())
 
 

@@ -1,7 +1,26 @@
-"""The difference of two maps' outputs, for the backends that compute each map by a library's kernel."""
+"""Two maps' outputs and their difference, for the backends that compute a map by a library's kernel."""
+
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def compute_maps(attend: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each map's output by `attend(queries, keys)`: one call where the maps share their key, else two.
+
+    Heads are axis 1, the maps of q and k axis 2.
+    """
+    if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
+        both = attend(q.flatten(1, 2), k[:, :, 0]).unflatten(1, (-1, 2))
+        return both[:, :, 0], both[:, :, 1]
+    return attend(q[:, :, 0], k[:, :, 0]), attend(q[:, :, 1], k[:, :, 1])
+
+
+def widen(t: Tensor, size: int) -> Tensor:
+    """Pad the last axis with zeros to a size."""
+    return t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1]))
 
 
 def subtract(one: Tensor, two: Tensor, lam: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.difference import compute_maps, subtract, widen
 from diffvision.ops.attention.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -249,14 +249,11 @@ def _two_maps(
     width = -(-value_dim // pieces)
 
     def attend(q: Tensor, k: Tensor) -> Tensor:
-        q, k = _widen(q, size), _widen(k, size)
-        outs = [call(q, k, _widen(p, value_size), scale)[..., : p.shape[-1]] for p in v.split(width, dim=-1)]
+        q, k = widen(q, size), widen(k, size)
+        outs = [call(q, k, widen(p, value_size), scale)[..., : p.shape[-1]] for p in v.split(width, dim=-1)]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
-    if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
-        both = attend(q.flatten(1, 2), k[:, :, 0]).unflatten(1, (-1, 2))
-        return both[:, :, 0], both[:, :, 1]
-    return attend(q[:, :, 0], k[:, :, 0]), attend(q[:, :, 1], k[:, :, 1])
+    return compute_maps(attend, q, k)
 
 
 def plan(head_dim: int, value_dim: int, largest: int, equal_sizes: bool = True) -> tuple[int, int, int]:
@@ -279,10 +276,6 @@ def plan(head_dim: int, value_dim: int, largest: int, equal_sizes: bool = True) 
 
 def _multiple_of_8(size: int) -> int:
     return -(-size // 8) * 8  # what all libraries want
-
-
-def _widen(t: Tensor, size: int) -> Tensor:
-    return t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1]))
 
 
 def _library(head_dim: int) -> Library:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
-from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.difference import compute_maps, subtract
 from diffvision.ops.attention.documents import Documents, first_tokens
 from diffvision.ops.attention.problem import Problem
 from diffvision.ops.attention.shared_memory import KIB, shared_memory
@@ -92,18 +92,13 @@ def diff_attention(
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked and within `limit`."""
     if not q.is_cuda:  # on a CPU it refuses whatever requires gradients, even where none are recorded
         q, k, v = q.detach(), k.detach(), v.detach()
-    stacked = k.shape[2] == 1
     kernel: dict[str, Any] | None
     if _takes_flash(q, v, mask):
         blocks, kernel = _flash_blocks(q, k) if causal else None, {"BACKEND": "FLASH"}
     else:
-        blocks = _block_mask(q, k, causal=causal, mask=mask, maps_a_head=2 if stacked else 1)
+        blocks = _block_mask(q, k, causal=causal, mask=mask, maps_a_head=2 if k.shape[2] == 1 else 1)
         kernel = _kernel_options(q, v)
-    if stacked:
-        maps = _attend(q.flatten(1, 2), k[:, :, 0], v, blocks, scale, kernel).unflatten(1, (-1, 2))
-        first, second = maps[:, :, 0], maps[:, :, 1]
-    else:
-        first, second = (_attend(q[:, :, m], k[:, :, m], v, blocks, scale, kernel) for m in range(2))
+    first, second = compute_maps(lambda q, k: _attend(q, k, v, blocks, scale, kernel), q, k)
     return subtract(first, second, lam, q.dtype)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffvision.ops.attention.cudnn import without_cudnn
-from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.difference import subtract, widen
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem, is_grouped
 
@@ -164,8 +164,7 @@ def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def _align(t: Tensor) -> Tensor:
     """Pad the last axis with zero columns to a multiple of 8, which the memory-efficient kernel needs."""
-    missing = -t.shape[-1] % 8
-    return F.pad(t, (0, missing)) if missing else t
+    return widen(t, -(-t.shape[-1] // 8) * 8)
 
 
 _ALL = nullcontext()

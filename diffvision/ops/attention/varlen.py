@@ -9,11 +9,10 @@ import inspect
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from diffvision.ops.attention.cudnn import without_cudnn
-from diffvision.ops.attention.difference import subtract
+from diffvision.ops.attention.difference import compute_maps, subtract, widen
 from diffvision.ops.attention.problem import Problem, is_grouped
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -71,11 +70,7 @@ def diff_attention_varlen(
     """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
-        maps = attend(q.flatten(1, 2), k[:, :, 0], v, *lengths, causal=causal, scale=scale).unflatten(1, (-1, 2))
-        first, second = maps[:, :, 0], maps[:, :, 1]
-    else:
-        first, second = (attend(q[:, :, m], k[:, :, m], v, *lengths, causal=causal, scale=scale) for m in range(2))
+    first, second = compute_maps(lambda q, k: attend(q, k, v, *lengths, causal=causal, scale=scale), q, k)
     return subtract(first, second, lam, q.dtype)
 
 
@@ -98,7 +93,7 @@ def attend(
     size = -(-max(q.shape[-1], value_dim) // 8) * 8
     if scale <= 0:
         q, scale = q * scale, 1.0
-    q, k, v = (t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1])) for t in (q, k, v))
+    q, k, v = (widen(t, size) for t in (q, k, v))
     window = (-1, 0) if causal else (-1, -1)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     with without_cudnn():

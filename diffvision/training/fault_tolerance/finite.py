@@ -274,7 +274,7 @@ class Statistics:
         self.kept = [buffer.clone() for buffer in self.live]
 
     def keep_or_restore(self, finite: Tensor) -> None:
-        """Keep the current statistics after a finite step, or restore those that were kept last."""
+        """Keep the current statistics after a finite step, or restore the last ones kept."""
         for kept, live in zip(self.kept, self.live, strict=True):
             kept.copy_(torch.where(finite, live, kept))
             live.copy_(kept)

@@ -158,7 +158,7 @@ def test_what_cannot_be_read_that_way_is_refused():
         Pixels(Compose([*TRAIN["timm"].transforms, RandomErasing()]), "draft")
     with pytest.raises(ValueError, match="begins with Pad"):
         Pixels(Compose([Pad(2), Resize(64), CenterCrop(64), *tail]), "torchvision")
-    with pytest.raises(ValueError, match="does not interpolate as Pillow does by"):
+    with pytest.raises(ValueError, match=r"(?i)nearest"):
         Pixels(Compose([Resize((64, 64), InterpolationMode.NEAREST), *tail]), "torchvision")
     with pytest.raises(ValueError, match="decoder is 'opencv'"):
         ImageTextData("shards", 4, decoder="opencv")
