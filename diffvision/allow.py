@@ -190,6 +190,7 @@ def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _locate_refusal(path: str, args: Sequence[str]) -> ValueError:
+    """Return the error for a class path that is not allowed, with the place where it was given."""
     if path in NAMELESS and not any(path in text for text in (*args, *map(_read_start, _find_files(args)))):
         return without_class(NAMELESS[path])
     if _FILE.fullmatch(path) and not Path(path).exists():

@@ -91,6 +91,7 @@ def takes_several(command: str) -> bool:
 
 
 def _list_options(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield a command's options with the values that each can take."""
     parameters, hints = inspect.signature(function).parameters, parameter_types(function)
     for number, (name, parameter) in enumerate(parameters.items()):
         hint = hints[name]

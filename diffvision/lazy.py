@@ -23,6 +23,7 @@ def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callabl
     renamed = get_renamed(package, stacklevel=3)
 
     def get(name: str) -> Any:
+        """Import what a name stands for, and keep it in the package."""
         if name not in modules:
             return renamed(name)
         module = modules[name]

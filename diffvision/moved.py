@@ -149,6 +149,7 @@ def get_renamed(module: str, stacklevel: int = 2) -> Callable[[str], Any]:
     """
 
     def get(name: str) -> Any:
+        """Return what an old name stands for now, with a warning."""
         if (new := NAMES.get(f"{module}:{name}")) is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module))
         _warn(f"{module}.{name}", new.replace(":", "."), stacklevel + 1)

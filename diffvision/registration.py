@@ -53,6 +53,7 @@ class AfterHost(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find the host's module as usual, and register our models once it is imported."""
         if fullname != self.host or getattr(self._state, "searching", False):
             return None
         self._state.searching = True
@@ -74,6 +75,7 @@ class AfterHost(MetaPathFinder):
 
 
 def _find(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """Return the spec that Python's finders give."""
     for finder in list(sys.meta_path):
         find = getattr(finder, "find_spec", None)
         spec = None if find is None else find(fullname, path, target)

@@ -94,6 +94,7 @@ def read_type(path: str) -> Any:
 
 
 def _read_class(module: str, node: ast.ClassDef | ast.FunctionDef | ast.expr) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a class and their types, read from its source."""
     if not isinstance(node, ast.ClassDef):
         return
     for statement in node.body:
@@ -119,6 +120,7 @@ def _read_literal(value: ast.expr, module: str) -> Any:
 
 
 def _read_annotation(annotation: ast.expr | None, module: str) -> Any:
+    """Evaluate an annotation without importing heavy modules; what cannot be read is Any."""
     if annotation is None:
         return Any
     try:
@@ -195,6 +197,7 @@ def missing_names(names: Iterable[str], objects: Mapping[str, Any]) -> list[str]
 
 
 def _has(objects: Mapping[str, Any], name: str) -> bool:
+    """Return whether an object like `Owner.method(arguments)` exists as written."""
     path, is_function, parameters = name.partition("(")
     owner, *members = path.split(".")
     value = objects[owner]

@@ -195,6 +195,7 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _no_attention(model: nn.Module) -> str:
+    """Return why no layer of a model can be captured."""
     for layer in model.modules():
         if isinstance(layer, AttentionLayer) and layer.no_maps:
             return f"no attention of this {type(model).__name__} can be captured: {layer.no_maps}"
@@ -211,6 +212,7 @@ def _no_attention(model: nn.Module) -> str:
 
 @contextmanager
 def _capture_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
+    """Replace the layer's `attend` by one that also shows its inputs, for as long as the context lasts."""
     attend = layer.attend
     calls: list[Call] = []
 
@@ -243,6 +245,7 @@ def _capture_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
 
 @contextmanager
 def _capture_timm(name: str, layer: Any, see: See) -> Iterator[None]:
+    """Show the inputs of timm's differential attention, for as long as the context lasts."""
     calls: list[Call] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -105,6 +105,7 @@ def group_seeds(entries: Sequence[Entry]) -> list[Group]:
 
 
 def _read(given: str) -> Entry:
+    """Return the entry for a model, or for the best checkpoint of a run."""
     label, spec = labelled(given)
     given_label = label if spec != given else None
     path = Path(spec)
@@ -138,6 +139,7 @@ def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(first: Entry, second: Entry) -> str:
+    """Name up to three settings in which two runs differ."""
     if not first.config or not second.config:
         return "they are not two runs of `diffvision fit`"
     a, b = _model_settings(first.config), _model_settings(second.config)

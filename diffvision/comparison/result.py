@@ -230,6 +230,7 @@ class Comparison:
         }
 
     def _contestant(self, one: Contestant) -> dict[str, Any]:
+        """Return one model's costs and lambdas for the JSON."""
         ratio = one.cost.ratio(self.contestants[0].cost)
         return {
             "label": one.label,

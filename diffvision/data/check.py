@@ -121,6 +121,7 @@ class Keys:
         return self._reading()
 
     def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
+        """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
         if language := _language_of(index):
             return _Reading(language, text=TextMember())
         if (folder := _evaluation(directory)) is not None:
@@ -287,6 +288,7 @@ def _open(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
 
 
 def _check(job: _Job) -> ShardCheck:
+    """Check one shard: open it, compare it with its manifest, and decode every sample."""
     shard = job.shard
     result = ShardCheck(shard.location, problems=[job.problem] if job.problem else [])
     if job.reading is None:
@@ -312,6 +314,7 @@ def _check(job: _Job) -> ShardCheck:
 
 
 def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: ShardSet) -> None:
+    """Read every sample as training does, and count the good and, by reason, the bad."""
     result.samples = len(samples)
     for row in range(len(samples)):
         try:
@@ -375,6 +378,7 @@ def _no_tokens(captions: list[str]) -> Tensor:
 
 
 def _measure(shard: Shard) -> ShardStats:
+    """Count the samples, members, image sizes, caption lengths and labels of one shard."""
     index, _, samples = _open(Shard(shard.location))  # up to its damage, whatever a manifest says
     stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
     with samples.reader(0).hold() as path:

@@ -71,6 +71,7 @@ def _line(text: str, where: str) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file without their empty cells."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile

@@ -82,6 +82,7 @@ def shown(model: Any, transform: Callable[..., Tensor], tokenizer: Callable[...,
 def _attention(
     model: Any, transform: Callable[..., Tensor], folder: EvaluationFolder
 ) -> tuple[list[ImageAttention], float | None]:
+    """Return where the last layer looks on an image of every digit, and the last image's lambda."""
     pixels, inputs = (next(iter(folder.batches(t, batch_size=128))) for t in (_pixels, transform))
     rows, lam = [], None
     for digit in DIGITS:
@@ -95,6 +96,7 @@ def _attention(
 
 
 def _retrieve(features: Features, folder: EvaluationFolder) -> list[Retrieved]:
+    """Return the images ranked first for some captions."""
     pairs = features.pairs(folder, "test")
     pixels, captions = [], []
     for batch in folder.batches(_pixels, batch_size=128):

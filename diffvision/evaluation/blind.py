@@ -84,6 +84,7 @@ class Blind:
         return torch.tensor([self._known[text] for text in texts], dtype=torch.float64)
 
     def _scores(self, texts: Sequence[str]) -> Tensor:
+        """Return the mean log-likelihood a token of each text, without its image."""
         tokenizer: Any = self.model.tokenizer
         begin = start_tokens(tokenizer)
         documents = [torch.tensor([*begin, *tokenizer.encode(text)], dtype=torch.int64) for text in texts]

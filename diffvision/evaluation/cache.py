@@ -108,6 +108,7 @@ class Cache:
         return [(path, list(path.iterdir())) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
 
     def _make_room(self, needed: int, keep: Path) -> None:
+        """Delete the sets unused longest until there is room."""
         sets = self._sets()
         used = sum(file.stat().st_size for _, files in sets for file in files)
         for directory, files in sets:

@@ -214,6 +214,7 @@ class Features:
         return {"images": self._encode_images(batch["image"]), "labels": batch["label"]}
 
     def _encode_captioned(self, batch: Any, encode_texts: bool) -> Rows:
+        """Return the embeddings of a batch of images and, where wanted, of all their captions."""
         captions = [text for of_image in batch["captions"] for text in of_image]
         rows = {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),

@@ -120,6 +120,7 @@ def choose_cost(
     scores: dict[float, tuple[float, float]] = {}
 
     def score(cost: float) -> tuple[float, float]:
+        """Return the held-out accuracy and negative loss at one cost, computed once."""
         if cost not in scores:
             weight, bias = fit(*train, cost)
             logits = linear(held[0].to(weight), weight, bias).cpu()

@@ -268,6 +268,7 @@ def largest_difference(before: nn.Module, after: nn.Module, inputs: Mapping[str,
 
 
 def _outputs(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the outputs of all of a model's towers."""
     if "tokens" in inputs:
         return [model(inputs["tokens"])]
     if "input_ids" in inputs:

@@ -67,6 +67,7 @@ def variants(towers: Mapping[str, list[AttentionLayer]]) -> set[str]:
 
 
 def _sizes(model: Model) -> dict[str, str]:
+    """Return the sizes of what a model reads and gives, for its card."""
     config, preprocess = model.config, model.preprocess
     if model.host == "language":
         return {"vocabulary": f"{config['vocab_size']:,}", "longest text": f"{config['max_length']:,} tokens"}

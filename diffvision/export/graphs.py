@@ -169,6 +169,7 @@ def _with_parts(model: Any, kept: Callable[[str], bool]) -> Any:
 
 
 def _language_graphs(model: LanguageModel, about: dict[str, str]) -> dict[str, Graph]:
+    """Return a graph for the prompt and one for a decoded token, with the cache as tensors."""
     config, device = model.config, model.head_weight.device
     about |= {"vocab_size": str(config.vocab_size), "max_length": str(config.max_length)}
     example = model.new_cache(EXAMPLES, ROOM)

@@ -63,6 +63,7 @@ def _measure(
     passages: Mapping[str, inputs.Passage],
     transformed: Mapping[str, inputs.TransformedPicture],
 ) -> list[Measurement]:
+    """Measure one model on every image and passage."""
     measurements = []
     with bar(f"inspecting {model.name}", len(pictures) + len(passages)) as advance:
         for picture in pictures:
@@ -105,6 +106,7 @@ def open_models(
 
 
 def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str) -> Model:
+    """Open a model, labelled, and with the tokenizer that reads its text."""
     label, rest = labelled(spec)
     opened = open_model(rest, checkpoint, tokenizer=tokenizer, device=device)
     if opened.is_language:

@@ -119,6 +119,7 @@ def measure_text(model: nn.Module, passage: Passage, tower: str = "text") -> Mea
 
 
 def _text_focus(passage: Passage) -> Focus:
+    """Look at what the last token reads; the first token is the sink, and words outside the answer are noise."""
     count = len(passage.words)
     sink = torch.zeros(count)
     sink[0] = 1
@@ -130,6 +131,7 @@ def _text_focus(passage: Passage) -> Focus:
 
 
 def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
+    """Return one layer's numbers, what its readers read, and its maps for the page."""
     applied = layer.applied
     kinds = {"attention": applied}
     if layer.lam is not None:
@@ -175,6 +177,7 @@ def _of_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tu
 
 @torch.no_grad()
 def _of_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
+    """Return lambda, and the sizes of the heads' outputs before and after the head norm."""
     numbers = {}
     if layer.lam is not None:
         numbers["lambda"] = layer.lam.mean(dim=(1, 2)).tolist()

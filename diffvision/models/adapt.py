@@ -156,6 +156,7 @@ class _Slot:
         return getattr(self.parent, self.name)
 
     def put(self, layer: AttentionLayer) -> None:
+        """Put a differential layer where the plain attention is."""
         block = self.attention
         if isinstance(block, ResidualAttentionBlock):
             layer.train(block.training)
@@ -179,6 +180,7 @@ def _bert(module: nn.Module) -> Any:
 
 
 def _attention_slots(model: nn.Module) -> Iterator[_Slot]:
+    """Yield every place of a model where plain attention can be replaced."""
     if bert := _bert(model):
         for depth, name, layer in bert.unadapted_layers(model):
             yield _Slot(layer, "attention", depth, name)
@@ -260,6 +262,7 @@ def _standard(module: nn.Module) -> AttentionLayer:
 
 
 def _of_timm(theirs: TimmAttention) -> AttentionLayer:
+    """Return a plain layer of ours with the weights of timm's attention."""
     refuse_wrapped(qkv=theirs.qkv, proj=theirs.proj)
     more = [name for name in ("norm", "gate") if not isinstance(getattr(theirs, name, None), nn.Identity | None)]
     if more or theirs.proj.out_features != theirs.qkv.in_features:
@@ -274,6 +277,7 @@ def _of_timm(theirs: TimmAttention) -> AttentionLayer:
 
 
 def _of_torch(block: ResidualAttentionBlock) -> AttentionLayer:
+    """Return a plain layer of ours with the weights of OpenCLIP's attention block."""
     theirs = block.attn
     refuse_wrapped(attn=theirs, out_proj=theirs.out_proj)
     if hasattr(block, "ln_1_kv") or not theirs._qkv_same_embed_dim or theirs.bias_k is not None:

@@ -84,6 +84,7 @@ def bounded(source: str | Path) -> Iterator[None]:
     limit, elements, tensors = 2 * held + _SMALL, 0, 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """Count a parameter as it is registered, and refuse a model larger than its file."""
         nonlocal elements, tensors
         if parameter is not None:
             elements, tensors = elements + parameter.numel(), tensors + 1

@@ -176,6 +176,8 @@ def _has_causal_mask(tower: TextTransformer) -> bool:
 
 
 def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return OpenCLIP's builder of text towers, which then also takes our attention by `block_type`."""
+
     @functools.wraps(build)
     def build_text_tower(embed_dim, text_cfg, quick_gelu=False, cast_dtype=None):
         cfg = open_clip.CLIPTextCfg(**text_cfg) if isinstance(text_cfg, dict) else text_cfg
@@ -195,6 +197,8 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return OpenCLIP's builder of vision towers, which then also takes our attention by `block_type`."""
+
     @functools.wraps(build)
     def build_vision_tower(embed_dim, vision_cfg, quick_gelu=False, cast_dtype=None):
         cfg = open_clip.CLIPVisionCfg(**vision_cfg) if isinstance(vision_cfg, dict) else vision_cfg

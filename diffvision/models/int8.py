@@ -81,6 +81,7 @@ def joined(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return an int8 weight with one scale a row as torchao's tensor."""
     if weight.ndim != 2 or scale.shape != (weight.shape[0], 1) or not scale.isfinite().all():
         raise ValueError(
             f"{name} is {list(weight.shape)} in eight bits, and {name}{SCALE} {list(scale.shape)}: it must be a finite "

@@ -270,6 +270,7 @@ def _v1(plain: _Shape) -> _Shape:
 
 
 def _match_grouped(v1: _Shape, ratio: int | None) -> _Shape:
+    """Return GDA's heads with V1's number of signal heads and `ratio` signal heads a noise head."""
     if ratio is None:
         ratio = next((ratio for ratio in _RATIOS if v1.heads % ratio == 0), v1.heads)
     elif ratio < 1 or v1.heads % ratio:
@@ -282,6 +283,7 @@ def _match_grouped(v1: _Shape, ratio: int | None) -> _Shape:
 
 
 def _built(variant: str, plain: _Shape, v1: _Shape, width: int) -> _Built:
+    """Build a variant with the heads of V1 or plain attention, whichever it counts like."""
     from diffvision.nn import ATTENTION, build_attention
 
     if variant not in ATTENTION:

@@ -52,6 +52,7 @@ def recorded() -> dict[str, dict[str, int]]:
 
 @cache
 def _files(host: str) -> list[str]:
+    """Return the model names that a host's source files define, without importing it."""
     spec = find_spec(host)
     folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
     if host == "open_clip":

@@ -154,6 +154,7 @@ def folder_host(folder: str | Path) -> Host:
 
 
 def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open a model by what the text is: a prefix, a name, a run, a folder or a file."""
     text = str(spec)
     if not text:
         raise ValueError("the model is '': give a model's name, a file of weights or a folder")
@@ -184,6 +185,7 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
 
 
 def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open a model by name: a language model of ours, a Hub repository, OpenCLIP's or timm's, with a tag or weights."""
     import open_clip
 
     if checkpoint is None and not name.startswith(HUB):

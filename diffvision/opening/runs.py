@@ -97,6 +97,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    """Yield the run folders at most `depth` levels below a folder."""
     if depth == 0:
         return
     # Folders may hold a million images: which are folders is known without asking for each.

@@ -46,6 +46,7 @@ def open_language(path: Path, trained: str | None = None) -> Model:
 
 
 def _language_model(module: language.LanguageModel, name: str | None, path: Path | None = None) -> Model:
+    """Return the loaded model, named after the known model of its configuration or its folder."""
     config = dataclasses.asdict(module.config)
     if name not in language.model_names():
         sizes = {key: config[key] for key in ("vocab_size", "max_length")}

@@ -43,6 +43,7 @@ class LambdaMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Log the lambdas of the batch's first samples."""
         if not is_logging_step(trainer, trainer.global_step):
             return
         from diffvision.analysis.lambdas import layer_lambdas
@@ -149,6 +150,7 @@ class Throughput(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Log the rates since they were last logged, and the share of time that waited for data."""
         now = time.perf_counter()
         self.seconds, self.mark = self.seconds + now - self.mark, now
         data: torch.Tensor = batch["tokens"] if "tokens" in batch else batch["image"]

@@ -64,6 +64,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        """Compute the loss in chunks of rows, and its gradients at once, so that all logits never exist."""
         hidden, weight, targets, z_loss, chunk, soft, wanted = args
         device, dtype = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
         product = product_dtype(hidden)

@@ -161,6 +161,7 @@ class FitCLI(LightningCLI):
         parser.add_argument("--resume_ranks", type=Ranks, default="same", help="fit: any, from another number of ranks")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments, and keep the checkpoint's path from Lightning."""
         self.config = parser.parse_args(args)  # Lightning's method warns whenever arguments come from a function call
         if "subcommand" in self.config:
             settings = self.config[self.config["subcommand"]]

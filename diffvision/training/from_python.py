@@ -263,6 +263,7 @@ def _class_of(content: Mapping[str, Any]) -> str:
 
 
 def _result(trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule | None) -> FitResult:
+    """Return what `fit` gives back: folder, best checkpoint, metrics, and the objects."""
     savers: list[Any] = sorted(trainer.checkpoint_callbacks, key=lambda saver: not getattr(saver, "monitor", None))
     kept = [getattr(saver, name, "") for name in ("best_model_path", "last_model_path") for saver in savers]
     checkpoint = next((path for path in kept if path and os.path.exists(path)), None)

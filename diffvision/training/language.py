@@ -154,6 +154,7 @@ class LanguageModule(TrainingModule):
             self._teacher = self._open_teacher(self.distill, length)
 
     def _open_teacher(self, distill: Distillation, length: Any) -> Teacher:
+        """Open the teacher with the tokenizer of the data, or of the settings."""
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "text_tokenizer", None)
         if tokenizer is None and self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer)

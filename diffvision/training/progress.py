@@ -165,6 +165,7 @@ class ProgressLine(ProgressBar):
         return time.monotonic() - self._shown >= (self.seconds if self._screen is None else REDRAWN)
 
     def _show(self, trainer: pl.Trainer, metrics: bool = False) -> None:
+        """Draw the line, with new metrics where they may be read without waiting for the device."""
         if not self.is_enabled:
             return
         self._shown = time.monotonic()

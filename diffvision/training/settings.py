@@ -148,6 +148,7 @@ def _check_data(final: Mapping[str, Any]) -> None:
 
 
 def _flags(words: Sequence[str], program: str) -> Iterator[Given]:
+    """Yield the settings that the command line gives."""
     rest = iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")
@@ -209,6 +210,7 @@ def _of_classes(classes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_types(part: Sequence[Given], kinds: Mapping[str, Any], classes: Mapping[str, str], program: str) -> None:
+    """Parse every setting as its annotated type, without importing its class."""
     parser, values = Parser(prog=program), Namespace()
     texts: list[str] = []
     for one in part:
@@ -246,6 +248,7 @@ def _check_known(name: str, value: Any, kinds: Mapping[str, Any], classes: Mappi
 
 
 def _check_model(path: str, name: Any) -> None:
+    """Refuse a model name that its host does not know."""
     if path in HOSTS and isinstance(name, str) and ":" not in name:
         host, text = HOSTS[path]
         every = host_names()[host]

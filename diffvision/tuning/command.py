@@ -148,6 +148,7 @@ class _Measuring:
         return able
 
     def _tried(self, able: dict[str, list[int]]) -> dict[str, Tried]:
+        """Compare every backend with the formula in a separate process, and return what each gave."""
         from diffvision.progress import bar
         from diffvision.tuning.worker import try_backend
 

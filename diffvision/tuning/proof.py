@@ -228,6 +228,7 @@ def _sizes(problem: Problem, generator: torch.Generator) -> Iterator[Problem]:
 
 
 def _masks(problem: Problem, generator: torch.Generator) -> Iterator[Tensor | None]:
+    """Yield the masks to test: none, or one over keys and one over pairs with a row that sees nothing."""
     if not problem.masked:
         yield None
         return

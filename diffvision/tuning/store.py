@@ -68,6 +68,7 @@ def save(file: Path, tuning: Tuning) -> None:
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
+    """Return the measurements in a file; a damaged one is replaced."""
     try:
         return entries_of(file)
     except FileNotFoundError:

@@ -49,6 +49,7 @@ def calls_of(case: Case, backends: Sequence[str]) -> dict[str, Callable[[], Any]
     attend = choose_attend(case.compiled)
 
     def call(backend: str) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run one pass with a backend."""
         if not problem.grad:
             with torch.no_grad():
                 return attend(given, backend, causal=problem.causal, mask=mask, longest=longest)

@@ -122,6 +122,7 @@ def _heard(
     limit: float,
     advance: Callable[[int], None],
 ) -> Tried | _Ended:
+    """Listen to the child until it has tried every case, is stuck, or ends."""
     seconds: dict[int, float] = {}
     current: int | None = None
     is_compiled = False  # the current case's kernels

@@ -55,6 +55,7 @@ def mosaic(blocks: Sequence[Block], columns: Sequence[str], across: str) -> Figu
 
 
 def _label_cells(ax: Any, block: Block, shape: tuple[int, ...], columns: Sequence[str]) -> None:
+    """Name the rows and columns of a mosaic."""
     height, width = shape[0] / len(block.cells), shape[1] / len(block.cells[0])
     every = max(1, len(columns) // 32)
     ax.set_xticks([(i + 0.5) * width - 1 for i in range(0, len(columns), every)], columns[::every], fontsize=7)

@@ -231,6 +231,7 @@ def in_order(classes: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _walk(path: Path, depth: int) -> Iterator[EvaluationFolder]:
+    """Yield the evaluation folders in a folder, at most `depth` levels down."""
     if _splits(path):
         yield EvaluationFolder(path)
     elif depth and path.is_dir():

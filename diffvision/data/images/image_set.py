@@ -118,6 +118,7 @@ class ImageFiles:
             raise BadSample("missing image") from None
 
     def identity(self) -> str:
+        """Return a digest of the files' sizes, which changes when an image is replaced."""
         digest = hashlib.sha256()
         for name in self.names:
             try:

@@ -169,6 +169,7 @@ def make_evaluation(
 def _pack_as(
     images: ImageCollection, directory: Path, pattern: str, per_shard: int, num_workers: int, shuffle: bool
 ) -> Packed:
+    """Write the usable images of a collection to shards, with a manifest; shards without a usable image are removed."""
     refuse_existing(directory)
     check_per_shard(per_shard)
     if not len(images):
@@ -227,6 +228,7 @@ class _Shards(Dataset):
         return total
 
     def _samples(self, number: int, packed: Packed) -> Iterator[Sample]:
+        """Yield the samples of one shard, and count what is left out."""
         images, first = self.images, number * self.per_shard
         for key, row in enumerate(self.rows[first : first + self.per_shard].tolist(), start=first):
             try:

@@ -77,6 +77,7 @@ class PipelineSamples(IterableDataset):
         return default_collate(items) if has_tokens else self.kind.collate(items)
 
     def _item(self, sample: Any) -> dict[str, Any]:
+        """Turn what a user's pipeline yields (members by type, or a pair) into a sample of ours."""
         target_key = self.kind.caption if isinstance(self.kind, ImageText) else self.kind
         if isinstance(sample, Mapping):
             members = {name: data for name, data in sample.items() if isinstance(data, bytes)}

@@ -110,6 +110,7 @@ class Pixels:
         return small, (top, left, height, width)
 
     def _resize(self, whole: Tensor, box: Sequence[int]) -> Tensor:
+        """Crop a box of the decoded image, resize it, and apply the remaining steps of the transform."""
         first = self._steps[0]
         top, left, height, width = box
         height, width = max(height, 1), max(width, 1)  # timm crops nothing from images of a pixel or two
@@ -127,6 +128,7 @@ class Pixels:
         return self._finish(Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())), self._steps[1:])
 
     def _finish(self, image: Any, steps: Sequence[Callable[[Any], Any]]) -> Tensor:
+        """Apply the transform's remaining steps, and normalize unless the device does."""
         for step in steps:
             image = step(image)
         if not isinstance(image, Image.Image) or image.mode != "RGB":  # a step of the user's has made a tensor

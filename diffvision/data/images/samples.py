@@ -87,6 +87,7 @@ def _most_common(source: ShardSet, key_of: Callable[[Members], str | None]) -> s
 
 
 def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
+    """Return the first `json:NAME` whose value fits; None without a readable JSON member."""
     data = members.get("json")
     if data is None or len(data) > MAX_JSON_BYTES:
         return None
@@ -143,6 +144,7 @@ class CaptionMember:
         return ["" if is_blank(line) else clean_caption(line, self.max_chars) for line in cut]
 
     def _captions(self, members: Members) -> str | list[str]:
+        """Return the sample's caption, or all its captions as one text or a list."""
         if (data := members.get(self.key)) is None:
             raise missing("caption", members, "caption_key", ("txt", "json"))
         if self.field:

@@ -143,6 +143,7 @@ def open_source(
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
+    """Give a collection's labels the numbers that the training data gives their classes."""
     known = {name: number for number, name in enumerate(name_classes(classnames))}
     assert images.labels is not None
     labels, indices = np.unique(images.labels, return_inverse=True)
@@ -191,6 +192,7 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str]) -> d
 
 
 def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+    """Return split -> reader for a table of captions or labels."""
     if not table.is_file():
         raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
     if not root.is_dir():
@@ -224,6 +226,7 @@ def _number_together(parts: dict[str, Callable[[], ImageCollection]]) -> dict[st
     """Return the parts with the classes of all of them numbered together, where tables name classes."""
 
     def read(split: str) -> ImageCollection:
+        """Read one split with labels that are numbered over the classes of all splits."""
         images = parts[split]()
         if images.labels is None:
             return images
@@ -262,6 +265,7 @@ def _find_index_table(path: Path) -> Path | None:
 
 
 def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
+    """Read a folder by what is in it: a saved dataset, a table, texts next to images, classes, or parquet files."""
     if (path / "state.json").is_file():
         return read_saved(path, None, columns)
     if (index := _find_index_table(path)) is not None:

@@ -143,6 +143,7 @@ def _existing(path: Path) -> Path | None:
 
 
 def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
+    """Check that pixels and labels are Fashion-MNIST's, and return them."""
     kinds = labels.astype(np.int64)
     if len(pixels) != len(kinds):
         raise ValueError(f"{path} has {len(kinds):,} labels of {len(pixels):,} images: fetch both again")

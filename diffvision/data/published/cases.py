@@ -296,6 +296,7 @@ def _decode_all(images: Sequence[Path | bytes]) -> dict[Path | bytes, tuple[int,
 
 
 def _samples(cases: Iterable[Case]) -> Iterator[Sample]:
+    """Yield one sample for a shard per case, its images cropped to the case's box."""
     for number, case in enumerate(cases):
         members: dict[str, str | bytes] = {"__key__": f"{number:06d}"}
         for name, image in case.images.items():

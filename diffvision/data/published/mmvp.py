@@ -65,6 +65,7 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
 
 
 def _pairs(table: Path, images: Images) -> list[Case]:
+    """Read MMVP-VLM's table, two rows a pair, as a case for each pair."""
     text = StringIO(decoded(table.read_bytes(), table), newline="")
     rows = [row for row in csv.reader(text) if row][1:]
     pairs, seen = [], set()

@@ -93,6 +93,7 @@ def _with_right_first(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def _by_kind(path: Path, wanted: list[str], images: Images) -> list[Case]:
+    """Return a case for each image and kind of hallucinated object."""
     fields = {"file_path": str, "positive_sample": str, **{f"{kind}_samples": dict for kind in KINDS}}
     rows = {row["file_path"]: (number, row) for number, row in enumerate(read_rows(path, **fields), start=1)}
     if missing := [image for image in wanted if image not in rows]:

@@ -93,6 +93,7 @@ class ShardCache:
         unknown: dict[str, str] = {}  # location of what was not compared -> why
 
         def ask(shard: Shard) -> Shard:
+            """Ask a shard's server for its version; if it does not answer, take the newest copy."""
             server = "/".join(shard.location.split("/")[:3])
             try:
                 if server in silent:
@@ -167,6 +168,7 @@ class ShardCache:
         return sorted(copies, key=lambda path: path.stat().st_mtime_ns)
 
     def _make(self, shard: Shard, path: Path) -> None:
+        """Put a shard into the cache, with retries if it is remote."""
         try:
             if shard.remote:
                 patiently(lambda deadline: self._try(shard, path, deadline), shard.location, self.patience)
@@ -176,6 +178,7 @@ class ShardCache:
             raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
 
     def _try(self, shard: Shard, path: Path, deadline: float) -> None:
+        """Fetch, verify and unpack a shard in a scratch folder, and move it into place."""
         with scratch(self.directory) as folder:
             if shard.bytes is not None:
                 self._make_room(shard.bytes)
@@ -220,6 +223,7 @@ class ShardCache:
         return path
 
     def _unpack(self, shard: Shard, path: Path, folder: Path) -> Path:
+        """Decompress a shard; one that grows beyond a limit is refused."""
         opener = _OPENERS.get(Path(shard.name).suffix)
         if opener is None:
             return path

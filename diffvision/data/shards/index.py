@@ -161,6 +161,7 @@ class _Rows:
         return len(self.key_ends)
 
     def add(self, member: tarfile.TarInfo) -> None:
+        """Add one member of the tar: the next of this sample, or the first of the next."""
         if (name := _split(member.name)) is None:
             if _HIDDEN.fullmatch(member.name):
                 self.first_hidden = self.first_hidden or member.name
@@ -182,6 +183,7 @@ class _Rows:
             self.cells.extend((len(self.key_ends) - 1, column, offset, member.size, offset - member.offset))
 
     def index(self, end: int, damage: str, *, cut: bool) -> ShardIndex:
+        """Return the index of all members that were added."""
         types = tuple(list(self.columns)[:_MAX_COLUMNS])
         offsets = np.full((len(types), len(self.key_ends)), -1, dtype=np.int64)
         sizes, heads = np.full_like(offsets, -1), np.full_like(offsets, -1, dtype=np.int32)
@@ -388,6 +390,7 @@ def _stamp(path: Path) -> np.ndarray:
 
 
 def _load(sidecar: Path, stamp: np.ndarray) -> ShardIndex | None:
+    """Read an index from its sidecar; None if it is of another version of the tar, or damaged."""
     tar_bytes = int(stamp[1])
     # A member's header is a block of 512 bytes, and no row or key of the index has twice that for it.
     limit = _MAX_SIDECAR + 2 * tar_bytes

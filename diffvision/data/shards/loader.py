@@ -86,6 +86,7 @@ class BatchReader(Dataset):
             torch.default_generator.set_state(states[2])
 
     def _read(self, order: Order, request: Request) -> tuple[Any, Tally]:
+        """Read one batch; bad samples are counted and, with a stride, substituted."""
         tally = Tally(request.start, request.stop)
         items: dict[int, Any] = {}
         in_a_row = 0
@@ -350,6 +351,7 @@ class _Requests:
             yield Request(epoch, start, start + self.share)
 
     def _prepare(self, numbers: list[int]) -> None:
+        """Let background threads fetch these shards before they are read."""
         if self._wanted is None:
             self._wanted = SimpleQueue()
             weakref.finalize(self, _end_preparing, self._wanted)

@@ -224,6 +224,7 @@ class ShardReader:
         return count, damage
 
     def _index_uncounted(self) -> tuple[int, str]:
+        """Index a shard whose number of samples no manifest gives; return the number, and any damage."""
         location = self.shard.location
         try:
             with self.hold() as path:
@@ -240,6 +241,7 @@ class ShardReader:
         return len(index), f"{location} after {len(index)} samples: {index.damage}" if index.damage else ""
 
     def _open(self) -> _Opened:
+        """Open the shard's file; a shard that was unreadable is tried again only after a pause."""
         if self._rejection:
             raise BadSample(self._rejection)
         if time.monotonic() < self._unreadable_until:
@@ -362,6 +364,7 @@ class ShardReader:
         return self._content() == self.content
 
     def _content(self) -> tuple[str, str]:
+        """Return the best available evidence of what the shard contains: its kind, and its value."""
         shard = self.shard
         if shard.sha256 is not None:
             return "sha256", shard.sha256

@@ -49,6 +49,7 @@ async def _start(session: ClientSession, context: SimpleNamespace, params: Trace
 
 
 async def _redirect(session: ClientSession, context: SimpleNamespace, params: TraceRequestRedirectParams) -> None:
+    """Refuse a redirect to another protocol, and to http from https."""
     location = params.response.headers.get("Location") or params.response.headers.get("URI") or ""
     try:
         scheme = params.url.join(URL(location)).scheme

@@ -86,6 +86,7 @@ def _stamp(path: Path) -> str:
 
 
 def _noted(notes: list[Path], path: Path) -> str | None:
+    """Return the sha256 that a note holds for the file as it is now, or None."""
     stamp = _stamp(path)
     for note in notes:
         with suppress(OSError, ValueError):

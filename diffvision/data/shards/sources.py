@@ -175,6 +175,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _choices(inside: str) -> list[str]:
+    """Return the alternatives in braces: `a,b`, or the numbers of `000..012`."""
     if (numbers := _RANGE.fullmatch(inside)) is None:
         return inside.split(",")
     first, last = int(numbers[1]), int(numbers[2])
@@ -189,6 +190,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 
 def _directory(directory: Path) -> list[Shard]:
+    """List the shards of a directory: those of its manifest or nshards.txt, else all tar files."""
     present = [p for p in directory.iterdir() if is_shard(p.name)]
     if wrong := [p for p in present if p.exists() and not p.is_file()]:
         # To open a pipe waits for ever for somebody who writes to it, and a device has no end.
@@ -227,6 +229,7 @@ def _number(path: Path) -> int:
 
 
 def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
+    """Refuse a manifest that lists shards which are missing, or misses shards which are present."""
     for problem, names in (("lists", listed - present), ("does not list", present - listed)):
         if names:
             where = "which is not there" if problem == "lists" else "which is there"
@@ -237,6 +240,7 @@ def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
 
 
 def _with_counts(locations: list[str]) -> list[Shard]:
+    """Return the shards with the sample counts, sizes and digests of their directories' manifests."""
     counts: dict[str, dict[str, dict[str, Any]]] = {}
     shards = []
     for location in locations:

@@ -101,6 +101,7 @@ class ShardSet(SampleSource):
         self.cache.progress = callback
 
     def _count(self) -> list[int]:
+        """Return the number of samples of every shard; damaged shards without a manifest are refused."""
         counts, damages = zip(*(reader.count() for reader in self._readers), strict=True)
         if damaged := list(filter(None, damages)):
             # No manifest says what is missing: to continue would be to train on fewer samples unnoticed.

@@ -136,6 +136,7 @@ class _Watch:
             self._thread.start()
 
     def _run(self) -> None:
+        """Warn, and then kill the workers, when no batch or sample has come for too long."""
         tick = min(1.0, self._timeout / 10)
         quiet, warned, before = 0.0, False, time.monotonic()
         while not self.ended.wait(tick):

@@ -67,6 +67,7 @@ def write_evaluation_texts(
 
 
 def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: str) -> int:
+    """Write samples to shards with a manifest, and return how many."""
     refuse_existing(directory)
     check_per_shard(per_shard)
     begin_manifest(directory)
@@ -129,6 +130,7 @@ def write_manifest(directory: str | Path) -> None:
 
 
 def _describe(path: Path) -> dict:
+    """Return a shard's entry in the manifest."""
     index = scan(path)
     if index.damage:
         raise ValueError(

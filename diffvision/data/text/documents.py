@@ -87,6 +87,7 @@ class TextMember:
             yield from map(self._document, parts)
 
     def _document(self, data: bytes) -> str | BadSample:
+        """Decode a document, or take it from its JSON field."""
         try:
             text = data.decode("utf-8-sig")
             document = text if not self._field else _find_field(text, self._field)

@@ -32,6 +32,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str, clock: bool) -> jinja2.Template:
+    """Compile a chat template in a sandbox, with what transformers' templates may use."""
     # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
     extensions = [loopcontrols, _Generation]
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

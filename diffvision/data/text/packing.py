@@ -99,6 +99,7 @@ class PackedShards(TokenShards):
         return f"{self.shards[sample[0]].name}: window {sample[1]}"
 
     def _counted_sequences(self, source: Any) -> np.ndarray:
+        """Pack every shard, and return how many windows each fills."""
         capacity, longest = self.length + 1, 0
         for number in track(range(len(self.shards)), "packing"):
             lengths = self.lengths(number)
@@ -113,6 +114,7 @@ class PackedShards(TokenShards):
         return counts
 
     def _pack(self, number: int, lengths: np.ndarray, capacity: int) -> "_Windows":
+        """Pack one shard's conversations into windows of at most `capacity` tokens; longer ones are cut or left out."""
         stops = np.cumsum(lengths)
         kept = lengths <= capacity
         long = np.flatnonzero(~kept)

@@ -46,6 +46,7 @@ def check_template(template: str, name: str) -> None:
 
 
 def _reply(template: str, variables: Sequence[dict[str, Any]], clock: bool = False) -> dict[str, Any]:
+    """Render a template in the limited process, and turn its failure into a bad sample."""
     try:
         return _program({"template": template, "variables": variables, "clock": clock})
     except LimitExceeded as fault:

@@ -255,6 +255,7 @@ def _write(
     num_workers: int,
     limits: Limits,
 ) -> TokenAccount:
+    """Tokenize a source, write its shards, and return the account of what was read."""
     tokenizer, chat = parts.tokenizer, parts.chat
     account = TokenAccount(tokenizer.vocab_size, tokenizer.eos_id, tokenizer.fingerprint)
     account.chat = None if chat is None else chat.name

@@ -190,6 +190,7 @@ def _content(path: Path) -> str:
 
 
 def _token_documents(source: str, tokenizer: Any, reading: Reading) -> Iterator[list[int]]:
+    """Yield the documents of token shards made with the model's tokenizer."""
     shards = TokenShards(source, 1)
     account, fingerprint = shards.account, getattr(tokenizer, "fingerprint", None)
     if account.fingerprint != fingerprint:

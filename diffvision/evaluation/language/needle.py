@@ -132,6 +132,7 @@ def _tokenise(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSampl
     ids = tokenizer.encode(text.text)
 
     def position(character: int) -> int:
+        """Return the token at which a character of the text begins."""
         before = tokenizer.encode(text.text[:character])
         if ids[: len(before)] != before:
             raise ValueError(

@@ -113,6 +113,7 @@ def _check_diffclip(
 
 
 def _map(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
+    """Convert weights by a mapping of names, and check every attention layer of the result."""
     if source.layout == "diffvision":
         _refuse_other_layers(source.path)
         _refuse_mixed_layers(source)

@@ -97,6 +97,7 @@ class Gguf:
             ) from error
 
     def _config(self) -> LanguageConfig:
+        """Return the model's configuration; a setting that our model lacks is refused."""
         get = self._setting
         if missing := [name for name in _NEEDED if get(name) is None]:
             raise ValueError(f"{self.path} lacks {ARCHITECTURE}.{missing[0]}: convert the model to GGUF again")

@@ -40,6 +40,7 @@ class _Header:
             self._order = ">"
 
     def check(self) -> None:
+        """Walk through the header, and refuse sizes that the file cannot hold."""
         tensors, keys = self._number("Q"), self._number("Q")
         self._count(keys, 13, "the metadata")
         for _ in range(keys):
@@ -57,6 +58,7 @@ class _Header:
                 raise ValueError(f"its tensors have {values:,} values up to {name}, more than a file of its length can")
 
     def _value(self, kind: int, name: str) -> None:
+        """Skip one metadata value of a type."""
         if kind == _STRING:
             self._text()
         elif kind == _LIST:

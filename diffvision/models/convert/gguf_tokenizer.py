@@ -96,6 +96,7 @@ def _with_special_tokens(
 
 
 def _byte_level(known: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE tokenizer, as Llama 3 has."""
     split: str = known["pre"]
     merges = [tuple(pair.split(" ", 1)) for pair in known["merges"]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -107,6 +108,7 @@ def _byte_level(known: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.T
 
 
 def _sentence_piece(known: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Build a SentencePiece-like BPE tokenizer, as Llama 2 has."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = _merges(vocabulary, known["scores"])
     unknown = tokens[known.get("unknown_token_id", 0)]

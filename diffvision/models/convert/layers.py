@@ -36,6 +36,7 @@ def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _faults(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return what keeps a layer's weights from being loaded."""
     try:
         layer = _build_meta(weights)
     except KeyError as error:

@@ -70,6 +70,7 @@ def recognise(source: str | Path) -> Weights:
 
 
 def _by_names(path: Path, weights: Mapping[str, Tensor]) -> Weights:
+    """Recognise the layout of a file by the names of its tensors."""
     layout = recognised(weights)
     if layout is None:
         names = list(weights)
@@ -123,6 +124,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _folder(path: Path) -> Weights:
+    """Recognise the layout of a folder by its configuration."""
     if (path / CONFIG).is_file():
         file = path / WEIGHTS
         if not file.is_file():

@@ -130,6 +130,7 @@ def _bare(name: str, prefixes: tuple[str, ...]) -> str:
 
 
 def _content(path: Path) -> Any:
+    """Load a file of weights without running code of its pickle."""
     if path.suffix == ".onnx":
         raise ValueError(f"{path} is an ONNX graph, which names few of its weights: give the weights it was made from")
     if path.suffix == ".safetensors":
@@ -179,6 +180,7 @@ class _Tensors(pickle.Unpickler):
     _builders = ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_tensor")
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that tensors need; any other becomes an inert placeholder."""
         if (module, name) in self._allowed:
             return self._allowed[module, name]
         if module == "torch._utils" and name in self._builders:

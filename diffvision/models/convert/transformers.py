@@ -159,6 +159,7 @@ def check_settings(what: str, given: Mapping[str, Any], whose: str, fixed: Mappi
 
 
 def _check(config: LanguageConfig) -> None:
+    """Refuse a configuration that transformers' model class cannot express."""
     if config.variant_by_layer is not None:
         raise ValueError(
             f"transformers' models have one kind of attention, not variant_by_layer={config.variant_by_layer!r}: "
@@ -176,6 +177,7 @@ def _check(config: LanguageConfig) -> None:
 
 
 def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
+    """Return our configuration for a transformers model's."""
     variants = {model_type: variant for variant, model_type in MODEL_TYPES.items()}
     if (model_type := values.get("model_type")) not in variants:
         raise ValueError(

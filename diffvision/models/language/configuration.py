@@ -129,6 +129,7 @@ class LanguageConfig:
         return [layers[variant] for variant in variants]
 
     def _layer(self, variant: str) -> Layer:
+        """Return the sizes with which a layer of another variant has the same number of parameters."""
         heads, kv_heads = matched_heads(variant, self.variant, self.num_heads, self.num_kv_heads)
         # V2's second queries are heads * head_dim rows, its lambdas heads rows, and a unit of the SwiGLU three.
         plain_heads = self.num_heads * ATTENTION[self.variant].value_maps

@@ -200,6 +200,7 @@ class LanguageModel(nn.Module):
         return ops.rotary_tables(positions, self.config.head_dim, self.config.rotary_theta)
 
     def _through(self, tokens: Tensor, mask: Any, causal: bool, rotation: Rotation, caches: list[Any] | None) -> Tensor:
+        """Return the normalized hidden states after all blocks."""
         x = self.embed(tokens)
         layer_caches: Iterator[Cache | None] = iter(caches if caches is not None else [None] * len(self.blocks))
         for block, cache in zip(self.blocks, layer_caches, strict=True):

@@ -205,6 +205,7 @@ def _rows(prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
 
 
 def _check(model: LanguageModel, rows: list[list[int]], max_new_tokens: int, vocab_size: int | None) -> None:
+    """Refuse prompts that are empty, too long, or not of this vocabulary."""
     config = model.config
     if vocab_size is not None and not 1 <= vocab_size <= config.vocab_size:
         raise ValueError(

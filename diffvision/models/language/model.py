@@ -157,6 +157,7 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _copy_tokenizer(file: Path, folder: Path) -> None:
+    """Copy a tokenizer with its settings and chat template into a model's folder."""
     # The settings name the tokens that begin and end a document.
     neighbours = [file.with_name(name) for name in ("tokenizer_config.json", CHAT_TEMPLATE)]
     copied = [(file, folder / _TOKENIZER), *((one, folder / one.name) for one in neighbours if one.is_file())]

@@ -283,6 +283,7 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTrainedTokenizerFast:
+    """Return transformers' tokenizer for a model, padded at the left."""
     try:
         vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises Exception itself

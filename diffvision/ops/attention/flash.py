@@ -279,6 +279,7 @@ def _multiple_of_8(size: int) -> int:
 
 
 def _library(head_dim: int) -> Library:
+    """Return the first installed FlashAttention that takes this head size."""
     libraries = find_libraries()
     assert not isinstance(libraries, str), libraries  # `limit` was called before
     for library in libraries:

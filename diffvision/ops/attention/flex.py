@@ -122,6 +122,7 @@ def _attend(
     scale: float | None,
     kernel: dict[str, Any] | None,
 ) -> Tensor:
+    """Call FlexAttention, compiled, outside of autocast."""
     options = {
         "block_mask": blocks,
         "scale": scale,
@@ -170,6 +171,7 @@ def _flash_blocks(q: Tensor, k: Tensor) -> BlockMask:
 
 
 def _kernel_options(q: Tensor, v: Tensor) -> dict[str, Any] | None:
+    """Return smaller tiles where FlexAttention's own would exceed the shared memory."""
     width = q.shape[-1] + v.shape[3]
     if not q.is_cuda or width <= 128:
         return None
@@ -211,6 +213,7 @@ _documents = WeakIdKeyDictionary()
 
 
 def _document_blocks(numbers: Tensor, *, causal: bool) -> BlockMask:
+    """Return the block mask of packed documents, cached for this tensor of document numbers."""
     if torch.compiler.is_compiling() or isinstance(numbers, FakeTensor) or numbers.is_inference():
         return _build_documents(numbers, causal)
     state = (numbers._version, causal)
@@ -262,6 +265,7 @@ def _build(
 
 
 def _causal_coverage(queries: int, keys: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which blocks a causal mask touches, and which it allows whole."""
     first = torch.arange(-(-queries // block), device=device)[:, None] * block  # [q blocks, 1]
     start = torch.arange(-(-keys // BLOCK), device=device)[None] * BLOCK  # [1, k blocks]
     last = (first + block - 1).clamp(max=queries - 1)

@@ -330,6 +330,7 @@ def _replace_used(tunings: dict[str, Tuning | None]) -> None:
 
 
 def _read(device: str) -> Tuning | None:
+    """Read this machine's measurements; None, with a warning where they exist and do not apply."""
     if device not in DEVICES or (device == "cuda" and not torch.cuda.is_available()):
         return None
     if (file := tuning_file()) is None:

@@ -100,6 +100,7 @@ def find_bad_tensors(weights: dict[str, Any], few: int = 3) -> str:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    """Return whether no value is NaN or infinite; tensors of 0 and -inf are masks, and pass."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or not tensor.numel():

@@ -50,6 +50,7 @@ class EvenRanks(pl.Callback):
             self._shorten(trainer)
 
     def _shorten(self, trainer: pl.Trainer) -> None:
+        """End the epoch of all ranks where the shortest rank's data end."""
         lengths = self.peers.gather(trainer.num_training_batches)
         self._asks = math.inf in lengths
         if min(lengths) == max(lengths):

@@ -122,6 +122,7 @@ def resume(trainer: pl.Trainer, at: Moment) -> None:
 
 
 def _call_checkpoint_callbacks(trainer: pl.Trainer) -> None:
+    """Call the checkpoint callbacks again with the counters as they were at the end of the batch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for counts in (progress.total, progress.current):
         counts.completed -= 1  # its value when Lightning calls this hook

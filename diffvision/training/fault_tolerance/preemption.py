@@ -176,6 +176,7 @@ class Preemption(pl.Callback):
     # --- what is done ---
 
     def _act(self, trainer: pl.Trainer, number: int) -> None:
+        """Save on a signal; unless it asks only for that, requeue the job and stop."""
         name = signal.Signals(number).name
         path = preempted_path(trainer)
         if path is None:

@@ -38,6 +38,7 @@ def limit(problem: Problem) -> str | None:
 
 
 def _device_limit(problem: Problem) -> str | None:
+    """Return why the kernels cannot run on a problem's device, or None."""
     if problem.device == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "it needs a CUDA device (on a CPU it runs only in Triton's interpreter, TRITON_INTERPRET=1)"
@@ -116,6 +117,7 @@ def diff_attention_varlen(
 
 
 def _call(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale) -> Tensor:
+    """Call the kernels; what they save is chosen by whether gradients are needed."""
     from diffvision.ops.attention.triton.ops import attention, fits_rows
 
     scale = q.shape[4] ** -0.5 if scale is None else float(scale)

@@ -158,6 +158,7 @@ def decode(
 
 @torch.library.custom_op("diffvision::triton_decode", mutates_args=())
 def _decode(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Attend in parallel over splits of the keys, and join the partial results."""
     batch, heads, _, queries, _ = q.shape
     kv_heads, keys, size = k.shape[1], k.shape[3], v.shape[3]
     out = q.new_empty(batch, heads, queries, size)

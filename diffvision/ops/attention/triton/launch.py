@@ -214,6 +214,7 @@ def rows_forward_tiles(n: int, size: int, shared: int) -> Tiles:
 
 
 def rows_backward_tiles(n: int, d: int, v: int, size: int, shared: int) -> Tiles:
+    """Return the whole-row backward's tiles for n keys and head sizes d and v, within the shared memory."""
     n = block(n)
     if size == 4:
         return Tiles(16, n, 16 if n > 32 else 8, 1)

@@ -144,6 +144,7 @@ def _backward_empty(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> tuple[Tens
 
 
 def _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale) -> Inputs:
+    """Return the tensors as the kernels read them: last dimension contiguous, lambda and mask expanded."""
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (q, k, v))
     lam = lam.expand(q.shape[0], q.shape[1], q.shape[3], 1)
     if mask is not None:

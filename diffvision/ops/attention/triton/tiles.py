@@ -40,6 +40,7 @@ def load_rows(base, first, rows, stride, ok, SIZE: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def store_rows(base, first, rows, stride, ok, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store a tile of rows, without its padding."""
     columns = tl.arange(0, BLOCK)
     pointers = base + tl.cast(first, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
     mask = ok[:, None]
