@@ -1,14 +1,20 @@
 """Models whose answers are known by hand, and tokenizers of words and of characters."""
 
+import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 from diffvision.data.made.needle_text import FORMS
+from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.models import language
 from diffvision.nn import build_attention
 
 
@@ -86,6 +92,65 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + 3 * self.attn(4 * x, is_causal=True)
+
+
+def write_models(home: Path, texts: list[str]) -> Path:
+    """Write transformer-debug and diff-debug with a tokenizer of the texts, and texts/ of a .jsonl and a .txt file."""
+    tokenizer = train_tokenizer(texts, 400)
+    for name in ("transformer-debug", "diff-debug"):
+        torch.manual_seed(0)
+        model = language.create(name, vocab_size=tokenizer.vocab_size, max_length=128)
+        language.save(model, home / name, tokenizer)
+    lines = [json.dumps({"text": text}) for text in texts[:8]]
+    (home / "texts").mkdir()
+    (home / "texts" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    (home / "texts" / "b.txt").write_text("Grüße " * 20, encoding="utf-8")
+    return home
+
+
+def evaluate_models(run, home, tasks, options):
+    """Run a command on both models, and write to out/; where things stand in pictures is for the tests of figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "set_layout_engine", lambda *_, **__: None)
+        return run(
+            [f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
+            tasks=tasks,
+            data=str(home / "texts"),
+            output=str(home / "out"),
+            device="cpu",
+            options=options,
+        )
+
+
+def check_written(results, home, tasks):
+    """Check each task's TASK.json and TASK.png."""
+    for task in tasks:
+        written = json.loads((home / "out" / f"{task}.json").read_text())
+        assert set(written["models"]) == set(results)
+        assert written["options"]["window"] == 24
+        key, value = next(iter(written["models"]["plain"].items()))
+        assert value == results["plain"][f"{task}/{key}"]
+        image = Image.open(home / "out" / f"{task}.png")
+        assert image.format == "PNG"
+        assert min(image.size) > 200
+
+
+@pytest.fixture(params=["Llama", "DiffLlama"])
+def llama(request):
+    """A model of transformers, plain and differential."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{request.param}Config")(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    return getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from matplotlib.figure import Figure
+from language_fixtures import check_written, evaluate_models, write_models
 from PIL import Image
 
 from diffvision.analysis.figures import COLOURS, png
@@ -57,31 +57,12 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("language")
     settings = {"length": 400, "needles": 3, "queries": 2, "depth": 0.5}
     texts = [compose_to_length(FORMS["synthetic"], random.Random(seed), len, **settings).text for seed in range(40)]
-    tokenizer = train_tokenizer(texts, 400)
-    for name in ("transformer-debug", "diff-debug"):
-        torch.manual_seed(0)
-        model = language.create(name, vocab_size=tokenizer.vocab_size, max_length=128)
-        language.save(model, home / name, tokenizer)
-    lines = [json.dumps({"text": text}) for text in texts[:8]]
-    (home / "texts").mkdir()
-    (home / "texts" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    (home / "texts" / "b.txt").write_text("Grüße " * 20, encoding="utf-8")
-    return home
+    return write_models(home, texts)
 
 
 @pytest.fixture(scope="module")
 def results(home):
-    """Every task of two models, and the files; where things stand in pictures is for the tests of figures."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "set_layout_engine", lambda *_, **__: None)
-        return run(
-            [f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
-            tasks=TASKS,
-            data=str(home / "texts"),
-            output=str(home / "out"),
-            device="cpu",
-            options=SMALL,
-        )
+    return evaluate_models(run, home, TASKS, SMALL)
 
 
 def test_every_task_of_every_model_has_numbers(results):
@@ -94,15 +75,7 @@ def test_every_task_of_every_model_has_numbers(results):
 
 
 def test_every_task_writes_numbers_and_a_picture(results, home):
-    for task in TASKS:
-        written = json.loads((home / "out" / f"{task}.json").read_text())
-        assert set(written["models"]) == set(results)
-        assert written["options"]["window"] == 24
-        key, value = next(iter(written["models"]["plain"].items()))
-        assert value == results["plain"][f"{task}/{key}"]
-        image = Image.open(home / "out" / f"{task}.png")
-        assert image.format == "PNG"
-        assert min(image.size) > 200
+    check_written(results, home, TASKS)
 
 
 def test_a_model_by_itself_gives_the_same(results, home):

@@ -12,34 +12,18 @@ from diffvision.models.convert.transformers import from_hugging_face
 from diffvision.models.language import LanguageModel
 
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 ROWS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=["Llama", "DiffLlama"])
-def model(request):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES, initializer_range=0.5)
-    return getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
-
-
 @torch.no_grad()
-def test_evaluations_take_them(model):
-    whole = model(ROWS).logits
-    with quantised_attention(model, 2):
-        assert not torch.allclose(model(ROWS).logits, whole, atol=1e-2)
-    torch.testing.assert_close(model(ROWS).logits, whole)
-    assert len(decoder_layers(model)) == 2
-    states = model(ROWS, output_hidden_states=True).hidden_states[1]
-    assert outliers(model, ROWS)["hidden_states/top_1"] >= states.abs().max().item() * 0.999
+def test_evaluations_take_them(llama):
+    whole = llama(ROWS).logits
+    with quantised_attention(llama, 2):
+        assert not torch.allclose(llama(ROWS).logits, whole, atol=1e-2)
+    torch.testing.assert_close(llama(ROWS).logits, whole)
+    assert len(decoder_layers(llama)) == 2
+    states = llama(ROWS, output_hidden_states=True).hidden_states[1]
+    assert outliers(llama, ROWS)["hidden_states/top_1"] >= states.abs().max().item() * 0.999
 
 
 @pytest.mark.parametrize(("name", "method"), [("Llama", "snap_value"), ("DiffLlama", "diff"), ("DiffLlama", "knorm")])
@@ -79,17 +63,17 @@ def test_pruned_as_ours(name, method):
 
 
 @torch.no_grad()
-def test_values_are_rounded_too_and_halves_of_them_refused(model):
+def test_values_are_rounded_too_and_halves_of_them_refused(llama):
     """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
-    if model.config.model_type == "diffllama":
+    if llama.config.model_type == "diffllama":
         with pytest.raises(ValueError, match="DiffLlamaAttention splits its"):
-            low_bit(model, ROWS)
+            low_bit(llama, ROWS)
         return
-    whole = model(ROWS).logits
+    whole = llama(ROWS).logits
     change = {}
     for scheme in SCHEMES:
-        with low_bit_attention(model, scheme):
-            change[scheme] = (model(ROWS).logits - whole).abs().max().item()
+        with low_bit_attention(llama, scheme):
+            change[scheme] = (llama(ROWS).logits - whole).abs().max().item()
     assert change["pv_fp8"] > change["pv_int8"] > 1e-4
     assert change["cache_2"] == pytest.approx(0, abs=1e-4)
-    assert low_bit(model, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0
+    assert low_bit(llama, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0

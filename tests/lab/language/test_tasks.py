@@ -1,18 +1,16 @@
 """Checkpoints on disk through the lab's evaluations, to files; bad input refused before anything runs."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
-from matplotlib.figure import Figure
-from PIL import Image
+from language_fixtures import check_written, evaluate_models, write_models
 
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
-from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
+from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import evaluate_language
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
@@ -21,7 +19,6 @@ from diffvision.lab.datasets.mapping_text import training_documents as mappings
 from diffvision.lab.datasets.needle_documents import training_documents
 from diffvision.lab.language.many_shot import Example, Task
 from diffvision.lab.language.options import LabOptions
-from diffvision.models import language
 from diffvision.opening import open_model
 
 SMALL = LabOptions(
@@ -59,31 +56,12 @@ def home(tmp_path_factory):
     """Two checkpoints with their tokenizer, and texts."""
     home = tmp_path_factory.mktemp("language")
     texts = [*training_documents(count=30, lengths=(40, 90)), *mappings(10)]
-    tokenizer = train_tokenizer(texts, 400)
-    for name in ("transformer-debug", "diff-debug"):
-        torch.manual_seed(0)
-        model = language.create(name, vocab_size=tokenizer.vocab_size, max_length=128)
-        language.save(model, home / name, tokenizer)
-    lines = [json.dumps({"text": text}) for text in texts[:8]]
-    (home / "texts").mkdir()
-    (home / "texts" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    (home / "texts" / "b.txt").write_text("Grüße " * 20, encoding="utf-8")
-    return home
+    return write_models(home, texts)
 
 
 @pytest.fixture(scope="module")
 def results(home):
-    """Every task of two models, and the files; where things stand in pictures is for the tests of figures."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "set_layout_engine", lambda *_, **__: None)
-        return run(
-            [f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
-            tasks=TASKS,
-            data=str(home / "texts"),
-            output=str(home / "out"),
-            device="cpu",
-            options=SMALL,
-        )
+    return evaluate_models(run, home, TASKS, SMALL)
 
 
 def test_every_task_of_every_model_has_numbers(results):
@@ -97,15 +75,7 @@ def test_every_task_of_every_model_has_numbers(results):
 
 
 def test_every_task_writes_numbers_and_a_picture(results, home):
-    for task in TASKS:
-        written = json.loads((home / "out" / f"{task}.json").read_text())
-        assert set(written["models"]) == set(results)
-        assert written["options"]["window"] == 24
-        key, value = next(iter(written["models"]["plain"].items()))
-        assert value == results["plain"][f"{task}/{key}"]
-        image = Image.open(home / "out" / f"{task}.png")
-        assert image.format == "PNG"
-        assert min(image.size) > 200
+    check_written(results, home, TASKS)
 
 
 def test_the_options_of_the_library_are_enough_in_python(home):
