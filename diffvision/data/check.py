@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL.Image import Image
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
+from diffvision.data.shards.downloads import Downloads, read_downloads
 from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.sample import BadSample, SampleKind
@@ -59,6 +61,7 @@ class ShardCheck:
     problems: list[str] = field(default_factory=list)  # of the shard as a whole
     bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
     examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
+    downloads: Downloads | None = None  # img2dataset's notes
 
     @property
     def path(self) -> Path:
@@ -85,6 +88,7 @@ class ShardStats:
     texts: list[int] = field(default_factory=list)  # characters of each text of a language corpus
     tokens: list[int] = field(default_factory=list)  # of each token shard
     damaged: int = 0  # shards that are counted up to their damage
+    downloads: Downloads = field(default_factory=Downloads)  # img2dataset's notes
 
     def __add__(self, other: "ShardStats") -> "ShardStats":
         return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -169,6 +173,7 @@ class _Job:
     shard: Shard
     problem: str = ""
     reading: _Reading | None = None
+    downloads: Downloads | None = None
 
 
 def shard_directories(directory: str | Path) -> list[Path]:
@@ -201,7 +206,12 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
     for directory, shards in _directories(source).items():
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
-        jobs += [_Job(s, "not in the manifest" if listed and s.name not in listed else "", reading) for s in shards]
+        downloads = [read_downloads(shard) for shard in shards]
+        for shard, noted in zip(shards, downloads, strict=True):
+            problem = "not in the manifest" if listed and shard.name not in listed else ""
+            if noted is None and any(downloads):
+                problem = "no _stats.json: img2dataset did not finish this shard; run its command again"
+            jobs.append(_Job(shard, problem, reading, noted))
         jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
     return list(_in_parallel(_check, jobs, num_workers, "checking"))
 
@@ -290,7 +300,7 @@ def _open(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
 def _check(job: _Job) -> ShardCheck:
     """Check one shard: open it, compare it with its manifest, and decode every sample."""
     shard = job.shard
-    result = ShardCheck(shard.location, problems=[job.problem] if job.problem else [])
+    result = ShardCheck(shard.location, problems=[job.problem] if job.problem else [], downloads=job.downloads)
     if job.reading is None:
         return result
     if not _is_file(shard):
@@ -303,6 +313,8 @@ def _check(job: _Job) -> ShardCheck:
             index, problems, samples = _open(shard)
             result.problems += problems + _problems(shard, index)
             _decode(result, job.reading, index, samples)
+            if job.downloads is not None and job.downloads.samples != len(index):
+                result.problems.append(f"{len(index)} samples, img2dataset noted {job.downloads.samples}")
     except ValueError as error:  # training would stop
         result.problems.append(str(error))
     except OSError as error:
@@ -381,6 +393,7 @@ def _measure(shard: Shard) -> ShardStats:
     """Count the samples, members, image sizes, caption lengths and labels of one shard."""
     index, _, samples = _open(Shard(shard.location))  # up to its damage, whatever a manifest says
     stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
+    stats.downloads = read_downloads(shard) or stats.downloads
     with samples.reader(0).hold() as path:
         stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
         if index.damage and not len(index):
@@ -418,13 +431,16 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
     """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
     name = partial(_relative, source)
     totals = Table(title=f"{source}")
-    for column in ("directory", "read", "shards", "samples", "good", "bad"):
+    has_downloads = any(result.downloads for result in results)
+    for column in ("directory", "read", "shards", "samples", "good", "bad", *["failed URLs"] * has_downloads):
         totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
     for part in sorted({result.path.parent for result in results}):
         shards = [result for result in results if result.path.parent == part]
         sums = (sum(r.samples for r in shards), sum(r.good for r in shards), sum(r.bad.total() for r in shards))
         read = ", ".join(dict.fromkeys(r.read for r in shards if r.read))
-        totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums))
+        noted = sum((r.downloads for r in shards if r.downloads), Downloads())
+        failed = [f"{noted.failed.total():,} of {noted.urls:,}"] * has_downloads
+        totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums), *failed)
     problems = Table("shard", "problem", "samples", "first", title="problems")
     for result in results:
         for problem in result.problems:
@@ -455,6 +471,8 @@ def stats_data(stats: dict[Path, ShardStats]) -> dict[str, dict[str, Any]]:
             "texts": len(one.texts),
             "text_characters": quartiles(one.texts),
             "tokens": sum(one.tokens),
+            "urls": one.downloads.urls,
+            "failed_urls": one.downloads.failed,
         }
         for directory, one in stats.items()
     }
@@ -482,7 +500,7 @@ def _describe_value(name: str, value: Any) -> str:
     if name == "labels":
         return f"{len(value):,} classes"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {count:,}" for key, count in Counter(value).most_common(6))
+        return escape(", ".join(f"{key} {count:,}" for key, count in Counter(value).most_common(6)))
     return f"{value:,}"
 
 

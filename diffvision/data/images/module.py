@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -31,6 +31,7 @@ from diffvision.data.images.samples import (
 )
 from diffvision.data.images.sources import find_images, is_image_source, name_classes
 from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.downloads import sum_downloads
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
@@ -79,7 +80,9 @@ class _ImageData(LoaderData):
         return self.read_training(source, make_kind(source))
 
     def _open_shards(self, source: str | list[str], split: str) -> ShardSet:
-        return ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
+        shards = ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
+        _say_downloads(source, shards)
+        return shards
 
     def _image_member(self, name: str) -> ImageMember:
         """Return what reads images by `transform` or `eval_transform`; the trainer's training batches are uint8."""
@@ -432,6 +435,12 @@ def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) 
         rank_zero_info(f"{purpose} on {images.described}")
     elif (shards := split_shards(source, split)) is not source:
         rank_zero_info(f"{purpose} on {source}: shards {shards[0].name} to {shards[-1].name}, {len(shards)} in all")
+
+
+@rank_zero_only
+def _say_downloads(source: Any, shards: ShardSet) -> None:
+    if (downloads := sum_downloads(shards.shards)) is not None:
+        rank_zero_info(f"{source}: {downloads.summary()}")
 
 
 def _check_named(source: Any, setting: str) -> Any:

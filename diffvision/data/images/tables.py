@@ -104,6 +104,8 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
             raise ValueError(f"{table} has {len(matches)} columns called {matches[0]!r} ({what}): rename all but one")
         if matches:
             resolved[what] = matches[0]
+    if "image" not in resolved and any(name.lower().startswith(("url", "http://", "https://")) for name in header):
+        raise ValueError(f"{table} lists URLs, not images: download them with img2dataset first (guide: Data)")
     if "image" not in resolved:
         usual = " or ".join(COLUMNS["image"][:2])
         raise ValueError(

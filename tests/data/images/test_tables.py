@@ -129,3 +129,9 @@ def test_an_image_that_is_no_path(table):
     assert find_images(table(rows, "jsonl")).names == ["1.png", ""]
     with pytest.raises(ValueError, match="line 1: True is not a path"):
         find_images(table([{"file": True, "caption": "a"}], "jsonl"))
+
+
+@pytest.mark.parametrize("header", ["url\tcaption", "https://a.b/1.jpg\ta cat", "a cat\thttp://a.b/1.jpg"])
+def test_a_list_of_urls_is_refused_with_the_remedy(table, header):
+    with pytest.raises(ValueError, match="img2dataset"):
+        find_images(table(f"{header}\nhttp://a.b/2.jpg\ta dog\n", "tsv"))
