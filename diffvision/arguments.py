@@ -17,7 +17,7 @@ from diffvision.signatures import read_names
 
 MODELS = ("model", "models", "versus", "blind")
 """Parameters that take models."""
-PATHS = ("data", "source", "images", "image", "demonstrations", "queries", "prompts")
+PATHS = ("data", "runs", "source", "images", "image", "demonstrations", "queries", "prompts")
 """Parameters that take files or folders."""
 LEAST = {
     **dict.fromkeys(

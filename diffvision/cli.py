@@ -37,6 +37,9 @@ COMMANDS = {
         "compare",
         "several models or seeds: metrics, intervals, cost, curves",
     ),
+    "table clip": Command(
+        "diffvision.comparison.command", "table_clip", "the tables of DiffCLIP's paper, from the runs' evaluations"
+    ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "match": Command("diffvision.models.matching", "match", "heads and MLP of V1, V2 and grouped for a Transformer"),
     "tune": Command("diffvision.tuning.command", "tune", "find the fastest attention backends of this machine"),
@@ -69,9 +72,22 @@ COMMANDS = {
 for _name, _entry in entry_points("diffvision.commands").items():
     COMMANDS[_name] = Command(_entry.module, _entry.attr, COMMANDS[_name].summary if _name in COMMANDS else "")
 
-TABLES = ("models", "match", "tune", "doctor", "evaluate", "compare", "evaluate-language", "data check", "data stats")
+TABLES = (
+    "models",
+    "match",
+    "tune",
+    "doctor",
+    "evaluate",
+    "compare",
+    "evaluate-language",
+    "table clip",
+    "data check",
+    "data stats",
+)
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
+GROUPS = ("data", "table")  # first words of commands of two
+SEVERAL = ("model", "models", "runs")  # names of first arguments that may be several
 MAKE = "data make"
 JSON = "--json"
 TRAINER_COMMANDS = {
@@ -97,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         return _train(argv)
     if argv[0] == "run":
         return _run(argv[1:])
-    words = 2 if argv[0] == "data" else 1
+    words = 2 if argv[0] in GROUPS else 1
     name = " ".join(argv[:words])
     if name not in COMMANDS:
         return _no_command(name)
@@ -164,12 +180,13 @@ def _run(argv: list[str]) -> int:
 def _no_command(name: str) -> int:
     from diffvision.mistakes import did_you_mean, see_help
 
-    of_data = [other for other in COMMANDS if other.startswith("data ")]
-    if name in ("data -h", "data --help"):
-        print("\n".join(["usage: diffvision data COMMAND [arguments]", "", *map(_line, of_data)]))
+    group, _, word = name.partition(" ")
+    inside = [other for other in COMMANDS if other.startswith(f"{group} ")]
+    if inside and word in ("-h", "--help"):
+        print("\n".join([f"usage: diffvision {group} COMMAND [arguments]", "", *map(_line, inside)]))
         return 0
-    if name == "data":
-        text = f"data needs a command: {', '.join(other.removeprefix('data ') for other in of_data)}"
+    if inside and not word:
+        text = f"{group} needs a command: {', '.join(other.partition(' ')[2] for other in inside)}"
     elif name == "train":
         text = "no command 'train'; did you mean fit?"
     else:
@@ -236,7 +253,7 @@ def _with_checks(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
     """Join several leading models into one argument, a list; raise a ValueError for a model after `--model`."""
     first = next(iter(inspect.signature(command).parameters.values()), None)
-    if first is not None and first.name in ("model", "models") and first.kind is not first.KEYWORD_ONLY:
+    if first is not None and first.name in SEVERAL and first.kind is not first.KEYWORD_ONLY:
         if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
             raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
         count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from diffvision.cli import JSON, MAKE, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
+from diffvision.cli import GROUPS, JSON, MAKE, SEVERAL, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
 from diffvision.data.made import datasets
 from diffvision.signatures import list_choices, parameter_types, read_settings
 from diffvision.training.recipes import recipes
@@ -28,12 +28,14 @@ _diffvision() {
     [[ ${COMP_WORDS[before]} == "=" ]] && before=$((before - 1))
     [[ ${COMP_WORDS[COMP_CWORD]} == "=" ]] && before=$((COMP_CWORD - 1))
     local option=${COMP_WORDS[before]} first=2
-    if [[ $command == data && $COMP_CWORD -gt 1 ]]; then command="data ${COMP_WORDS[2]}" first=3; fi
+    if [[ $command == @GROUPS@ && $COMP_CWORD -gt 1 ]]; then command+=" ${COMP_WORDS[2]}" first=3; fi
     if [[ $command == "data make" && $COMP_CWORD -gt 3 ]]; then command="data make ${COMP_WORDS[3]}" first=4; fi
     if [[ $COMP_CWORD -eq 1 ]]; then
         words="@COMMANDS@"
-    elif [[ $COMP_CWORD -eq 2 && ${COMP_WORDS[1]} == data ]]; then
-        words="@DATA@"
+    elif [[ $COMP_CWORD -eq 2 && ${COMP_WORDS[1]} == @GROUPS@ ]]; then
+        case ${COMP_WORDS[1]} in
+@SECOND@
+        esac
     elif [[ $COMP_CWORD -eq 3 && $command == "data make" ]]; then
         words="@DATASETS@"
     elif [[ $option == -* && $current != -* ]]; then
@@ -87,7 +89,7 @@ def takes_several(command: str) -> bool:
     if command in TRAINER_COMMANDS:
         return False
     first = next(iter(inspect.signature(function_of(command)).parameters.values()), None)
-    return first is not None and first.name in ("model", "models") and "list[str]" in str(first.annotation)
+    return first is not None and first.name in SEVERAL and "list[str]" in str(first.annotation)
 
 
 def _list_options(function: Callable[..., Any]) -> Iterator[tuple[str, list[str]]]:
@@ -125,11 +127,12 @@ def _list_models() -> list[str]:
 
 
 def _write_bash(commands: dict[str, dict[str, list[str]]]) -> str:
-    of_data = dict.fromkeys(name.split()[1] for name in commands if name.startswith("data "))
+    second = {one: dict.fromkeys(name.split()[1] for name in commands if name.startswith(f"{one} ")) for one in GROUPS}
     first = dict.fromkeys([*(name.partition(" ")[0] for name in commands), "run", "--help", "--version"])
     cases = {
         "COMMANDS": " ".join(first),
-        "DATA": " ".join(of_data),
+        "GROUPS": f"@({'|'.join(GROUPS)})",
+        "SECOND": "\n".join(f'        {one}) words="{" ".join(words)}" ;;' for one, words in second.items()),
         "DATASETS": " ".join(datasets()),
         "SEVERAL": " ".join(name for name in commands if takes_several(name)),
         "VALUES": "\n".join(

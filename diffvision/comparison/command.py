@@ -1,7 +1,9 @@
-"""`diffvision compare`: models next to each other. Its steps are in `comparing`."""
+"""`diffvision compare`: models next to each other, whose steps are in `comparing`; and `diffvision table clip`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffvision.evaluation.options import Options, Precision
@@ -60,15 +62,11 @@ def compare(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.inference import InferenceSettings
-    from diffvision.evaluation.output import bar, check_file, check_folder, split_names
+    from diffvision.evaluation.output import bar, check_folder, split_names
     from diffvision.opening import open_model
     from diffvision.tables import show
 
-    outputs = [] if output is None else split_names(output)
-    for name in outputs:
-        if not name.endswith(ENDINGS):
-            raise ValueError(f"output is {name}: end it in {', '.join(ENDINGS)}, which decides what is written")
-        check_file(name)
+    outputs = _outputs(output, ENDINGS)
     if cache is not None:
         check_folder(cache, "cache")
     if rounds < 0:
@@ -89,3 +87,45 @@ def compare(
         write(comparison, name)
         print(f"written: {name}")
     return comparison
+
+
+def table_clip(
+    runs: str | list[str], *, parts: str | list[str] | None = None, output: str | list[str] | None = None
+) -> None:
+    """Print the tables of DiffCLIP's paper: each differential CLIP next to its baseline, from the runs' evaluations.
+
+    A run's evaluations are what `diffvision evaluate RUN --output RUN/evaluations` has written. Runs that differ in
+    their seeds alone are one model, and three seeds or more of both give a difference its 95% interval.
+
+    Args:
+        runs: directories of training runs, or folders that hold some, one after the other.
+        parts: zero_shot, out_of_distribution, retrieval, linear_probe, few_shot, mmvp (a list, or separated by
+            commas); by default all. A run without one of them is refused.
+        output: files to write: .md, .csv, .tex (a list, or separated by commas).
+
+    Raises:
+        ValueError: no run of a CLIP; an evaluation that a run lacks, or that is of another run; an unknown part; an
+            output of another ending.
+    """
+    from diffvision.comparison.clip_table import PARTS, WRITERS, make_tables, rich_table
+    from diffvision.evaluation.output import split_names, write_bytes
+    from diffvision.tables import show
+
+    outputs = _outputs(output, WRITERS)
+    tables = make_tables([runs] if isinstance(runs, str) else runs, [*PARTS] if parts is None else split_names(parts))
+    show(*(part for table in tables for part in (rich_table(table), *table.notes, "")), data=tables)
+    for name in outputs:
+        write_bytes(Path(name), WRITERS[Path(name).suffix](tables).encode())
+        print(f"written: {name}")
+
+
+def _outputs(output: str | list[str] | None, endings: Iterable[str]) -> list[str]:
+    """Return the files to write; raise a ValueError, before any work, for one that cannot be written."""
+    from diffvision.evaluation.output import check_file, split_names
+
+    names = [] if output is None else split_names(output)
+    for name in names:
+        if Path(name).suffix not in endings:
+            raise ValueError(f"output is {name}: end it in {', '.join(endings)}, which decides what is written")
+        check_file(name)
+    return names

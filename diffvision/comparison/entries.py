@@ -63,13 +63,13 @@ class Group:
     entries: list[Entry]
 
 
-def read_entries(models: Sequence[str]) -> list[Entry]:
+def read_entries(models: Sequence[str], fewest: int = 2) -> list[Entry]:
     """Return what each argument stands for.
 
     Raises:
-        ValueError: fewer than two; one given twice; the directory of several runs, or of a run without checkpoints.
+        ValueError: fewer than `fewest`; one given twice; the directory of several runs, or without checkpoints.
     """
-    if len(models) < 2:
+    if len(models) < fewest:
         raise ValueError(f"{len(models) or 'no'} model{'' if models else 's'} to compare: give two or more")
     entries = [_read(spec) for spec in models]
     opened = [os.path.realpath(entry.model) for entry in entries]
@@ -124,10 +124,10 @@ def _is_seed(entry: Entry, others: Sequence[Entry]) -> bool:
     """Return whether a run differs from others in its seeds, and in nothing else."""
     if not entry.config or entry.seed in [other.seed for other in others]:
         return False
-    return _model_settings(entry.config) == _model_settings(others[0].config)
+    return model_settings(entry.config) == model_settings(others[0].config)
 
 
-def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
+def model_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which model is trained and how, by their full names."""
     incidental = (*_INCIDENTAL, *(f"trainer.{name}" for name in _INCIDENTAL_TRAINER))
     flat = {".".join(name): value for name, value in flatten(config, lists=True)}
@@ -142,7 +142,7 @@ def _difference(first: Entry, second: Entry) -> str:
     """Name up to three settings in which two runs differ."""
     if not first.config or not second.config:
         return "they are not two runs of `diffvision fit`"
-    a, b = _model_settings(first.config), _model_settings(second.config)
+    a, b = model_settings(first.config), model_settings(second.config)
     names = sorted(
         (name for name in {**a, **b} if a.get(name) != b.get(name)), key=lambda name: name.split(".")[0] != "model"
     )

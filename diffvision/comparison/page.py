@@ -132,10 +132,15 @@ def write(comparison: Comparison, path: str | Path) -> None:
     if path.suffix == ".json":
         write_json(path, plain(comparison.to_dict()))  # NaN is null
     elif path.suffix == ".csv":
-        rows, text = comparison.csv_rows(), io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_bytes(path, text.getvalue().encode())
+        write_bytes(path, csv_text(comparison.csv_rows()).encode())
     else:
         write_bytes(path, page(comparison).encode())
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows with the same keys as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -222,7 +222,7 @@ class Comparison:
                     "metric": row.metric,
                     "samples": row.count,
                     "values": row.values,
-                    "differences": {label: _plain(one) for label, one in row.differences.items()},
+                    "differences": {label: describe_difference(one) for label, one in row.differences.items()},
                 }
                 for row in self.rows
             ],
@@ -245,7 +245,7 @@ class Comparison:
     def csv_rows(self) -> list[dict[str, Any]]:
         """Return a row for each metric, or cost, and model; values and differences are not in percent."""
         rows = [
-            {"metric": row.metric, "model": label, **_moments(values), **_plain(row.differences.get(label))}
+            {"metric": row.metric, "model": label, **moments(values), **describe_difference(row.differences.get(label))}
             for row in self.rows
             for label, values in row.values.items()
         ]
@@ -254,7 +254,7 @@ class Comparison:
             numbers = {"parameters": one.cost.parameters, "flops": one.cost.flops, **speeds}
             numbers |= {f"lambda/{name}": statistics.mean(values) for name, values in one.lambdas.items()}
             rows += [
-                {"metric": name, "model": one.label, **_moments([value]), **_plain(None)}
+                {"metric": name, "model": one.label, **moments([value]), **describe_difference(None)}
                 for name, value in numbers.items()
             ]
         return rows
@@ -291,13 +291,15 @@ def format_flops(flops: int) -> str:
     return str(flops)
 
 
-def _moments(values: Iterable[float]) -> dict[str, Any]:
+def moments(values: Iterable[float]) -> dict[str, Any]:
+    """Return the number of seeds, and the mean and standard deviation over them, as plain values."""
     values = list(values)
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"seeds": len(values), "mean": statistics.mean(values), "standard_deviation": deviation}
 
 
-def _plain(one: Difference | None) -> dict[str, Any]:
+def describe_difference(one: Difference | None) -> dict[str, Any]:
+    """Return a difference as plain values, each None where there is none."""
     if one is None:
         return dict.fromkeys(("difference", "low", "high", "word", "method", "mcnemar_p"))
     return {

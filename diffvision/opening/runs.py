@@ -38,7 +38,7 @@ def run_in(folder: str | Path) -> Path | None:
     if folder.absolute().name == CHECKPOINTS and _is_run(folder.absolute().parent):
         # As it was written, where that names a parent.
         return folder.parent if folder.name == CHECKPOINTS else folder.absolute().parent
-    every = list(_runs_below(folder, _MAX_DEPTH))
+    every = list(runs_below(folder))
     # An attempt that failed leaves a run without checkpoints.
     runs = [run for run in every if any((run / CHECKPOINTS).glob("*.ckpt"))] or every
     if len(runs) > 1:
@@ -96,18 +96,18 @@ def _is_run(path: Path) -> bool:
     return (path / RUN_CONFIG).is_file() and (path / CHECKPOINTS).is_dir()
 
 
-def _runs_below(path: Path, depth: int) -> Iterator[Path]:
-    """Yield the run folders at most `depth` levels below a folder."""
+def runs_below(path: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
+    """Yield the folder itself if it is a run, or else the runs in it, by name."""
+    if _is_run(path):
+        yield path
+        return
     if depth == 0:
         return
     # Folders may hold a million images: which are folders is known without asking for each.
     with os.scandir(path) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    for child in (path / name for name in names):
-        if _is_run(child):
-            yield child
-        else:
-            yield from _runs_below(child, depth - 1)
+    for name in names:
+        yield from runs_below(path / name, depth - 1)
 
 
 def _content(file: Path) -> dict[str, Any]:
