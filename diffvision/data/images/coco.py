@@ -77,7 +77,7 @@ def _find_folder(root: Path, table: Path, names: list[str]) -> Path:
     COCO's captions are in `annotations`, and its images in `train2017` next to that; Karpathy's files do not say where
     the images are.
     """
-    near = [root, *sorted(p for p in root.iterdir() if p.is_dir())]
+    near = [root, *sorted(root.glob("*/")), *sorted(root.glob("*/*/"))]
     if root == table.parent:
         near += [root.parent, root.parent / "images"]
         if match := re.search(r"(train|val|test)\d{4}", table.stem):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.images.image_set import ImageCollection
+from diffvision.data.images.image_set import ImageCollection, ImageFiles, Reader
 from diffvision.data.images.tables import check_path, number_labels, read_captions, read_label, resolve_columns
 from diffvision.data.shards.sample import BadSample
 from diffvision.files import user_cache
@@ -200,7 +201,10 @@ def read_torchvision(location: str, split: str | None) -> ImageCollection:
     if targets is None:
         targets = getattr(rows, "_labels", None) or [rows[row][1] for row in range(len(rows))]
     names = [f"number {row}" for row in range(len(rows))]
-    reader = _Encoded(rows, f"{name} {split} {len(rows)}")
+    reader: Reader = _Encoded(rows, f"{name} {split} {len(rows)}")
+    if files := getattr(rows, "_image_files", None) or getattr(rows, "_images", None):
+        names = [os.path.relpath(file, root) for file in files]
+        reader = ImageFiles(Path(root), names)
     location = f"{location}, split {split}" if split else location
     if isinstance(targets[0], str | list | tuple):
         return ImageCollection(location, names, reader, captions=[read_captions(target) for target in targets])

@@ -11,7 +11,7 @@ image i), one with `objects` an image and {"present": [...], "absent": [...]} in
 and pairs may have {"kind": "swapped colours"} in such a member.
 
 Images in another layout (`images.sources`) are evaluated where they lie, as an `ImageEvaluationFolder`; the two text
-files for classification may lie in their folder, too.
+files for classification may lie in their folder, too: with `classnames.txt` it is found in a folder of several.
 """
 
 import os
@@ -218,7 +218,7 @@ def find_folders(path: str | Path) -> list[EvaluationFolder]:
         tasks = [folder.task for folder in folders]
         if len(set(tasks)) < len(tasks):
             raise ValueError(f"{path} is a name for {len(folders)} evaluation folders: give each a name, or none")
-        return [EvaluationFolder(folder.path, name) for folder in folders]
+        return [type(folder)(folder.path, name) for folder in folders]
     return folders
 
 
@@ -234,6 +234,8 @@ def _walk(path: Path, depth: int) -> Iterator[EvaluationFolder]:
     """Yield the evaluation folders in a folder, at most `depth` levels down."""
     if _splits(path):
         yield EvaluationFolder(path)
+    elif depth < _MAX_DEPTH and (path / "classnames.txt").is_file() and is_image_source(str(path)):
+        yield ImageEvaluationFolder(path)
     elif depth and path.is_dir():
         for child in sorted(path.iterdir()):
             if child.is_dir() and not child.name.startswith("."):

@@ -130,16 +130,7 @@ def make_evaluation(
     per_shard: int = 10_000,
     num_workers: int = 2,
 ) -> str:
-    """Write your images as an evaluation folder: zero-shot of those with labels, retrieval of those with captions.
-
-    Args:
-        directory: the folder to write; it must have no shards yet.
-        source: as `diffvision data make folder` takes it.
-        captions: the table of a folder of images, with captions or labels.
-        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
-        templates: zero-shot prompts with {c} where the class name belongs; by default "a photo of a {c}.".
-        per_shard: samples per shard.
-        num_workers: processes.
+    """Pack images into an evaluation folder; the arguments are those of `evaluation.sets.make_evaluation`.
 
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.
@@ -161,9 +152,17 @@ def make_evaluation(
     packed = {}
     for split in folder.splits:
         target = Path(directory, split)
-        packed[split] = _pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
-        write_evaluation_texts(target, **texts)
+        packed[split] = pack_split(folder.images(split), target, per_shard, num_workers, **texts)
     return "\n".join([folder.task, *(f"{split}: {counts.summary()}" for split, counts in packed.items())])
+
+
+def pack_split(
+    images: ImageCollection, target: Path, per_shard: int = 10_000, num_workers: int = 2, **texts: Sequence[str]
+) -> Packed:
+    """Pack images as one split of an evaluation folder, whose texts are those of `write_evaluation_texts`."""
+    packed = _pack_as(images, target, "{}.tar", per_shard, num_workers, shuffle=False)
+    write_evaluation_texts(target, **texts)
+    return packed
 
 
 def _pack_as(

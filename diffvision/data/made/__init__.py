@@ -15,7 +15,7 @@ MADE = {
     "fashion": "diffvision.data.made.fashion:make_fashion",
     "stdlib": "diffvision.data.made.corpus:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
-    "evaluation": "diffvision.data.images.packing:make_evaluation",
+    "evaluation": "diffvision.evaluation.sets:make_evaluation",
     "mmvp": "diffvision.data.published.mmvp:make_mmvp",
     "sugarcrepe": "diffvision.data.published.sugarcrepe:make_sugarcrepe",
     "aro": "diffvision.data.published.aro:make_aro",
