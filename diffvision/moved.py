@@ -127,6 +127,7 @@ NAMES: dict[str, str] = {
     ),
     "diffvision.training.fault_tolerance:gathered": "diffvision.training.fault_tolerance:gather",
     "diffvision.training.fault_tolerance:spread": "diffvision.training.fault_tolerance:spread_nan",
+    "diffvision.training.optim:adamw": "diffvision.training.optim:create_optimizer",
     "diffvision.training.optim:WarmupDecay": "diffvision.training.schedule:WarmupDecay",
 }
 """old "module:name" -> new "module:name" """

@@ -20,10 +20,8 @@ from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.training.module import TrainingModule, of_any_size, plain
-from diffvision.training.optim import OptimizerSettings, param_groups, without_decay
+from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups
 from diffvision.training.sharding import gather_weights, release_weights
-
-DEFAULT = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8)
 
 
 class ClassificationModule(TrainingModule):
@@ -37,6 +35,7 @@ class ClassificationModule(TrainingModule):
 
     keys: ClassVar = ("image", "label")
     needed: ClassVar = ("image", "label")
+    adamw: ClassVar = {"betas": (0.9, 0.999), "eps": 1e-8}
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class ClassificationModule(TrainingModule):
         augmentation: dict[str, Any] | None = None,
         mixup: dict[str, Any] | None = None,
         label_smoothing: float = 0.0,
-        optimizer: OptimizerSettings = DEFAULT,
+        optimizer: OptimizerSettings = OptimizerSettings(),  # noqa: B008  frozen
         layer_decay: float | None = None,
         grad_checkpointing: bool = False,
         compile: bool = False,
@@ -62,12 +61,13 @@ class ClassificationModule(TrainingModule):
             augmentation: arguments of timm.data.create_transform (scale, auto_augment, re_prob, ...).
             mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null: no mixup.
             label_smoothing: share of a target spread over all classes, with or without mixup.
-            optimizer: AdamW and its schedule, or a dictionary of settings that differ from the defaults.
+            optimizer: it and its schedule, or a dictionary of settings that differ from the defaults.
             layer_decay: ratio of each layer's learning rate to that of the next layer; null: one rate for all layers.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
         """
-        super().__init__(locals(), DEFAULT)
+        check_layer_decay(layer_decay=layer_decay)
+        super().__init__(locals(), OptimizerSettings())
         if num_classes is None:
             raise ValueError("model.num_classes is not set, and the data names no classes: set it to their number")
         # timm takes seconds, and the help of `fit` imports this module.
@@ -131,8 +131,7 @@ class ClassificationModule(TrainingModule):
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
-        rate = None if self.in_fabric else self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.log_step(rate, loss=loss.detach())
+        self.log_step(self.rate, loss=loss.detach())
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:
@@ -180,17 +179,16 @@ class ClassificationModule(TrainingModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, without decay where the timm model excludes them from it."""
-        decay = self.settings.weight_decay
         # Such as the position embedding and the class token.
         undecayed = set(self.model.no_weight_decay()) if hasattr(self.model, "no_weight_decay") else set()
-        if self.layer_decay is None:
-            return param_groups(self.model, decay, undecayed)
-        from timm.optim import param_groups_layer_decay
+        scales = None
+        if self.layer_decay is not None:
+            from timm.models import group_parameters
 
-        undecayed |= {name for name, p in self.model.named_parameters() if without_decay(name, p)}
-        return param_groups_layer_decay(
-            self.model, weight_decay=decay, no_weight_decay_list=undecayed, layer_decay=self.layer_decay
-        )
+            layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+            top = max(layers.values())
+            scales = {name: self.layer_decay ** (top - layer) for name, layer in layers.items()}
+        return param_groups(self.model, self.settings.weight_decay, undecayed, scales, self.settings.is_muon)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another architecture; `fit` calls it before it reads data."""

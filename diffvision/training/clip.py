@@ -30,7 +30,7 @@ from diffvision.opening.images import refuse_code, without_warning_of_random_wei
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.module import TrainingModule, of_any_size, plain
-from diffvision.training.optim import OptimizerSettings
+from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
 from diffvision.training.progress import follow
 from diffvision.training.sharding import gather_weights, release_weights, to_whole
 
@@ -76,6 +76,8 @@ class ContrastiveModule(TrainingModule):
         lock_text: int | None = None,
         loss: Literal["clip", "siglip"] = "clip",
         optimizer: OptimizerSettings = OptimizerSettings(),  # noqa: B008  frozen
+        image_layer_decay: float | None = None,
+        text_layer_decay: float | None = None,
         accum_freq: int = 1,
         grad_checkpointing: bool = False,
         compile: bool = False,
@@ -90,11 +92,14 @@ class ContrastiveModule(TrainingModule):
             lock_image: freeze the image tower except this many of its last layer groups (0: the whole tower).
             lock_text: the same for the text tower.
             loss: "clip" (softmax over the global batch) or "siglip" (a sigmoid for each pair, with a bias).
-            optimizer: AdamW and its schedule, or a dictionary of settings that differ from the defaults.
+            optimizer: it and its schedule, or a dictionary of settings that differ from the defaults.
+            image_layer_decay: ratio of a layer's learning rate to the next one's in the image tower; null: no decay.
+            text_layer_decay: the same for the text tower.
             accum_freq: split a rank's batch into this many chunks to save memory; the gradients are the same.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
         """
+        check_layer_decay(image_layer_decay=image_layer_decay, text_layer_decay=text_layer_decay)
         super().__init__(locals(), OptimizerSettings())
         import open_clip  # takes seconds, and the help of `fit` imports this module
 
@@ -112,6 +117,7 @@ class ContrastiveModule(TrainingModule):
         if self.model_cfg is None:
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
+        self.layer_decays = {"image": image_layer_decay, "text": text_layer_decay}
         self.prompts: list[str] = []
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
@@ -188,7 +194,7 @@ class ContrastiveModule(TrainingModule):
             return self._differentiable_loss(self.as_read(batch))
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        rate = optimizer.param_groups[0]["lr"]
+        rate = self.rate
         loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
@@ -257,6 +263,18 @@ class ContrastiveModule(TrainingModule):
         with torch.autocast(self.device.type, enabled=False):
             whole = {k: widen(v) for k, v in out.items()}
             return (loss or self.loss)(**{k: detach_zero_rows(v) if k in FEATURES else v for k, v in whole.items()})
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the trained parameters in groups, each with its weight decay, by layers of towers with layer decay."""
+        names = [name for name, _ in self.model.named_parameters() if not name.startswith("logit_")]
+        towers = {"image": [n for n in names if n.startswith("visual.")]}
+        towers["text"] = [n for n in names if not n.startswith("visual.")]
+        decays = {tower: decay for tower, decay in self.layer_decays.items() if decay is not None}
+        scales = {
+            n: s for tower, decay in decays.items() for n, s in layer_scales(self.model, decay, towers[tower]).items()
+        }
+        settings = self.settings
+        return param_groups(self.model, settings.weight_decay, scales=scales or None, is_muon=settings.is_muon)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the StepGuard; raise ValueError if the trainer clips or accumulates too, which this module does.

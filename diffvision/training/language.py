@@ -31,9 +31,7 @@ from diffvision.training.sharding import is_sharded
 
 # Fields of the configuration in which a model may differ from the one whose weights it starts from.
 EXTENDED = ("max_length", "rotary_theta")
-PAPER_3B = OptimizerSettings(
-    lr=3.2e-4, end_lr=1.28e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, default_warmup_steps=1000, decay="linear"
-)
+PAPER_3B = OptimizerSettings(lr=3.2e-4, end_lr=1.28e-5, weight_decay=0.1, default_warmup_steps=1000, decay="linear")
 
 
 class LanguageModule(TrainingModule):
@@ -55,6 +53,7 @@ class LanguageModule(TrainingModule):
     keys: ClassVar = ("tokens", "documents", "learned")
     needed: ClassVar = ("tokens",)
     computing: ClassVar = ("hidden",)
+    adamw: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class LanguageModule(TrainingModule):
             tokenizer: of the text to train on, as `TextData` takes it; null where its shards hold tokens already.
             pretrained: checkpoint to start from, as `language.load` reads it; it may differ only in max_length and
                 rotary_theta.
-            optimizer: AdamW and its schedule; or a dictionary of what differs from the defaults.
+            optimizer: it and its schedule; or a dictionary of what differs from the defaults.
             z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0: no penalty.
             loss_chunk: tokens whose logits are in memory together.
             distill: a teacher whose logits are learned besides the data's tokens, for training only; or a dictionary.
@@ -206,8 +205,7 @@ class LanguageModule(TrainingModule):
             return self._mean_loss(self.as_read(batch))
         loss, nll, count = self.sums(batch)
         nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.log_step(rate, loss=nats / predictions.clamp(min=1))
+        self.log_step(self.rate, loss=nats / predictions.clamp(min=1))
         if self.distill is not None:
             self.log("train/objective", (nats + excess) / predictions.clamp(min=1))
         elif self.z_loss:

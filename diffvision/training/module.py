@@ -19,7 +19,7 @@ from torch import Tensor
 from diffvision.data.batches import named
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
-from diffvision.training.optim import OptimizerSettings, adamw, param_groups
+from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
 from diffvision.training.progress import ProgressLine
 from diffvision.training.schedule import WarmupDecay
 from diffvision.training.sharding import gather_weights, is_sharded, release_weights, restore_moments, shard
@@ -47,12 +47,13 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     `validation_step` does; the names of its metrics begin with "test" instead of "val".
 
     Attributes:
-        settings: AdamW and its schedule.
+        settings: the optimizer and its schedule.
     """
 
     keys: ClassVar[tuple[str, ...]]  # of a batch, in the order of a tuple
     needed: ClassVar[tuple[str, ...]]  # the keys that a step cannot do without
     computing: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that compute with its weights
+    adamw: ClassVar[dict[str, Any]] = ADAMW  # AdamW's betas and eps where they are not set
     model: Any
 
     def __init__(self, arguments: Mapping[str, Any], default: OptimizerSettings) -> None:
@@ -64,7 +65,10 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         """
         super().__init__()
         optimizer = arguments["optimizer"]
-        self.settings = optimizer if isinstance(optimizer, OptimizerSettings) else replace(default, **optimizer)
+        settings = optimizer if isinstance(optimizer, OptimizerSettings) else replace(default, **optimizer)
+        if settings.name == "adamw":
+            settings = replace(settings, **{k: v for k, v in self.adamw.items() if getattr(settings, k) is None})
+        self.settings = settings
         hyperparameters = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
         self.save_hyperparameters(hyperparameters | {"optimizer": plain(asdict(self.settings))})
 
@@ -110,11 +114,11 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         return [config.scheduler for config in configs if isinstance(config.scheduler, WarmupDecay)]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trained parameters in groups, each with its weight decay, for AdamW."""
-        return param_groups(self.model, self.settings.weight_decay)
+        """Return the trained parameters in groups, each with its weight decay."""
+        return param_groups(self.model, self.settings.weight_decay, is_muon=self.settings.is_muon)
 
     def configure_optimizers(self) -> Any:
-        optimizer = adamw(self.parameter_groups(), self.settings, self.trainer)
+        optimizer = create_optimizer(self.parameter_groups(), self.settings, self.trainer)
         optimizer.register_load_state_dict_post_hook(restore_moments)
         scheduler = WarmupDecay(optimizer, self.settings, self.trainer.max_steps, self.trainer.max_epochs)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -218,6 +222,11 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         rows = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
         for index, row in enumerate(rows):
             yield f"{stage}/", f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
+
+    @property
+    def rate(self) -> float | None:
+        """The highest learning rate of this step; None in Fabric."""
+        return None if self.in_fabric else max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
     def log_step(self, rate: float | None, **values: Tensor) -> None:
         """Log a step's learning rate, from the CPU, and numbers from the device, with no wait for these.

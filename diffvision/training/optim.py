@@ -1,34 +1,45 @@
-"""AdamW, its settings and its parameter groups.
+"""The optimizer, AdamW or another one of timm's, its settings and its parameter groups.
 
 The learning rate's schedule is in `schedule`; clipping and skipped steps are in `fault_tolerance`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from diffvision.mistakes import did_you_mean
 from diffvision.moved import get_renamed
+from diffvision.training.sharding import find_blocks
 
 FUSED = ("cpu", "cuda")
 """Devices for which AdamW is one fused kernel."""
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-6}
+"""AdamW's settings where neither the user nor the module has others."""
+_FIRST_LAYER = re.compile(r"emb|token|patch|stem|ln_pre|norm_pre|(conv|bn)\d")  # names of what comes before the blocks
 Decay = Literal["cosine", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Settings of AdamW with a linear warm-up and then a decay, both stepwise.
+    """Settings of an optimizer with a linear warm-up and then a decay, both stepwise.
 
     Attributes:
+        name: "adamw", or another optimizer of `timm.optim.list_optimizers()`, such as "lion". Those with "muon" in
+            their names update the matrices of blocks by Muon, and everything else by AdamW.
+        args: further arguments of the optimizer.
         lr: the highest learning rate, reached at the end of the warm-up.
         weight_decay: for matrices only: see `param_groups`.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas: the optimizer's; null for its default. That of "adamw" is the module's: (0.9, 0.98) for CLIP,
+            (0.9, 0.999) for classification, (0.9, 0.95) for language.
+        eps: the optimizer's; null for its default. That of "adamw" is the module's: 1e-6 for CLIP, else 1e-8.
         warmup_epochs: length of the warm-up; fractions are allowed. One that is not shorter than the run is shortened
             to a tenth of the run.
         warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
@@ -42,10 +53,12 @@ class OptimizerSettings:
             the run, 0 stops it at the first.
     """
 
+    name: str = "adamw"
+    args: dict[str, Any] = field(default_factory=dict)
     lr: float = 5e-4
     weight_decay: float = 0.2
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
+    betas: tuple[float, ...] | None = None
+    eps: float | None = None
     warmup_epochs: float | None = None
     warmup_steps: int | None = None
     default_warmup_steps: int | None = None
@@ -56,7 +69,8 @@ class OptimizerSettings:
     max_skipped: int = 10
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
+        if self.betas is not None:
+            object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
         for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
@@ -68,6 +82,52 @@ class OptimizerSettings:
             raise ValueError(f"optimizer.max_skipped is {self.max_skipped}: give the number of steps, 0 or more")
         if self.decay not in get_args(Decay):
             raise ValueError(f"optimizer.decay is {self.decay!r}; it must be one of {', '.join(get_args(Decay))}")
+        if self.name != "adamw" or self.args:
+            self._check_optimizer()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The optimizer's arguments that are set, besides its rate and decay."""
+        return {name: value for name in ADAMW if (value := getattr(self, name)) is not None} | self.args
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices of blocks are updated by Muon."""
+        return self.name.endswith("muon")
+
+    def _check_optimizer(self) -> None:
+        """Raise ValueError for an optimizer, or arguments, with which no step can be made."""
+        from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
+
+        if self.name not in (every := cast(list[str], list_optimizers())):
+            raise ValueError(
+                f"optimizer.name is {self.name!r}, and timm has none of it{did_you_mean(self.name, every)}"
+            )
+        if get_optimizer_info(self.name).second_order:
+            raise ValueError(f"optimizer.name is {self.name!r}, which needs second derivatives: choose another one")
+        if repeated := {"params", *vars(self)} & self.args.keys():
+            raise ValueError(f"optimizer.args has {min(repeated)}: set optimizer.{min(repeated)} instead")
+        try:
+            kind = get_optimizer_class(self.name, bind_defaults=False)
+        except (AssertionError, ImportError) as error:  # those of other packages
+            raise ValueError(f"optimizer.name is {self.name!r}, which cannot be used here: {error}") from error
+        taken = sorted(inspect.signature(kind).parameters.keys() - {"params", *vars(self)} | {*ADAMW})
+        for name, value in self.given.items():
+            if name not in inspect.signature(kind).parameters:
+                remedy = "set it to null" if name in ADAMW else f"leave it out{did_you_mean(name, taken)}"
+                setting = name if name in ADAMW else f"args.{name}"
+                raise ValueError(f"optimizer.{setting} is {value}, and {self.name} takes no {name}: {remedy}")
+        if kind.__module__.partition(".")[0] not in ("torch", "timm"):
+            return  # they need a GPU
+        trial = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+        for parameter in trial:
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            with torch.random.fork_rng([]):
+                create_optimizer([{"params": trial}], self).step()
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"optimizer: {self.name} does not work with {self.given}: {text}") from error
 
 
 def without_decay(name: str, parameter: Tensor) -> bool:
@@ -79,34 +139,86 @@ def without_decay(name: str, parameter: Tensor) -> bool:
     return parameter.ndim < 2 or "lambda" in name or name.endswith("bias")
 
 
-def param_groups(model: nn.Module, weight_decay: float, undecayed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups, without and with decay; `undecayed` names more without."""
-    with_decay: list[Tensor] = []
-    no_decay: list[Tensor] = []
+def param_groups(
+    model: nn.Module,
+    weight_decay: float,
+    undecayed: Collection[str] = (),
+    scales: Mapping[str, float] | None = None,
+    is_muon: bool = False,
+) -> list[dict[str, Any]]:
+    """Return the trainable parameters in groups: those without decay, and those with it.
+
+    Args:
+        model: the model.
+        weight_decay: of those with it.
+        undecayed: names of more parameters without decay.
+        scales: by names of parameters, what multiplies the learning rate; see `layer_scales`.
+        is_muon: leave all but the matrices of blocks to AdamW, for an optimizer of timm's with Muon.
+    """
+    in_blocks = {id(p) for block in find_blocks(model) for p in block.parameters()} if is_muon else set()
+    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (no_decay if name in undecayed or without_decay(name, parameter) else with_decay).append(parameter)
-    if not with_decay and not no_decay:
+        if not parameter.requires_grad:
+            continue
+        decays = not (name in undecayed or without_decay(name, parameter))
+        scale, falls_back = (scales or {}).get(name, 1.0), is_muon and not (decays and id(parameter) in in_blocks)
+        group: dict[str, Any] = {"params": [], "weight_decay": weight_decay if decays else 0.0}
+        group |= {"lr_scale": scale} if scales is not None else {}
+        group |= {"use_fallback": True} if falls_back else {}
+        groups.setdefault((decays, scale, falls_back), group)["params"].append(parameter)
+    if not groups:
         raise ValueError("no parameter is trainable, as every tower is locked: unlock one")
-    groups = [{"params": no_decay, "weight_decay": 0.0}, {"params": with_decay, "weight_decay": weight_decay}]
-    return [group for group in groups if group["params"]]
+    if is_muon and all(falls_back for *_, falls_back in groups):
+        raise ValueError("no matrix of a block is trained, which Muon would update: set optimizer.name to adamw")
+    # The order is part of checkpoints.
+    return [groups[key] for key in (sorted(groups) if scales is None else groups)]
 
 
-def adamw(
+def layer_scales(model: nn.Module, decay: float, names: Collection[str]) -> dict[str, float]:
+    """Return by names of a tower's parameters `decay` to the power of the layers above: 1 for what follows its blocks.
+
+    Args:
+        model: the model.
+        decay: ratio of a layer's learning rate to that of the next one.
+        names: the tower's parameters. The embeddings are one layer, each block another.
+    """
+    number = {id(p): index for index, block in enumerate(find_blocks(model)) for p in block.parameters()}
+    tower = {name: number.get(id(p)) for name, p in model.named_parameters() if name in names}
+    blocks = sorted({index for index in tower.values() if index is not None})
+    layers = {
+        name: (0 if _FIRST_LAYER.search(name) else len(blocks) + 1) if index is None else blocks.index(index) + 1
+        for name, index in tower.items()
+    }
+    return {name: decay ** (len(blocks) + 1 - layer) for name, layer in layers.items()}
+
+
+def check_layer_decay(**decays: float | None) -> None:
+    """Raise ValueError for a layer decay that is not in (0, 1]."""
+    for name, decay in decays.items():
+        if decay is not None and not 0 < decay <= 1:
+            raise ValueError(f"{name} is {decay}: it must be above 0 and at most 1, or null for one learning rate")
+
+
+def create_optimizer(
     groups: list[dict[str, Any]], settings: OptimizerSettings, trainer: pl.Trainer | None = None
-) -> torch.optim.AdamW:
-    """Return AdamW over `groups`; a group's `lr_scale` (timm's layer decay) multiplies its learning rate.
+) -> torch.optim.Optimizer:
+    """Return the optimizer of `groups`; a group's `lr_scale` (layer decay) multiplies its learning rate.
 
-    It is torch's fused kernel, in one pass instead of one for each term of the formula, which also skips a step that
+    AdamW is torch's fused kernel, in one pass instead of one for each term of the formula, which also skips a step that
     is not finite without a wait for the device. With a gradient scaler (16-mixed) or Trainer's gradient_clip_val it is
     not used: it would unscale the gradients itself, after their norm was clipped and logged.
     """
     for group in groups:
         group["lr"] = settings.lr * group.get("lr_scale", 1.0)
+    if settings.name != "adamw":
+        from timm.optim import create_optimizer_v2  # takes seconds
+
+        decay = settings.weight_decay
+        return create_optimizer_v2(groups, settings.name, lr=settings.lr, weight_decay=decay, **settings.given)
     parameters = [parameter for group in groups for parameter in group["params"]]
     unscaled = trainer is None or not (getattr(trainer.precision_plugin, "scaler", None) or trainer.gradient_clip_val)
     fused = (unscaled and all(p.device.type in FUSED for p in parameters)) or None
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=settings.lr, **{"fused": fused} | ADAMW | settings.given)
 
 
 if not TYPE_CHECKING:

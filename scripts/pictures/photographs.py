@@ -101,7 +101,7 @@ def train(output: Path, model: str, seed: int, epochs: int) -> None:
         model,
         num_classes=len(INKS),
         model_args=SIZES,
-        optimizer=OptimizerSettings(lr=1e-3, weight_decay=0.05, betas=(0.9, 0.999), clip_norm=1.0),
+        optimizer=OptimizerSettings(lr=1e-3, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-6, clip_norm=1.0),
     )
     pictures = DigitsOnPhotographs(training, training=True, length=len(training) * epochs, seed=seed)
     held_out = DigitsOnPhotographs(testing, training=False, length=len(testing), seed=TEST_SEED)

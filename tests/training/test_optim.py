@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from diffvision import nn as layers
-from diffvision.training.optim import OptimizerSettings, adamw, param_groups
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
 from diffvision.training.schedule import WarmupDecay
 
 
@@ -48,6 +50,96 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
     assert (rest["weight_decay"], decayed["weight_decay"]) == (0.0, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "setting", "remedy"),
+    [
+        ({"name": "lionn"}, "optimizer.name", "did you mean lion?"),
+        ({"name": "AdamW"}, "optimizer.name", "did you mean adamw?"),
+        ({"name": "adahessian"}, "optimizer.name", "second derivatives"),
+        ({"name": "fusedadam"}, "optimizer.name", "CUDA"),
+        ({"name": "lion", "eps": 1e-8}, "optimizer.eps", "null"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "optimizer.betas", "null"),
+        ({"name": "lion", "args": {"cautoin": True}}, "optimizer.args.cautoin", "did you mean caution?"),
+        ({"args": {"amsgard": True}}, "optimizer.args.amsgard", "did you mean amsgrad?"),
+        ({"name": "lion", "args": {"lr": 1}}, "optimizer.args", "optimizer.lr"),
+        ({"name": "muon", "args": {"adjust_lr_fn": "x"}}, "muon", "adjust_lr_fn"),
+        ({"name": "lion", "betas": (2.0, 3.0)}, "lion", "beta"),
+    ],
+)
+def test_optimizers_and_arguments_that_cannot_work_are_refused(settings, setting, remedy):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=setting) as refused:
+        OptimizerSettings(**settings)
+    assert remedy in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) <= 120
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_arguments_reach_the_optimizer_and_defaults_are_its_own():
+    def make(**settings):
+        groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "weight_decay": 0.25}]
+        (group,) = create_optimizer(groups, OptimizerSettings(**settings)).param_groups
+        return group
+
+    group = make(name="lion", args={"caution": True})
+    assert (group["caution"], group["betas"], group["weight_decay"]) == (True, (0.9, 0.99), 0.25)
+    assert make(name="lion", betas=[0.95, 0.98])["betas"] == (0.95, 0.98)
+    assert make(args={"amsgrad": True})["amsgrad"]
+    for module, adamw in ((ContrastiveModule, ((0.9, 0.98), 1e-6)), (ClassificationModule, ((0.9, 0.999), 1e-8))):
+        args = {"num_classes": 2} if module is ClassificationModule else {}
+        name = "diff_vit_debug" if args else "DiffCLIP-debug-0.2"
+        made = module(name, optimizer={"lr": 1e-3}, **args)
+        assert (made.settings.betas, made.settings.eps) == adamw
+        assert module(name, optimizer=OptimizerSettings(name="lion"), **args).settings.betas is None
+
+
+def test_muon_updates_matrices_of_blocks_and_adamw_the_rest():
+    module = ContrastiveModule("DiffCLIP-V2-debug", optimizer=OptimizerSettings(name="muon", lr=1e-3))
+    groups = module.parameter_groups()
+    names = {id(p): name for name, p in module.model.named_parameters()}
+    muon = {names[id(p)] for group in groups if "use_fallback" not in group for p in group["params"]}
+    assert all(("blocks." in name or "resblocks." in name) and name.endswith("weight") for name in muon)
+    assert not any("lambda" in name or "norm" in name or "ln_" in name or "embed" in name for name in muon)
+    assert {"visual.trunk.blocks.0.attn.q_proj.weight", "transformer.resblocks.1.mlp.c_fc.weight"} <= muon
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    optimizer = create_optimizer(groups, module.settings)
+    for parameter in module.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    by_muon = {names[id(p)] for p, state in optimizer.state.items() if state["use_muon"]}
+    assert by_muon == {n for n in muon if min(dict(module.model.named_parameters())[n].shape) >= 4}
+    with pytest.raises(ValueError, match="Muon"):
+        param_groups(nn.Linear(8, 8), 0.1, is_muon=True)
+
+
+def test_each_tower_has_its_own_layer_decay():
+    module = ContrastiveModule("DiffCLIP-debug-0.2", image_layer_decay=0.5, text_layer_decay=0.1)
+    scales = {id(p): group["lr_scale"] for group in module.parameter_groups() for p in group["params"]}
+    scale = {name: scales[id(p)] for name, p in module.model.named_parameters()}
+    assert (
+        scale["logit_scale"]
+        == scale["text_projection"]
+        == scale["ln_final.weight"]
+        == scale["visual.head.proj.weight"]
+        == 1
+    )
+    blocks = len(module.model.visual.trunk.blocks), len(module.model.transformer.resblocks)
+    for name, decay, count in (("visual.trunk.blocks", 0.5, blocks[0]), ("transformer.resblocks", 0.1, blocks[1])):
+        for block in range(count):
+            values = {value for key, value in scale.items() if key.startswith(f"{name}.{block}.")}
+            assert values == {decay ** (count - block)}, (name, block)
+    for name in ("visual.trunk.cls_token", "visual.trunk.patch_embed.proj.weight"):
+        assert scale[name] == 0.5 ** (blocks[0] + 1)
+    for name in ("token_embedding.weight", "positional_embedding"):
+        assert scale[name] == 0.1 ** (blocks[1] + 1)
+    module = ContrastiveModule("DiffCLIP-debug-0.2", image_layer_decay=0.5)
+    scales = {id(p): group["lr_scale"] for group in module.parameter_groups() for p in group["params"]}
+    assert scales[id(module.model.token_embedding.weight)] == 1
+    with pytest.raises(ValueError, match="text_layer_decay"):
+        ContrastiveModule("DiffCLIP-debug-0.2", text_layer_decay=1.5)
+
+
 def test_undecayed_names_and_a_locked_model():
     model = nn.Sequential(nn.Linear(3, 3, bias=False))
     (group,) = param_groups(model, 0.5, undecayed={"0.weight"})
@@ -58,7 +150,7 @@ def test_undecayed_names_and_a_locked_model():
 
 def test_schedule_is_linear_then_cosine_between_the_given_rates():
     settings = OptimizerSettings(lr=1.0, start_lr=0.2, end_lr=0.1, warmup_steps=4)
-    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
     scheduler = schedule(optimizer, settings, trainer(max_steps=12))
     rates = []
     for _ in range(14):
@@ -74,7 +166,7 @@ def test_schedule_is_linear_then_cosine_between_the_given_rates():
 
 def test_a_linear_decay_is_a_line():
     settings = OptimizerSettings(lr=1.0, end_lr=0.2, warmup_steps=2, decay="linear")
-    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
     scheduler = schedule(optimizer, settings, trainer(max_steps=6))
     assert [scheduler.factor(step) for step in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
@@ -94,13 +186,13 @@ def test_a_linear_decay_is_a_line():
     ],
 )
 def test_lengths_come_from_the_configuration(settings, warmup, total):
-    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
     scheduler = schedule(optimizer, OptimizerSettings(), trainer(**settings))
     assert (scheduler.warmup, scheduler.total) == (warmup, total)
 
 
 def test_a_default_in_steps_shrinks_as_an_epoch_does_and_one_that_is_set_counts_in_a_dry_run_only():
-    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
     default = OptimizerSettings(default_warmup_steps=1000)
     for steps, warmup in ((10_000, 1000), (2000, 1000), (1999, 199), (3, 0)):
         assert schedule(optimizer, default, trainer(max_epochs=-1, max_steps=steps)).warmup == warmup
@@ -108,7 +200,7 @@ def test_a_default_in_steps_shrinks_as_an_epoch_does_and_one_that_is_set_counts_
 
 
 def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
-    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
     with pytest.raises(ValueError, match="max_steps"):
         schedule(optimizer, OptimizerSettings(), trainer(batches=math.inf))
     with pytest.raises(ValueError, match="warmup_steps"):
@@ -128,7 +220,7 @@ def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
 def test_a_warmup_shortened_for_a_run_stays_when_the_run_is_extended(setting, caplog):
     def make(epochs: int, state: dict | None = None, **more) -> WarmupDecay:
         settings = OptimizerSettings(**setting | more)
-        optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+        optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
         return schedule(optimizer, settings, trainer(max_epochs=epochs), state)
 
     with caplog.at_level("INFO"):
@@ -147,7 +239,7 @@ def test_a_warmup_shortened_for_a_run_stays_when_the_run_is_extended(setting, ca
 def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuration():
     def make(**settings) -> tuple[torch.optim.Optimizer, WarmupDecay]:
         chosen = OptimizerSettings(warmup_steps=2, **settings)
-        optimizer = adamw(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen)
+        optimizer = create_optimizer(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen)
         return optimizer, WarmupDecay(optimizer, chosen, -1, 4)
 
     old, old_schedule = make(lr=1.0, weight_decay=0.1)
@@ -167,7 +259,7 @@ def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuratio
 
 def test_a_schedule_that_has_not_begun_is_one_error():
     settings = OptimizerSettings()
-    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
     scheduler = WarmupDecay(optimizer, settings, 5, None)
     optimizer.step()
     with pytest.raises(RuntimeError, match="on_train_start"):
@@ -176,6 +268,6 @@ def test_a_schedule_that_has_not_begun_is_one_error():
 
 def test_layer_scale_multiplies_the_rate():
     parameter = nn.Parameter(torch.zeros(2))
-    optimizer = adamw([{"params": [parameter], "lr_scale": 0.25}], OptimizerSettings(lr=2.0))
+    optimizer = create_optimizer([{"params": [parameter], "lr_scale": 0.25}], OptimizerSettings(lr=2.0))
     schedule(optimizer, OptimizerSettings(lr=2.0, warmup_steps=4), trainer())
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * 0.25 / 4)

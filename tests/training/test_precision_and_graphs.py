@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule, create_loss
 from diffvision.training.module import of_any_size
-from diffvision.training.optim import OptimizerSettings, adamw, param_groups
+from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
 
 
 def make(kind, **settings):
@@ -78,7 +78,7 @@ def test_fused_adamw_is_the_formula():
     steps = {}
     for fused in (True, False):
         model = make("vit").model
-        optimizer = adamw(param_groups(model, 0.2), OptimizerSettings())
+        optimizer = create_optimizer(param_groups(model, 0.2), OptimizerSettings())
         assert optimizer.defaults["fused"]
         if not fused:
             for group in optimizer.param_groups:
@@ -116,7 +116,7 @@ def test_bfloat16_weights_lose_small_steps_and_float32_weights_keep_them():
     weights = {}
     for dtype in (torch.float32, torch.bfloat16):
         weight = nn.Parameter(torch.ones(1000, dtype=dtype))
-        optimizer = adamw([{"params": [weight], "weight_decay": 0.0}], OptimizerSettings(lr=1e-3))
+        optimizer = create_optimizer([{"params": [weight], "weight_decay": 0.0}], OptimizerSettings(lr=1e-3))
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()

@@ -181,6 +181,7 @@ class StepGuard(pl.Callback):
             if not skips and self.skipped > skipped:
                 for parameter in parameters:
                     parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
+                keep_settings(optimizer)
         else:
             step.forget_batch()
         pl_module.log("train/grad_norm", norm)
@@ -278,6 +279,22 @@ class Statistics:
         for kept, live in zip(self.kept, self.live, strict=True):
             kept.copy_(torch.where(finite, live, kept))
             live.copy_(kept)
+
+
+def keep_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Restore the settings of the groups after the next step: timm's Adan and LAMB count steps there."""
+    settings = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+
+    def restore(*args: Any) -> None:
+        handle.remove()
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.clear()
+            group.update(before)
+
+    handle = optimizer.register_step_post_hook(restore)
 
 
 def find_bad_rows(batch: Any) -> list[Tensor]:

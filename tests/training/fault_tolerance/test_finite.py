@@ -25,7 +25,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
 from diffvision.training.fault_tolerance.content import find_bad_tensors
 from diffvision.training.fault_tolerance.finite import FILE, StepGuard, find_bad_rows
 from diffvision.training.fault_tolerance.resume import check_resumable
-from diffvision.training.optim import OptimizerSettings
+from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
 from tiny_runs import plain_checkpoint
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
@@ -308,6 +308,30 @@ def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
     good = Tiny()
     fit(good, batches()[[0, 2, 4, 5]], tmp_path / "good")
     torch.testing.assert_close(one, good.state_dict())
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "adamuon", "lamb", "adan", "sgd", "adafactor"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_other_optimizers_skip_a_step_too(name, bad, tmp_path):
+    """Also their counts of steps, which LAMB and Adan keep with a group's settings."""
+
+    class Other(Tiny):
+        def configure_optimizers(self):
+            self.net = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+            torch.manual_seed(1)
+            for parameter in self.parameters():
+                nn.init.normal_(parameter)
+            return create_optimizer(param_groups(self, 0.5), OptimizerSettings(name=name, lr=1e-4))
+
+    skipping, good = Other(), Other()
+    with pytest.warns(UserWarning, match="is skipped"):
+        first = fit(skipping, batches(**{f"b{bad}": NAN}), tmp_path)
+    second = fit(good, batches()[[number for number in range(6) if number != bad]], tmp_path / "good")
+    assert equal(skipping.state_dict(), good.state_dict())
+    groups = [
+        [{k: v for k, v in g.items() if k != "params"} for g in t.optimizers[0].param_groups] for t in (first, second)
+    ]
+    assert groups[0] == groups[1]
 
 
 # --- contrastive training ---
