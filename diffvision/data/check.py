@@ -3,7 +3,11 @@
 The commands are in `make`.
 """
 
+import json
+import multiprocessing
+import os
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import PIL
 import torch
 from PIL.Image import Image
 from rich.console import Group
@@ -39,6 +44,7 @@ from diffvision.data.shards.downloads import Downloads, read_downloads
 from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.sample import BadSample, SampleKind
+from diffvision.data.shards.sidecars import read_note, stamp, write_note
 from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import MAX_LINES_BYTES, TextMember, check_document
@@ -47,6 +53,9 @@ from diffvision.files import sha256
 from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
+_NOTE = ".check"  # the ending of a sidecar with the result of a check
+_NOTE_FORMAT = 1  # changes with what counts as a good sample
+_MAX_NOTE = 1 << 20  # bytes
 _LANGUAGE = ("text", "tokens")  # what a directory may hold, where no key is given
 
 
@@ -62,6 +71,7 @@ class ShardCheck:
     bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
     examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
     downloads: Downloads | None = None  # img2dataset's notes
+    noted: bool = False  # by an earlier check, of the same file
 
     @property
     def path(self) -> Path:
@@ -168,12 +178,17 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard to check and what is known before it is read; `reading` is None where it cannot be read."""
+    """A shard to check and what is known before it is read; `reading` is None where it cannot be read.
+
+    `settings` are those that a result depends on besides the shard, as text; "" where it is not to be noted.
+    """
 
     shard: Shard
     problem: str = ""
     reading: _Reading | None = None
     downloads: Downloads | None = None
+    settings: str = ""
+    recheck: bool = False
 
 
 def shard_directories(directory: str | Path) -> list[Path]:
@@ -193,14 +208,19 @@ def shard_directories(directory: str | Path) -> list[Path]:
     return directories
 
 
-def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
+def check_shards(
+    source: Source, num_workers: int = 2, keys: Keys | None = None, *, recheck: bool = False
+) -> list[ShardCheck]:
     """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
 
-    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch.
+    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch. The result
+    of a local shard of images that has no problem as a whole is noted as soon as it is known, and taken from there as
+    long as the file, its manifest's entry and the keys are the same: so a check that was killed goes on where it was.
 
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
         keys: what is read of each sample; by default what the samples of each directory have.
+        recheck: check anew what is noted, too: a disk may damage a file without changing its times.
     """
     keys, jobs = keys or Keys(), []
     for directory, shards in _directories(source).items():
@@ -211,7 +231,8 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
             problem = "not in the manifest" if listed and shard.name not in listed else ""
             if noted is None and any(downloads):
                 problem = "no _stats.json: img2dataset did not finish this shard; run its command again"
-            jobs.append(_Job(shard, problem, reading, noted))
+            settings = "" if reading.kind is None or shard.remote else repr([reading.name, keys])
+            jobs.append(_Job(shard, problem, reading, noted, settings, recheck))
         jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
     return list(_in_parallel(_check, jobs, num_workers, "checking"))
 
@@ -231,8 +252,18 @@ def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator
     if workers < 2:
         yield from track(map(function, jobs), label, total=len(jobs))
         return
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, initializer=_end_with_parent) as pool:
         yield from track(pool.map(function, jobs), label, total=len(jobs))
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent is killed: it would wait for work for ever."""
+
+    def wait() -> None:
+        cast(Any, multiprocessing.parent_process()).join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _is_directory(source: Source) -> bool:
@@ -299,22 +330,45 @@ def _open(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
 
 def _check(job: _Job) -> ShardCheck:
     """Check one shard: open it, compare it with its manifest, and decode every sample."""
-    shard = job.shard
-    result = ShardCheck(shard.location, problems=[job.problem] if job.problem else [], downloads=job.downloads)
-    if job.reading is None:
-        return result
-    if not _is_file(shard):
+    shard, path = job.shard, Path(job.shard.location)
+    result = ShardCheck(shard.location)
+    if job.reading is not None and not _is_file(shard):
         result.problems.append("not a file")
-        return result
-    result.read = job.reading.name
+    elif job.reading is not None and not job.settings:
+        result = _check_anew(shard, job.reading)
+    elif job.reading is not None:
+        since = stamp(path)
+        of = [job.settings, shard.samples, shard.bytes, shard.sha256, _NOTE_FORMAT, PIL.__version__]
+        noted = None if job.recheck else _read_result(path, of)
+        result = noted or _check_anew(shard, job.reading)
+        if noted is None and not result.problems:
+            fields = {name: getattr(result, name) for name in ("read", "samples", "good", "bad", "examples")}
+            with suppress(OSError):  # it is gone now
+                write_note(path, _NOTE, since, json.dumps({"of": of, **fields}))
+    if job.reading is not None and job.downloads is not None and job.downloads.samples != result.samples:
+        result.problems.append(f"{result.samples} samples, img2dataset noted {job.downloads.samples}")
+    result.problems[:0] = [job.problem] if job.problem else []
+    result.downloads = job.downloads
+    return result
+
+
+def _read_result(path: Path, of: list) -> ShardCheck | None:
+    """Return the result of an earlier check of a shard as it is now, if it was one `of` the same settings."""
+    with suppress(ValueError, LookupError, TypeError):
+        note = json.loads(read_note(path, _NOTE, _MAX_NOTE))
+        if note.pop("of") == of:
+            return ShardCheck(str(path), **note | {"bad": Counter(note["bad"])}, noted=True)
+    return None
+
+
+def _check_anew(shard: Shard, reading: _Reading) -> ShardCheck:
+    result = ShardCheck(shard.location, reading.name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is reported as problems
             index, problems, samples = _open(shard)
             result.problems += problems + _problems(shard, index)
-            _decode(result, job.reading, index, samples)
-            if job.downloads is not None and job.downloads.samples != len(index):
-                result.problems.append(f"{len(index)} samples, img2dataset noted {job.downloads.samples}")
+            _decode(result, reading, index, samples)
     except ValueError as error:  # training would stop
         result.problems.append(str(error))
     except OSError as error:
@@ -431,6 +485,8 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
     """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
     name = partial(_relative, source)
     totals = Table(title=f"{source}")
+    if noted := sum(result.noted for result in results):
+        totals.caption = f"{noted:,} of {len(results):,} shards unchanged since an earlier check"
     has_downloads = any(result.downloads for result in results)
     for column in ("directory", "read", "shards", "samples", "good", "bad", *["failed URLs"] * has_downloads):
         totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
@@ -438,8 +494,8 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
         shards = [result for result in results if result.path.parent == part]
         sums = (sum(r.samples for r in shards), sum(r.good for r in shards), sum(r.bad.total() for r in shards))
         read = ", ".join(dict.fromkeys(r.read for r in shards if r.read))
-        noted = sum((r.downloads for r in shards if r.downloads), Downloads())
-        failed = [f"{noted.failed.total():,} of {noted.urls:,}"] * has_downloads
+        downloads = sum((r.downloads for r in shards if r.downloads), Downloads())
+        failed = [f"{downloads.failed.total():,} of {downloads.urls:,}"] * has_downloads
         totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums), *failed)
     problems = Table("shard", "problem", "samples", "first", title="problems")
     for result in results:

@@ -47,25 +47,34 @@ SIZE = 224  # the model's
 
 def write(directory: Path, side: int) -> Path:
     """Write shards of square JPEGs."""
+    draw, images = random.Random(side), write_jpegs(side, SHARDS * EACH)
+    directory.mkdir(parents=True)
+    for shard in range(SHARDS):
+        samples = []
+        for number in range(shard * EACH, (shard + 1) * EACH):
+            text = " ".join(draw.choices(WORDS, k=10))
+            samples.append({"__key__": f"{number:06d}", "jpg": images[number], "txt": text})
+        write_tar(directory / f"{shard:06d}.tar", samples)
+    write_manifest(directory)
+    return directory
+
+
+def write_jpegs(side: int, count: int) -> list[bytes]:
+    """Return JPEGs, which are parts of the photographs."""
     draw = random.Random(side)
     sources = [Image.fromarray(image) for image in load_sample_images().images]
     with matplotlib.cbook.get_sample_data("grace_hopper.jpg") as file:
         sources.append(Image.open(file).convert("RGB"))
-    directory.mkdir(parents=True)
-    for shard in range(SHARDS):
-        samples = []
-        for number in range(EACH):
-            source = draw.choice(sources)
-            part = draw.uniform(0.8, 1.0) * min(source.size)
-            left, top = draw.uniform(0, source.width - part), draw.uniform(0, source.height - part)
-            data = io.BytesIO()
-            box = (left, top, left + part, top + part)
-            source.resize((side, side), Image.Resampling.BICUBIC, box=box).save(data, "JPEG", quality=90)
-            text = " ".join(draw.choices(WORDS, k=10))
-            samples.append({"__key__": f"{shard * EACH + number:06d}", "jpg": data.getvalue(), "txt": text})
-        write_tar(directory / f"{shard:06d}.tar", samples)
-    write_manifest(directory)
-    return directory
+    images = []
+    for _ in range(count):
+        source = draw.choice(sources)
+        part = draw.uniform(0.8, 1.0) * min(source.size)
+        left, top = draw.uniform(0, source.width - part), draw.uniform(0, source.height - part)
+        data = io.BytesIO()
+        box = (left, top, left + part, top + part)
+        source.resize((side, side), Image.Resampling.BICUBIC, box=box).save(data, "JPEG", quality=90)
+        images.append(data.getvalue())
+    return images
 
 
 def stages(shards: ShardSet, tokenizer: Any) -> dict[str, Callable[[], Any]]:

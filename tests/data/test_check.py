@@ -3,7 +3,12 @@ import io
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tarfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,3 +274,58 @@ def test_what_the_index_cannot_read_is_counted_with_webdataset(shards, capsys):
 def test_members_that_are_not_read_are_counted(tmp_path):
     write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a b", "mp4": b"film"}])
     assert shard_stats(tmp_path)[tmp_path].members == {"txt": 1, "mp4": 1}
+
+
+# ---- going on where a check was ------------------------------------------------------------------------------------
+
+
+def checked(directory, **settings):
+    """The names of the shards that are checked anew."""
+    return [result.path.name for result in check_shards(directory, 1, **settings) if not result.noted]
+
+
+def test_unchanged_shards_are_not_checked_again(shards, monkeypatch, capsys):
+    first = check_shards(shards, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("diffvision.data.check._check_anew", None)
+        second = check_shards(shards, 2)
+    assert [{**vars(one), "noted": True} for one in first] == [vars(one) for one in second]
+    assert check(str(shards)) == 0
+    assert "4 of 4 shards unchanged since an earlier check" in capsys.readouterr().out
+    every = [f"00000{n}.tar" for n in range(4)]
+    assert checked(shards, recheck=True) == every
+    assert checked(shards, keys=Keys(label_key="cls")) == every
+    assert checked(shards) == every  # a note is of the last check
+    os.utime(shards / "000002.tar")
+    assert checked(shards) == ["000002.tar"]
+    write_manifest(shards)
+    assert checked(shards) == []
+    (shards / "manifest.json").unlink()
+    (shards / "sizes.json").unlink()
+    assert checked(shards) == every
+
+
+def test_a_note_is_of_one_file_and_never_of_a_problem(shards, tmp_path):
+    check_shards(shards, 1)
+    shutil.copytree(shards, tmp_path / "copy", copy_function=shutil.copy2)
+    assert len(checked(tmp_path / "copy")) == 4
+    (shards / ".index" / "000001.tar.check").write_text("1 2 3 4 {}")
+    flip(shards / "000002.tar", -600)
+    for _ in range(2):
+        assert checked(shards) == ["000001.tar", "000002.tar"][_:]
+        assert problems(shards)["000002.tar"][-1] == "sha256 is not the manifest's"
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_killed_check_end(shards):
+    code = f"import time; from diffvision.data import check; list(check._in_parallel(time.sleep, [60, 60], 2, {'x'!r}))"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while len(workers := children.read_text().split()) < 2:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.kill()
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < until
+        time.sleep(0.1)

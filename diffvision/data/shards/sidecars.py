@@ -1,8 +1,8 @@
-"""Small files about local shards, next to them or in the user's cache: read and written safely; and sha256 notes.
+"""Small files about local shards, next to them or in the user's cache: read and written safely; and notes.
 
-`index` decides what is in a sidecar with an index. A note of a sha256 is true as long as the file's size, times and
-inode are: a copy, even one that keeps its mtime, is read again. What the disk changes without the file system after
-that is not noticed here; `diffvision data check` reads everything.
+`index` decides what is in a sidecar with an index. A note, such as of a sha256, is true as long as the file's size,
+times and inode are: a copy, even one that keeps its mtime, is read again. What the disk changes without the file system
+after that is not noticed here; `diffvision data check --recheck true` reads everything.
 """
 
 import errno
@@ -63,34 +63,38 @@ def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    notes = sidecars(path.absolute(), ".sha256")
-    if (known := _noted(notes, path)) is not None:
+    if len(known := read_note(path, ".sha256", _MAX_NOTE)) == 64:
         return known
-    lock = notes[-1].with_suffix(".lock")
+    lock = sidecars(path.absolute(), ".lock")[-1]
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock file all processes compute it
             lock.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(lock))
-        if (known := _noted(notes, path)) is not None:
+        if len(known := read_note(path, ".sha256", _MAX_NOTE)) == 64:
             return known
-        stamp = _stamp(path)
+        since = stamp(path)
         digest = sha256(path, progress)
-        if _stamp(path) == stamp:  # else it was written to meanwhile, and no note would be true
-            write_sidecar(notes, lambda file: file.write(f"{stamp} {digest}".encode("ascii")))
+        write_note(path, ".sha256", since, digest)
         return digest
 
 
-def _stamp(path: Path) -> str:
+def stamp(path: Path) -> str:
+    """Return size, times and inode of a file, which are others once it was changed."""
     status = os.stat(path)
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
-def _noted(notes: list[Path], path: Path) -> str | None:
-    """Return the sha256 that a note holds for the file as it is now, or None."""
-    stamp = _stamp(path)
-    for note in notes:
+def read_note(path: Path, ending: str, at_most: int) -> str:
+    """Return what is noted of a file as it is now; "" where nothing is."""
+    now = f"{stamp(path)} "
+    for note in sidecars(path.absolute(), ending):
         with suppress(OSError, ValueError):
-            noted_stamp, _, digest = read_sidecar(note, _MAX_NOTE).decode("ascii").rpartition(" ")
-            if noted_stamp == stamp and len(digest) == 64:
-                return digest
-    return None
+            if (text := read_sidecar(note, at_most).decode("ascii")).startswith(now):
+                return text.removeprefix(now)
+    return ""
+
+
+def write_note(path: Path, ending: str, since: str, text: str) -> None:
+    """Note an ASCII text about a file, unless its stamp is no longer `since`: it was written to meanwhile."""
+    if stamp(path) == since:
+        write_sidecar(sidecars(path.absolute(), ending), lambda file: file.write(f"{since} {text}".encode("ascii")))
