@@ -1,5 +1,7 @@
 """Public datasets in miniature, in the layouts that people have: what becomes of them, and what is refused."""
 
+import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from scipy.io import savemat
 from diffvision.cli import main
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.imagenet import imagenet_wnids
-from diffvision.evaluation.prompts import prompts_of
+from diffvision.evaluation.prompts import imagenet, prompts_of
 from diffvision.evaluation.sets import DATASETS, make_evaluation
 
 # In the order of ILSVRC's own numbers, which is neither that of the wnids nor that of the names.
@@ -105,7 +107,6 @@ def test_a_flat_val_gets_its_classes_from_the_file_that_people_have(kind, tmp_pa
 
 
 def test_a_ground_truth_of_another_length_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("diffvision.evaluation.sets.imagenet_wnids", lambda: dict.fromkeys(sorted(NAMES)))
     monkeypatch.setitem(DATASETS, "imagenet", DATASETS["imagenet"]._replace(images=12))
     wnids = flat(tmp_path / "in/val")
     table = text(tmp_path / "in/LOC_val_solution.csv", "ImageId,PredictionString")
@@ -125,11 +126,11 @@ def test_a_ground_truth_of_another_length_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", "999 of 1,000 classes, not n02119789.*--subset"),
+        ("missing", r"999 of 1,000 classes, not n02119789 \(kit fox\).*--subset"),
         ("unknown", "n00001740"),
         ("empty", "n02119789 has no images"),
         ("images", "1,000 test images, not 50,000"),
-        ("train", "n02119789 is a class of only one"),
+        ("train", "n02119789 is in one of them"),
     ],
 )
 def test_an_imagenet_with_other_classes_is_refused(change, message, tmp_path):
@@ -157,3 +158,264 @@ def test_a_copy_is_shards_with_the_same_classes(tmp_path):
     assert type(folder) is EvaluationFolder
     assert prompts_of(folder).classnames == [NAMES[wnid] for wnid in sorted(NAMES)]
     assert len(folder.templates) == 80
+
+
+# ---- out of distribution -------------------------------------------------------------------------------------------
+
+
+def test_imagenetv2_is_numbered_in_the_order_of_the_wnids(tmp_path):
+    for number in (2, 10, 278, 999):  # "10" sorts before "2"
+        picture(tmp_path / f"imagenetv2-matched-frequency-format-val/{number}/of{number}.png")
+    make_evaluation(tmp_path / "imagenetv2", str(tmp_path), "imagenetv2", subset=True)
+    wanted = {"of2.png": "great white shark", "of10.png": "brambling", "of278.png": "kit fox"}
+    assert named(tmp_path / "imagenetv2") == {**wanted, "of999.png": "toilet paper"}
+
+
+def test_a_variant_has_the_classes_of_its_own(tmp_path):
+    by_wnid(tmp_path, ["n01498041", "n02119789"], split="imagenet-a")  # the kit fox is not in ImageNet-A
+    with pytest.raises(ValueError, match="n02119789, not one of 200"):
+        make_evaluation(tmp_path / "out", str(tmp_path), "imagenet-a", subset=True)
+    by_wnid(
+        tmp_path / "r", [list(imagenet_wnids())[number] for number in imagenet("imagenet-r").indices], "imagenet-r", 1
+    )
+    with pytest.raises(ValueError, match="200 test images, not 30,000"):
+        make_evaluation(tmp_path / "out", str(tmp_path / "r/imagenet-r"), "imagenet-r")
+    make_evaluation(tmp_path / "imagenet-r", str(tmp_path / "r/imagenet-r"), "imagenet-r", subset=True)
+    (folder,) = find_folders(tmp_path / "imagenet-r")
+    assert prompts_of(folder) == imagenet("imagenet-r")
+
+
+def test_objectnet_has_its_own_names_for_the_classes_it_shares(tmp_path):
+    base = tmp_path / "objectnet-1.0"
+    folders = {
+        "tea_box": "Tea box",
+        "banana": "Banana",
+        "air_freshener": "Air freshener",
+        "still_camera": "Still Camera",
+    }
+    for folder in folders:
+        picture(base / "images" / folder / f"{folder}.png")
+    text(base / "mappings/folder_to_objectnet_label.json", json.dumps(folders))
+    overlap = {"Still Camera": "Polaroid camera; reflex camera", "Banana": "banana"}
+    text(base / "mappings/objectnet_to_imagenet_1k.json", json.dumps(overlap))
+    make_evaluation(tmp_path / "objectnet", str(tmp_path), "objectnet", subset=True)
+    assert named(tmp_path / "objectnet") == {"banana.png": "banana", "still_camera.png": "still camera"}
+
+
+# ---- captions ------------------------------------------------------------------------------------------------------
+
+
+def karpathy(table, folder, images, count=6, filepath=None):
+    rows = []
+    for number in range(count):
+        name = f"{number}.jpg"
+        picture(images / (filepath or "") / name, number)
+        sentences = [{"raw": f"caption {number}.{one}"} for one in range(5)]
+        rows.append({"filename": name, "split": "test" if number % 2 else "restval", "sentences": sentences})
+        if filepath:
+            rows[-1]["filepath"] = filepath
+    return text(table, json.dumps({"images": rows, "dataset": folder}))
+
+
+@pytest.mark.parametrize("dataset", ["coco", "flickr30k"])
+def test_karpathys_test_images_are_retrieval(dataset, tmp_path):
+    images = tmp_path / ("mscoco/images" if dataset == "coco" else "flickr30k/flickr30k-images")
+    karpathy(
+        tmp_path / f"splits/dataset_{dataset}.json", dataset, images, filepath="val2014" if dataset == "coco" else None
+    )
+    make_evaluation(tmp_path / "out" / dataset, str(tmp_path), dataset, subset=True)
+    (folder,) = find_folders(tmp_path / "out")
+    assert (folder.name, folder.task, folder.splits) == (dataset, "retrieval", ["test"])
+    members = [folder.samples("test").members((0, row)) for row in range(3)]
+    assert [one["txt"].decode().split("\n")[4] for one in members] == ["caption 1.4", "caption 3.4", "caption 5.4"]
+
+
+def test_cocos_own_captions_are_retrieval(tmp_path):
+    for number in (7, 3):
+        picture(tmp_path / f"coco/val2017/{number:012d}.jpg", number)
+    images = [{"id": number, "file_name": f"{number:012d}.jpg"} for number in (7, 3)]
+    captions = [{"image_id": number, "caption": f"caption {number}"} for number in (3, 7)]
+    text(tmp_path / "coco/annotations/captions_val2017.json", json.dumps({"images": images, "annotations": captions}))
+    make_evaluation(tmp_path / "coco-eval", str(tmp_path / "coco"), "coco", subset=True)
+    (folder,) = find_folders(tmp_path / "coco-eval")
+    assert [folder.samples("test").members((0, row))["txt"] for row in (0, 1)] == [b"caption 7", b"caption 3"]
+
+
+def test_missing_images_of_captions_are_counted_and_named(tmp_path):
+    table = karpathy(tmp_path / "dataset_flickr30k.json", "flickr30k", tmp_path / "images")
+    with pytest.raises(ValueError, match="3 test images, not 1,000"):
+        make_evaluation(tmp_path / "out", str(tmp_path), "flickr30k")
+    for number in (3, 5):
+        (tmp_path / f"images/{number}.jpg").unlink()
+    for folder in (tmp_path, tmp_path / "images"):
+        with pytest.raises(ValueError, match=r"2 of 3 images of .*flickr30k.json are missing, first .*images/3\.jpg"):
+            make_evaluation(tmp_path / "out", str(folder), "flickr30k", captions=str(table), subset=True)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- linear probes -------------------------------------------------------------------------------------------------
+
+
+def dtd(root):
+    for split, number in (("train", 1), ("val", 2), ("test", 3)):
+        lines = [f"{name}/{name}_{number}.jpg" for name in ("zigzagged", "banded")]
+        text(root / f"dtd/dtd/labels/{split}1.txt", *lines)
+        for line in lines:
+            picture(root / "dtd/dtd/images" / line)
+
+
+def flowers(root):
+    (root / "flowers-102").mkdir(parents=True)
+    for number in range(1, 7):
+        picture(root / f"flowers-102/jpg/image_{number:05d}.jpg")
+    savemat(root / "flowers-102/setid.mat", {"trnid": [1, 2], "valid": [3, 4], "tstid": [5, 6]})
+    savemat(root / "flowers-102/imagelabels.mat", {"labels": [1, 77, 1, 77, 1, 77]})
+
+
+def aircraft(root):
+    data = root / "fgvc-aircraft-2013b/data"
+    text(data / "variants.txt", "737-200", "F/A-18")
+    for split, number in (("train", 1), ("val", 2), ("test", 3)):
+        text(data / f"images_variant_{split}.txt", f"{number}0 F/A-18", f"{number}1 737-200")
+        for one in (0, 1):
+            picture(data / f"images/{number}{one}.jpg")
+
+
+def food101(root):
+    for split, number in (("train", 1), ("test", 3)):
+        rows = {name: [f"{name}/{name}_{number}"] for name in ("waffles", "apple_pie")}
+        text(root / f"food-101/meta/{split}.json", json.dumps(rows))
+        for name in rows:
+            picture(root / f"food-101/images/{name}/{name}_{number}.jpg")
+
+
+def pets(root):
+    for split, number in (("trainval", 1), ("test", 3)):
+        text(
+            root / f"oxford-iiit-pet/annotations/{split}.txt", f"Abyssinian_{number} 1 1 1", f"yorkshire_{number} 2 2 1"
+        )
+        for name in ("Abyssinian", "yorkshire"):
+            picture(root / f"oxford-iiit-pet/images/{name}_{number}.jpg")
+
+
+def sun397(root):
+    text(root / "SUN397/ClassName.txt", "/a/abbey", "/t/train_station/platform")
+    for file, number in (("Training_01.txt", 1), ("Testing_01.txt", 3)):
+        lines = [f"/t/train_station/platform/sun_t{number}.jpg", f"/a/abbey/sun_a{number}.jpg"]
+        text(root / "Partitions" / file, *lines)
+        for line in lines:
+            picture(root / "SUN397" / line[1:])
+
+
+def caltech101(root):
+    for name in ("BACKGROUND_Google", "accordion"):
+        for number in range(33):
+            picture(root / f"caltech101/101_ObjectCategories/{name}/image_{number:04d}.jpg")
+
+
+PROBES = {
+    "dtd": (dtd, ["banded", "zigzagged"], {"zigzagged_3.jpg": "zigzagged", "banded_3.jpg": "banded"}, True),
+    "flowers": (flowers, ["pink primrose", "passion flower"], {}, True),
+    "fgvc_aircraft": (aircraft, ["737-200", "F/A-18"], {"30.jpg": "F/A-18", "31.jpg": "737-200"}, True),
+    "food101": (food101, ["apple pie", "waffles"], {"waffles_3.jpg": "waffles", "apple_pie_3.jpg": "apple pie"}, False),
+    "pets": (
+        pets,
+        ["Abyssinian", "Yorkshire"],
+        {"Abyssinian_3.jpg": "Abyssinian", "yorkshire_3.jpg": "Yorkshire"},
+        False,
+    ),
+    "sun397": (
+        sun397,
+        ["abbey", "train station platform"],
+        {"sun_t3.jpg": "train station platform", "sun_a3.jpg": "abbey"},
+        False,
+    ),
+    "caltech101": (caltech101, ["BACKGROUND Google", "accordion"], {}, False),
+}
+
+
+@pytest.mark.parametrize("dataset", PROBES)
+def test_sets_of_the_linear_probe_are_linked_from_torchvisions_root(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.flowers102.check_integrity", lambda *_: True)
+    write, names, files, validation = PROBES[dataset]
+    write(tmp_path / "root")
+    make_evaluation(tmp_path / "out" / dataset, str(tmp_path / "root"), dataset, subset=True)
+    (folder,) = find_folders(tmp_path / "out")
+    assert folder.splits == sorted({"train", "test", *(["validation"] if validation else [])})
+    found = named(folder.path)
+    assert list(dict.fromkeys(found.values())) == names
+    assert not files or found == files
+    train, test = ({Path(name).name for name in folder.images(split).names} for split in ("train", "test"))
+    assert len(folder.images("train")) == (60 if dataset == "caltech101" else 2)
+    assert dataset == "caltech101" or not train & test
+
+
+def cifar10(root):
+    batch = root / "cifar-10-batches-py"
+    batch.mkdir(parents=True)
+    for name, labels in (("data_batch_1", [1, 0]), ("test_batch", [0, 1, 1])):
+        pixels = np.random.default_rng(0).integers(0, 256, (len(labels), 3072), dtype=np.uint8)
+        (batch / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels}))
+    (batch / "batches.meta").write_bytes(pickle.dumps({"label_names": ["airplane", "automobile"]}))
+
+
+def test_cifar_is_packed(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.train_list", [["data_batch_1", ""]])
+    cifar10(tmp_path)
+    make_evaluation(tmp_path / "cifar10", str(tmp_path), "cifar10")
+    (folder,) = find_folders(tmp_path / "cifar10")
+    assert (folder.splits, folder.classnames) == (["test", "train"], ["airplane", "automobile"])
+    assert [folder.samples("test").members((0, row))["cls"] for row in range(3)] == [b"0", b"1", b"1"]
+
+
+# ---- all of them, and what is refused ------------------------------------------------------------------------------
+
+
+def test_all_says_what_is_there_and_where_to_get_the_rest(tmp_path, capsys):
+    root = tmp_path / "datasets"
+    by_wnid(root / "ILSVRC2012")
+    karpathy(root / "karpathy/dataset_flickr30k.json", "flickr30k", root / "flickr30k/flickr30k-images")
+    dtd(root / "torchvision")
+    pets(root / "torchvision")
+    (root / "torchvision/oxford-iiit-pet/images/yorkshire_3.jpg").unlink()
+    command = ["data", "make", "evaluation", str(tmp_path / "out"), "--all", str(root), "--subset"]
+    assert main(command) == 1
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(printed) == list(DATASETS)
+    assert printed["imagenet"].startswith("linked 12 test images")
+    assert printed["pets"].startswith("refused: 1 of 2 images")
+    assert printed["cifar10"] == "not found: torchvision.datasets.CIFAR10(ROOT, download=True)"
+    assert all(
+        "not found: " in printed[name] for name in DATASETS if name not in ("imagenet", "flickr30k", "dtd", "pets")
+    )
+    picture(root / "torchvision/oxford-iiit-pet/images/yorkshire_3.jpg")
+    assert main(command) == 0
+    assert "made already" in capsys.readouterr().out
+    found = {(folder.name, folder.task): sorted(folder.splits) for folder in find_folders(tmp_path / "out")}
+    assert found == {
+        ("dtd", "zero_shot"): ["test", "train", "validation"],
+        ("pets", "zero_shot"): ["test", "train"],
+        ("flickr30k", "retrieval"): ["test"],
+        ("imagenet", "zero_shot"): ["test"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "imagenet"}, "--source"),
+        ({"dataset": "imagent", "source": "."}, "imagenet"),
+        ({"dataset": "dtd", "source": "."}, "download=True"),
+        ({"dataset": "imagenet-a", "source": "."}, "imagenet-a.tar"),
+        ({"dataset": "dtd", "source": "absent"}, "absent is not a folder"),
+        ({"all": "absent"}, "absent is not a folder"),
+        ({"all": ".", "captions": "x.json"}, "captions"),
+        ({"dataset": "dtd", "source": ".", "templates": ["{c}"]}, "templates"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_evaluation("out", **options)
+    assert not list(tmp_path.iterdir())
