@@ -119,8 +119,6 @@ class AttentionLayer(nn.Module):
     cacheable: ClassVar[bool] = True
     # Whether lambda depends on the token, so that there is none without a batch.
     lambda_by_token: ClassVar[bool] = False
-    # Whether it reads the mask, and not only hands it on to the operation.
-    reads_mask: ClassVar[bool] = False
     # Why no map from tokens to tokens weights the values; empty where one does.
     no_maps: ClassVar[str] = ""
     # Whether the layer attends over a whole grid of patches, of which `set_grid` tells it.
@@ -239,7 +237,7 @@ class AttentionLayer(nn.Module):
         v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)
-        if self.reads_mask or maps is not None or not isinstance(attn_mask, ops.Documents):
+        if maps is not None or not isinstance(attn_mask, ops.Documents):
             attn_mask = boolean_mask(attn_mask)
         mask: Any = attn_mask
         inputs = Inputs(x, q, k, v, mask, is_causal, self.attn_drop if self.training else 0.0, context is not None)

@@ -19,11 +19,11 @@ class DintAttention(DiffAttention):
 
     Without a mask G is the mean over all queries, the same in every row; in a causal layer it is a running mean, so
     that no token sees a later one; under a padding mask the mean is over real tokens, and among packed documents over
-    the token's document. In cross-attention tokens attend to a context and not to each other: G is the mean over all
-    queries, and where a mask differs between them, over those that attend to nothing that token i may not, so that G_i
-    does not either. As G v is the mean of A1 v, no map is built. But A1 v is needed by itself, and
-    `ops.diff_attention` returns only the difference: the first map is computed twice, three maps for V1's two.
-    docs/reference/models.md says what that costs.
+    the token's document (a fourth map, attention with equal weights, takes it without a mask of pairs). In
+    cross-attention tokens attend to a context and not to each other: G is the mean over all queries, and where a mask
+    differs between them, over those that attend to nothing that token i may not, so that G_i does not either. As G v is
+    the mean of A1 v, no map is built. But A1 v is needed by itself, and `ops.diff_attention` returns only the
+    difference: the first map is computed twice, three maps for V1's two. docs/reference/models.md says what that costs.
 
     Parameters and arguments are those of `DiffAttention`, whose weights it loads. `attn_drop` is drawn for G's first
     map once more. A token needs the outputs of those before it, so there is no decoding with a cache of keys and
@@ -35,13 +35,18 @@ class DintAttention(DiffAttention):
     """
 
     variant = "v1_dint"
-    cacheable, reads_mask = False, True
+    cacheable = False
 
     def attend(self, inputs: Inputs) -> Tensor:
         x, q, k, v, mask, is_causal, dropout, _ = inputs
         difference = super().attend(inputs)
         first = ops.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=is_causal, mask=mask, dropout=dropout)
-        return (difference + self.compute_lambda(x) * _mean(first, inputs)).to(difference.dtype)
+        if isinstance(mask, ops.Documents):
+            equal = torch.zeros_like(q[:, :, 0])
+            mean = ops.softmax_attention(equal, equal, first, causal=is_causal, mask=mask)
+        else:
+            mean = _mean(first, inputs)
+        return (difference + self.compute_lambda(x) * mean).to(difference.dtype)
 
     def combine(self, maps: Tensor, lam: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
         return super().combine(maps, lam, inputs) + lam * _mean(maps[:, :, 0], inputs)

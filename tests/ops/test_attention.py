@@ -11,7 +11,7 @@ from diffvision.ops import (
     diff_attention_varlen,
     supported_backends,
 )
-from diffvision.ops.attention import BACKENDS, Problem
+from diffvision.ops.attention import BACKENDS, Problem, api
 
 # The backends that compute in float64 anywhere; tests/ops/test_battery.py runs over every one.
 NAMES = ["eager", "blocked", "sdpa"]
@@ -275,6 +275,36 @@ def test_bad_packed_input_is_named(case):
     )
     with pytest.raises(ValueError, match=message):
         diff_attention_varlen(*arguments, **settings)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lam", [(1, 1, 1), (1, 4, 1), (13, 4, 1)])
+def test_sequences_padded_to_the_longest_equal_each_alone(lam, causal):
+    """With sequences without queries, without keys, and with more queries than keys."""
+    cu, cu_k = torch.tensor([[0, 3, 3, 12, 13], [0, 5, 7, 11, 11]], dtype=torch.int32)
+    q, k, v = torch.randn(13, 4, 2, 8), torch.randn(11, 2, 2, 8), torch.randn(11, 2, 16)
+    leaves = [t.double().requires_grad_() for t in (q, k, v, torch.rand(lam))]
+    outs = [diff_attention_varlen(*leaves, cu, cu_seqlens_k=cu_k, causal=causal, scale=0.3)]
+    outs.append(api._padded_attention(*leaves, cu, cu_k, 9, 5, causal, 0.3, "auto"))
+    assert (outs[1][-1] == 0).all()
+    for got, want in zip(*((out, *torch.autograd.grad(out.sin().sum(), leaves)) for out in outs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_sequences_on_a_device_are_not_waited_for():
+    q, v = torch.empty(9, 4, 2, 8, device="meta", requires_grad=True), torch.empty(9, 4, 8, device="meta")
+    cu = torch.empty(4, dtype=torch.int32, device="meta")  # whose values nothing can read
+    out = diff_attention_varlen(q, q, v, 0.5, cu, max_seqlen=5, max_seqlen_k=5, causal=True)
+    assert out.shape == v.shape
+    out.sum().backward()
+
+
+@pytest.mark.slow
+def test_sequences_are_one_graph():
+    q, v, cu = torch.randn(9, 4, 2, 8), torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    settings = {"max_seqlen": 5, "max_seqlen_k": 5, "causal": True}
+    out = torch.compile(diff_attention_varlen, fullgraph=True, backend="eager")(q, q, v, 0.5, cu, **settings)
+    torch.testing.assert_close(out, diff_attention_varlen(q, q, v, 0.5, cu, **settings))
 
 
 @pytest.mark.parametrize("backend", NAMES)

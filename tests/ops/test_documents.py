@@ -1,6 +1,7 @@
 """Packed documents without a mask: the operation, layers and training against the mask, by a stand-in on a CPU.
 
-The stand-in takes the place of torch's varlen function, and computes one sequence after another by the formula.
+The stand-in takes the place of torch's varlen function, or of its operator, and computes one sequence after another by
+the formula.
 """
 
 import pytest
@@ -32,6 +33,10 @@ def one_by_one(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_
     assert q.shape[-1] == k.shape[-1] == v.shape[-1], "the flash kernel takes one size"
     assert q.shape[-1] % 8 == 0
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+    return of_each(q, k, v, cu_q, cu_k, scale=scale, window_size=window_size)
+
+
+def of_each(q, k, v, cu_q, cu_k, *, scale, window_size):
     out = []
     for (a, b), (c, d) in zip(*(zip(e[:-1].tolist(), e[1:].tolist(), strict=True) for e in (cu_q, cu_k)), strict=True):
         rows = [t[None].transpose(1, 2)[:, :, None] for t in (q[a:b], k[c:d])]
@@ -74,16 +79,50 @@ def test_the_operation_equals_the_mask(stand_in, causal, keys, value_dim, lam):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", [name for name, layer in ATTENTION.items() if layer.cacheable or layer.reads_mask])
-def test_every_variant_takes_documents(stand_in, variant):
-    layer = build_attention(variant, 32, 2, rotary=10000.0).double()
-    x = torch.randn(2, 9, 32, dtype=torch.float64)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("keys", "value_dim"), [(2, 16), (1, 8), (2, 5)])
+@pytest.mark.parametrize("scale", [None, -0.3])
+def test_with_dropout_the_operation_equals_the_mask(stand_in, monkeypatch, causal, keys, value_dim, scale):
+    """The stand-in draws no dropout: what is compared is all but that."""
+
+    def operator(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale):
+        assert (dropout, return_debug_mask) == (0.25, False)
+        assert scale > 0
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        return (of_each(q, k, v, cu_q, cu_k, scale=scale, window_size=(-1, 0) if is_causal else (-1, -1)),)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    shapes = [(2, 4, 2, 9, 12), (2, 2, keys, 9, 12), (2, 2, 9, value_dim), (2, 4, 9, 1)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
-    torch.testing.assert_close(layer(x, documents, True), layer(x, documents.mask(), True), rtol=0, atol=1e-12)
-    assert bool(stand_in) != layer.reads_mask
+    settings = {"causal": causal, "scale": scale}
+    outs = [ops.diff_attention(*leaves, mask=documents, dropout=0.25, **settings)]
+    outs.append(ops.diff_attention(*leaves, mask=documents.mask(), **settings))
+    grad = torch.randn_like(outs[0])
+    for got, expected in zip(*((out, *torch.autograd.grad(out, leaves, grad)) for out in outs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    q, k, v = leaves[0][:, :, 0], leaves[1][:, :, 0], leaves[2]
+    out = ops.softmax_attention(q, k, v, causal=causal, mask=documents, dropout=0.25)
+    torch.testing.assert_close(out, ops.softmax_attention(q, k, v, causal=causal, mask=documents.mask()))
+    assert not stand_in
+
+
+@pytest.mark.parametrize("variant", [name for name, layer in ATTENTION.items() if not layer.needs_grid])
+def test_every_variant_takes_documents_without_a_mask(stand_in, monkeypatch, variant):
+    layer = build_attention(variant, 32, 2, rotary=10000.0).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64, requires_grad=True)
+    documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
+    mask = documents.mask()
+    for causal in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
+            outs = [layer(x, documents, causal)]
+        outs.append(layer(x, mask, causal))
+        for got, expected in zip(*((out, *torch.autograd.grad(out.sin().sum(), x)) for out in outs), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     maps = [[], []]
     layer(x, documents, True, maps=maps[0])
-    layer(x, documents.mask(), True, maps=maps[1])
+    layer(x, mask, True, maps=maps[1])
     torch.testing.assert_close(maps[0], maps[1], rtol=0, atol=0)
 
 
@@ -129,7 +168,7 @@ def test_without_a_kernel_for_packed_sequences_there_is_the_mask():
         ({"packed": False}, "packed"),
         ({"device": "cpu"}, "cuda"),
         ({"dtype": torch.float32}, "float32"),
-        ({"dropout": 0.1}, "dropout"),
+        ({"dropout": 0.1, "value_dim": 256}, "192"),
         ({"value_dim": 512}, "512"),
     ],
 )
@@ -251,10 +290,10 @@ def test_flex_is_the_choice_on_cuda_where_varlen_takes_none(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TRITON_DEFAULT")  # while FlexAttention compiles
 @pytest.mark.parametrize("half", [True, False])  # `varlen` and `flex`
-@pytest.mark.parametrize("name", ["diff-debug", "transformer-debug"])
-def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name, half, monkeypatch):
+@pytest.mark.parametrize("variant", ["standard", "v1", "v1_dint"])
+def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(variant, half, monkeypatch):
     monkeypatch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
-    model = language.create(name, max_length=2048).cuda().train()
+    model = language.create("diff-debug", variant=variant, max_length=2048).cuda().train()
     numbers = (torch.rand(2, 2048) < 0.01).cumsum(1)
     tokens, documents = numbers.cuda() % 7, ops.Documents(numbers.cuda(), ops.document_ends(numbers).cuda())
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
@@ -266,13 +305,35 @@ def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(name, half, monke
             model(tokens, documents=documents).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert bool(seen) == name.startswith("diff")  # plain attention chooses no backend
+    assert bool(seen) == (variant != "standard")  # plain attention chooses no backend
     assert all(problem.packed and not problem.masked for problem in seen)
+    with torch.autocast("cuda", torch.bfloat16, enabled=half), torch.inference_mode():
+        model.eval()(tokens, documents=documents.numbers)  # waits once, and makes no mask
     monkeypatch.undo()
     compiled = torch.compile(model, fullgraph=True)
     with torch.autocast("cuda", torch.bfloat16, enabled=half), torch.no_grad():
         expected = model(tokens, documents=documents.numbers)
         torch.testing.assert_close(compiled(tokens, documents=documents), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_in_documents_on_a_gpu(compiled, monkeypatch):
+    monkeypatch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
+    numbers = (torch.arange(2048) // 512)[None]
+    documents = ops.Documents(numbers.cuda(), ops.document_ends(numbers).cuda())
+    q = torch.randn(1, 4, 2, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    v = torch.zeros(1, 4, 2048, 128, device="cuda", dtype=torch.bfloat16)
+    v[:, :, 512:1024] = 1
+    function = torch.compile(ops.diff_attention, fullgraph=True) if compiled else ops.diff_attention
+    out = function(q, q, v.requires_grad_(), torch.zeros(1, device="cuda"), mask=documents, dropout=0.5)
+    inside = out[:, :, 512:1024].float()
+    assert out.count_nonzero() == inside.count_nonzero()
+    assert 0.9 < inside.mean() < 1.1
+    assert inside.std() > 0.01
+    first, second = (torch.autograd.grad(out.sum(), v, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first[:, :, :512], second[:, :, :512])  # the backward pass draws as the forward pass did
+    torch.testing.assert_close((first.float() * v).sum(), inside.sum(), rtol=0.01, atol=0)
 
 
 @pytest.mark.gpu

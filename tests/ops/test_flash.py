@@ -440,7 +440,7 @@ def test_each_alone(package, packages):
 )
 def test_the_gpu_decides_between_them(all_installed, capability, names, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash, "compute_capability", lambda: capability)
     assert [library.package.name for library in flash.find_libraries()] == names
 
 
@@ -448,7 +448,7 @@ def test_the_gpu_decides_between_them(all_installed, capability, names, monkeypa
 def test_a_gpu_that_none_suits(packages, capability, monkeypatch):
     packages("flash_attn/cute/__init__.py", FUNCTIONS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash, "compute_capability", lambda: capability)
     assert f"compute capability {capability[0]}.{capability[1]}" in flash.find_libraries()
 
 

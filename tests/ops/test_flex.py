@@ -155,7 +155,7 @@ NOT_FLASH = {
 def test_what_flash_attention_4_takes_in_a_graph(case, monkeypatch):
     change = NOT_FLASH.get(case, {})
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: change.get("compiling", True))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: change.get("capability", (9, 0)))
+    monkeypatch.setattr(flex, "compute_capability", lambda: change.get("capability", (9, 0)))
     monkeypatch.setattr(torch, "__version__", TorchVersion(change.get("version", "2.15.0+cu132")))
     if change.get("installed", True):
         for name in ("flash_attn", "flash_attn.cute"):

@@ -1,14 +1,17 @@
 """What calls of torch's attention get on CUDA: sizes, heads and kernels. Those marked gpu run its kernels."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffvision.ops import diff_attention, softmax_attention
 from diffvision.ops.attention import sdpa
+from diffvision.ops.attention.kernels import without_cudnn
 
 CARDS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SELF = {"half": True, "equal": True, "grouped": False, "masked": False, "square": True, "grad": True}
@@ -48,7 +51,7 @@ def calls(monkeypatch):
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    monkeypatch.setattr(sdpa, "_capability_once", lambda index: (9, 0))
+    monkeypatch.setattr(sdpa, "compute_capability", lambda index: (9, 0))
     with FakeTensorMode():
         yield seen
 
@@ -80,9 +83,29 @@ def test_cudnn_is_disabled_for_a_call_alone_and_stays_off_where_it_was(calls):
     softmax_attention(q[:, :, :1], q, q)
     assert [enabled for *_, enabled in calls] == [False, True, False]
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         softmax_attention(q, q, q, mask=mask)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_graph_leaves_kernels_disabled_that_its_caller_disabled():
+    kernels = []
+
+    def backend(graph, inputs):
+        named = [node for node in graph.graph.nodes if node.target is torch.nn.attention._backend_from_string]
+        kernels.append({node.args[0] for node in named})
+        return graph.forward
+
+    def call(x):
+        with without_cudnn():
+            return x.sin()
+
+    for context in (nullcontext(), sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])):
+        torch._dynamo.reset()
+        with context:
+            torch.compile(call, fullgraph=True, backend=backend)(torch.ones(1))
+    assert {"FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"} < kernels[0]
+    assert kernels[1] == {"EFFICIENT_ATTENTION", "CUDNN_ATTENTION"}  # cuDNN's for what follows
 
 
 @pytest.mark.parametrize("size", [192, 200, 264])

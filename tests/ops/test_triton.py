@@ -533,7 +533,7 @@ def test_a_cpu_needs_the_interpreter_and_no_bfloat16(monkeypatch):
 def test_a_gpu_with_less_shared_memory_is_refused(monkeypatch):
     problem = Problem(1, 2, 2, 65, 65, 64, 128, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(backend, "compute_capability", lambda: (8, 9))
     monkeypatch.setattr(backend, "shared_memory", lambda _: LEAST)
     assert backend.limit(problem) is None
     monkeypatch.setattr(backend, "shared_memory", lambda _: LEAST - KIB)

@@ -141,6 +141,7 @@ def test_a_forward_pass_on_a_fake_gpu_meets_no_tensor_of_the_cpu(case):
         elif isinstance(module, ClassificationModule):
             loss = nn.functional.cross_entropy(module.model(batch["image"]).float(), batch["label"])
         else:
+            batch["ends"] = torch.empty(9, dtype=torch.int32, device="cuda")
             loss = module.sums(batch)[0]
     assert loss.device.type == "cuda"
     assert loss.dtype == torch.float32

@@ -127,7 +127,7 @@ class LanguageModel(nn.Module):
             tokens: ids [B, N].
             documents: number of each token's document, which a row has one after another: a token attends to those
                 before it of the same number, and positions count from each document's first. `ops.Documents` also say
-                where each ends, which saves the mask on CUDA.
+                where each ends, to find which of numbers on a GPU waits for it.
             cache: past tokens, which these follow; these are added to it.
             padding: [B] how many tokens at the left of each row are padding: no token attends to them, and positions
                 count from behind them. With a cache it is the padding of the row that began in it.
@@ -146,6 +146,8 @@ class LanguageModel(nn.Module):
             raise ValueError("documents with a cache: generation continues one document; leave documents out")
         positions = torch.arange(start, end, device=tokens.device)
         mask: Any = None
+        if isinstance(documents, Tensor) and documents.is_cuda and not torch.compiler.is_compiling():
+            documents = ops.Documents(documents, ops.document_ends(documents))
         if documents is not None:
             numbers = documents.numbers if isinstance(documents, ops.Documents) else documents
             positions = positions - _starts(numbers)

@@ -100,7 +100,8 @@ def softmax_attention(
         if varlen.limit(problem._replace(packed=True)) is None:
             length, scale = q.shape[2], q.shape[3] ** -0.5
             q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-            out = varlen.attend(q, k, v, mask.ends, mask.ends, length, length, causal=causal, scale=scale)
+            lengths = (mask.ends, mask.ends, length, length)
+            out = varlen.attend(q, k, v, *lengths, causal=causal, scale=scale, dropout=dropout)
             return out.unflatten(0, (-1, length)).transpose(1, 2)
         if choice.takes_blocks("auto", problem):
             return flex.softmax_attention(q, k, v, causal=causal, documents=mask)
@@ -125,7 +126,8 @@ def diff_attention_varlen(
     """Compute `diff_attention` of sequences of unequal length, packed one after another without padding.
 
     The layout is that of flash-attn's variable-length functions, and of a projection's output. `varlen`, `triton` and
-    `flash` compute all sequences in one launch; the other backends take them one by one.
+    `flash` compute all sequences in one launch. The other backends take them one by one on a CPU, and on other devices
+    and in graphs padded to the longest, so that no step waits for the device.
 
     Args:
         q: queries of all sequences [T, H, 2, D].
@@ -163,9 +165,12 @@ def diff_attention_varlen(
     sequences = len(cu_seqlens) - 1
     problem = problem._replace(batch=sequences, queries=max_seqlen, keys=max_seqlen_k, packed=True)
     module = choice.choose(backend, problem)
+    lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
     if hasattr(module, "diff_attention_varlen"):
-        lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
         return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)
+    reads_offsets = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not reads_offsets and 0 not in (q.shape[0], k.shape[0]):
+        return _padded_attention(q, k, v, lam, *lengths, causal, scale, backend)
     out = []
     spans, spans_k = (itertools.pairwise(ends.tolist()) for ends in (cu_seqlens, cu_seqlens_k))
     for (q0, q1), (k0, k1) in zip(spans, spans_k, strict=True):
@@ -173,6 +178,33 @@ def diff_attention_varlen(
         rows = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
         out.append(diff_attention(*sequence, rows, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
     return torch.cat(out) if out else q.new_zeros(0, q.shape[1], v.shape[2])
+
+
+def _padded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    max_seqlen_k: int,
+    causal: bool,
+    scale: float | None,
+    backend: str,
+) -> Tensor:
+    """Return `diff_attention_varlen` by one call, with a mask of keys, or of the pairs of a sequence if causal."""
+    i, j, token = (torch.arange(n, device=q.device) for n in (max_seqlen, max_seqlen_k, q.shape[0]))
+    lengths, lengths_k = cu_seqlens.diff()[:, None, None, None], cu_seqlens_k.diff()[:, None, None, None]
+    mask = j < lengths_k
+    if causal:
+        mask = mask & (j <= i[:, None] + lengths_k - lengths)
+    rows, rows_k = (cu_seqlens[:-1, None] + i) % q.shape[0], (cu_seqlens_k[:-1, None] + j) % k.shape[0]
+    lam = (lam[rows] if lam.shape[0] > 1 else lam[None]).transpose(1, 2)
+    maps = (q[rows].permute(0, 2, 3, 1, 4), k[rows_k].permute(0, 2, 3, 1, 4))  # what lies behind a sequence is masked
+    out = diff_attention(*maps, v[rows_k].transpose(1, 2), lam, mask=mask, scale=scale, backend=backend)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    return out.transpose(1, 2)[sequence, token - cu_seqlens[sequence]]
 
 
 def _packed_attention(
@@ -207,7 +239,8 @@ def _packed_attention(
         v.transpose(1, 2).flatten(0, 1),
     )
     lengths = (documents.ends, documents.ends, length, length)
-    out = module.diff_attention_varlen(*rows, lam, *lengths, causal=causal, scale=scale)
+    drop = {"dropout": dropout} if dropout else {}  # `varlen` alone takes any
+    out = module.diff_attention_varlen(*rows, lam, *lengths, causal=causal, scale=scale, **drop)
     return out.unflatten(0, (-1, length)).transpose(1, 2)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from diffvision.ops.attention.difference import compute_maps, subtract, widen
 from diffvision.ops.attention.problem import Problem
+from diffvision.ops.attention.shared_memory import compute_capability
 
 DTYPES = (torch.float16, torch.bfloat16)
 KERNELS = (32, 64, 96, 128, 192, 256)  # the head sizes that kernels are made for; one in between costs the next
@@ -84,7 +85,7 @@ def _search() -> str:
 @cache
 def _search_once() -> str:
     """Return the names of the packages, which are then a key of `_found`, or why there is none."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = compute_capability() if torch.cuda.is_available() else None
     if capability is not None and capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: flash-attn needs 8.0 or more"
     libraries, problems = [], []

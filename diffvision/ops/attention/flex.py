@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from diffvision.ops.attention.difference import compute_maps, subtract
 from diffvision.ops.attention.documents import Documents, first_tokens
 from diffvision.ops.attention.problem import Problem
-from diffvision.ops.attention.shared_memory import KIB, shared_memory
+from diffvision.ops.attention.shared_memory import KIB, compute_capability, shared_memory
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128  # FlexAttention's default block of queries and of keys
@@ -110,7 +110,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, document
 @torch.compiler.assume_constant_result
 def can_compile() -> bool:
     """Return whether torch.compile finds Triton, a C compiler and a card whose shared memory was counted."""
-    is_known = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    is_known = torch.version.hip is None and compute_capability() >= (8, 0)
     return is_known and importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
 
 
@@ -156,7 +156,7 @@ def _takes_flash(q: Tensor, v: Tensor, mask: Mask) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_flash() -> bool:
-    if torch.__version__ < "2.15" or not 9 <= torch.cuda.get_device_capability()[0] <= 11:
+    if torch.__version__ < "2.15" or not 9 <= compute_capability()[0] <= 11:
         return False
     try:
         importlib.import_module("flash_attn.cute")

@@ -9,17 +9,17 @@ kernels take unequal sizes as they are, if they are aligned. `plan_cuda` says wh
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.ops.attention.cudnn import without_cudnn
 from diffvision.ops.attention.difference import subtract, widen
+from diffvision.ops.attention.kernels import without_cudnn
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem, is_grouped
+from diffvision.ops.attention.shared_memory import compute_capability
 
 FLASH_SIZE = 192  # of a head, which the flash kernel trains on every card; of more not on 8.6, 8.9 and 12.0
 
@@ -136,7 +136,7 @@ def _prepare(
         return *_equal_sizes(q, k, v), _ALL
     q, k, v = (_align(t) for t in (q, k, v))
     plan = plan_cuda(
-        capability=_capability(q.device.index),
+        capability=compute_capability(q.device.index),
         version=_VERSION,
         half=q.dtype.itemsize == 2,
         equal=q.shape[-1] == v.shape[-1] <= FLASH_SIZE,
@@ -168,17 +168,6 @@ def _align(t: Tensor) -> Tensor:
 
 
 _ALL = nullcontext()
-
-
-@torch.compiler.assume_constant_result  # a cache is not to be traced
-def _capability(index: int) -> tuple[int, int]:
-    return _capability_once(index)
-
-
-@cache
-def _capability_once(index: int) -> tuple[int, int]:
-    """Return a card's compute capability; fake tensors of a machine without one get that of an A100."""
-    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (8, 0)
 
 
 def _torch_mask(

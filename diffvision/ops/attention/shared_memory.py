@@ -1,4 +1,6 @@
-"""The shared memory that one program of a GPU's kernel may use, by which kernels choose their tiles."""
+"""What a GPU has that kernels are chosen by: compute capability, and the shared memory that one program may use."""
+
+from functools import cache
 
 import torch
 
@@ -7,6 +9,17 @@ KIB = 1024
 # RTX 50 and RTX PRO 6000.
 BY_CAPABILITY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 LEAST, HOPPER = BY_CAPABILITY[86], BY_CAPABILITY[90]
+
+
+@torch.compiler.assume_constant_result  # a cache is not to be traced
+def compute_capability(index: int | None = None) -> tuple[int, int]:
+    """Return that of a device, by default the current one; without a GPU, as for fake tensors, an A100's."""
+    return _compute_capability(index)
+
+
+@cache
+def _compute_capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (8, 0)
 
 
 @torch.compiler.assume_constant_result

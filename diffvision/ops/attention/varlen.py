@@ -11,12 +11,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diffvision.ops.attention.cudnn import without_cudnn
 from diffvision.ops.attention.difference import compute_maps, subtract, widen
+from diffvision.ops.attention.kernels import is_enabled, without_cudnn
 from diffvision.ops.attention.problem import Problem, is_grouped
+from diffvision.ops.attention.shared_memory import compute_capability
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SIZE = 256  # of a head in the flash kernel
+MAX_SIZE_DROPOUT = 192  # its backward draws no dropout in wider heads on 8.6, 8.9 and 12.0
 NEEDED = ("scale", "window_size", "enable_gqa")  # arguments that earlier releases lack
 
 
@@ -29,14 +31,14 @@ def limit(problem: Problem) -> str | None:
         return f"torch's varlen attention runs on cuda, not on {p.device}"
     if p.dtype not in DTYPES:
         return f"dtype {p.dtype}: it takes float16 and bfloat16; cast, or use autocast"
-    if p.dropout > 0:
-        return f"it has no dropout, got {p.dropout}"
-    if max(p.head_dim, p.value_dim) > MAX_SIZE:
-        return f"head size {p.head_dim} and value size {p.value_dim}: it takes up to {MAX_SIZE}"
+    if max(p.head_dim, p.value_dim) > (largest := MAX_SIZE_DROPOUT if p.dropout else MAX_SIZE):
+        return f"head size {p.head_dim} and value size {p.value_dim}: it takes up to {largest}"
     if not _is_there():
         return f"torch {torch.__version__} has no varlen attention with grouped heads; update torch"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+    if compute_capability() < (8, 0):
         return "its flash kernel needs compute capability 8.0 or more"
+    if not is_enabled("flash"):
+        return "torch's flash attention is disabled"
     return None
 
 
@@ -66,11 +68,14 @@ def diff_attention_varlen(
     *,
     causal: bool,
     scale: float | None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    first, second = compute_maps(lambda q, k: attend(q, k, v, *lengths, causal=causal, scale=scale), q, k)
+    first, second = compute_maps(
+        lambda q, k: attend(q, k, v, *lengths, causal=causal, scale=scale, dropout=dropout), q, k
+    )
     return subtract(first, second, lam, q.dtype)
 
 
@@ -85,6 +90,7 @@ def attend(
     *,
     causal: bool,
     scale: float,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return the output of one map [T, H, V], of queries [T, H, D], keys [S, Hk, D] and values [S, Hk, V]."""
     from torch.nn.attention.varlen import varlen_attn
@@ -94,8 +100,11 @@ def attend(
     if scale <= 0:
         q, scale = q * scale, 1.0
     q, k, v = (widen(t, size) for t in (q, k, v))
-    window = (-1, 0) if causal else (-1, -1)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if dropout:  # torch's function has none, and calls this operator with 0
+        out = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, scale=scale)[0]
+        return out[..., :value_dim]
+    window = (-1, 0) if causal else (-1, -1)
     with without_cudnn():
         out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=is_grouped(q, k))
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem
-from diffvision.ops.attention.shared_memory import KIB, LEAST, shared_memory
+from diffvision.ops.attention.shared_memory import KIB, LEAST, compute_capability, shared_memory
 
 MAX_HEAD_DIM, MAX_VALUE_DIM = 128, 256  # what one program's tiles may hold
 DECODE_MAX_QUERIES, DECODE_MIN_KEYS = 16, 512  # few queries, many keys: the keys are split among programs
@@ -51,7 +51,7 @@ def _device_limit(problem: Problem) -> str | None:
         return "its kernels were never run on an AMD GPU"
     if not torch.cuda.is_available():
         return "no CUDA device is available"
-    if (capability := torch.cuda.get_device_capability()) < (8, 0):
+    if (capability := compute_capability()) < (8, 0):
         return f"it needs a CUDA device of capability 8.0 or more, this one has {capability[0]}.{capability[1]}"
     if (shared := shared_memory(torch.device("cuda"))) < LEAST:
         return f"its tiles need {LEAST // KIB} KiB of shared memory a program, this device allows {shared // KIB}"

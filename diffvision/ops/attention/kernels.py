@@ -1,4 +1,4 @@
-"""A context in which torch's attention does not take cuDNN's kernel; `sdpa.plan_cuda` says why."""
+"""Which kernels torch's attention may take, and a context without cuDNN's; `sdpa.plan_cuda` says why."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,11 +6,23 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_OTHERS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@torch.compiler.assume_constant_result  # a graph keeps the kernels of when it was made, as torch's own attention does
+def is_enabled(name: str) -> bool:
+    """Return whether `torch.nn.attention.sdpa_kernel` or torch's settings leave a kernel enabled."""
+    return getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+
 
 def without_cudnn() -> AbstractContextManager:
     """Return a context in which cuDNN's attention is disabled, in a graph too."""
     if torch.compiler.is_compiling():  # a graph takes this context as a whole
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        return sdpa_kernel([kernel for name, kernel in _OTHERS.items() if is_enabled(name)])
     return _disabled()
 
 
