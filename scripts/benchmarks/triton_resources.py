@@ -1,10 +1,11 @@
 """Compile the fused kernels for GPUs, none needed, and print what each launch uses, one JSON object a line.
 
-    python scripts/benchmarks/triton_resources.py [--cards 80,86,89,90,100,120] [--output FILE] [case ...]
+    python scripts/benchmarks/triton_resources.py [--cards 80,86,89,90,100,120] [--output FILE [--missing]] [case ...]
 
-Registers, shared memory, tensor-core instructions, and how often a pass of an innermost loop goes to memory for want of
-registers, by compute capability. The launches are those that `diffvision.ops.attention.triton` would make for these
-shapes: of training, and of inference where its forward is another kernel.
+Registers, shared memory, tensor-core instructions, how many warps repeat a product, and how often a pass of an
+innermost loop goes to memory for want of registers, by compute capability. The launches are those that
+`diffvision.ops.attention.triton` would make for these shapes: of training, and of inference where its forward is
+another kernel.
 """
 
 import argparse
@@ -69,7 +70,7 @@ DECODING = {
 }
 
 
-def launches(n, d, v, maps, dtype, causal, mask, *, shared, batch=2, heads=8) -> list[launch.Launch]:
+def launches(n, d, v, maps, dtype, causal, mask, *, card, batch=2, heads=8) -> list[launch.Launch]:
     """Return what a card would launch, on tensors without memory, laid out as projections leave them."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -85,7 +86,8 @@ def launches(n, d, v, maps, dtype, causal, mask, *, shared, batch=2, heads=8) ->
     k = empty(batch, n, heads, maps, d).permute(0, 2, 3, 1, 4)
     value = empty(batch, n, heads, v).transpose(1, 2)
     lam = empty(1, 1, 1, 1, dtype=torch.float32).expand(batch, heads, n, 1)
-    x = launch.Inputs(q, k, value, lam, mask, causal, d**-0.5, shared, packed)
+    shared = BY_CAPABILITY[card]
+    x = launch.Inputs(q, k, value, lam, mask, causal, d**-0.5, shared, card == 90, packed)
     out = empty(batch, n, heads, v).transpose(1, 2)
     lse = empty(batch, heads, 2, n, dtype=torch.float32)
     fits = {
@@ -101,7 +103,7 @@ def launches(n, d, v, maps, dtype, causal, mask, *, shared, batch=2, heads=8) ->
 
 def launches_of(name: str, card: int) -> list[launch.Launch]:
     """Return the launches of a named case on a compute capability."""
-    return launches(*CASES[name], shared=BY_CAPABILITY[card]) if name in CASES else decoding(*DECODING[name])
+    return launches(*CASES[name], card=card) if name in CASES else decoding(*DECODING[name])
 
 
 def decoding(rows, d, v, maps, dtype, masked) -> list[launch.Launch]:
@@ -141,8 +143,14 @@ def free(parameter) -> bool:
     return parameter.do_not_specialize
 
 
+def rows_of(name: str, card: int) -> list[dict]:
+    """Return what each launch of a named case uses of a card."""
+    half = (CASES | DECODING)[name][4] == HALF
+    return [{"case": name, "half": half, **resources(one, card)} for one in launches_of(name, card)]
+
+
 def resources(one: launch.Launch, card: int) -> dict:
-    """Return what a launch uses of a card."""
+    """Return what a launch uses of a card. Disassembling takes long, so only a kernel that spills is disassembled."""
     compiled = compile_launch(one, card)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -151,17 +159,19 @@ def resources(one: launch.Launch, card: int) -> dict:
         command = [str(tool), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    loads, stores = innermost_spills(compiled.asm["sass"])
+    stack = numbers["STACK"] + numbers["LOCAL"]
+    loads, stores = innermost_spills(compiled.asm["sass"]) if stack else (0, 0)
     return {
         "card": card,
         "kernel": name_of(one),
         "fits": compiled.metadata.shared <= BY_CAPABILITY[card],
         "tiles": list(one.tiles),
         "registers": numbers["REG"],
-        "stack_bytes": numbers["STACK"] + numbers["LOCAL"],
+        "stack_bytes": stack,
         "loop_loads": loads,
         "loop_stores": stores,
         "shared_kib": round(compiled.metadata.shared / KIB, 1),
+        "repeats": repeats(compiled.asm["ttgir"]),
         "tensor_cores": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", compiled.asm["ptx"])),
     }
 
@@ -172,6 +182,18 @@ def name_of(one: launch.Launch) -> str:
     halves = [name.lower() for name in ("KEYS", "VALUES") if one.arguments.get(name)]
     part = f" ({halves[0]})" if len(halves) == 1 else ""
     return f"{function.__module__.rpartition('.')[2]}.{function.__name__}{part}"
+
+
+def repeats(ttgir: str) -> float:
+    """Return how many warps at most compute the same part of a product: 1 where none is computed twice."""
+    layouts = re.findall(r"(#mma\d*) = .*warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[(\d+), (\d+)", ttgir)
+    covered = {name: (int(rows) * int(m), int(columns) * int(n)) for name, rows, columns, m, n in layouts}
+    products = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)xf32, (#mma\d*)>", ttgir)
+    worst = (
+        max(1, covered[name][0] / int(rows)) * max(1, covered[name][1] / int(columns))
+        for rows, columns, name in products
+    )
+    return max(worst, default=1)
 
 
 def innermost_spills(sass: str) -> tuple[int, int]:
@@ -198,17 +220,23 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="case")
     parser.add_argument("--cards", default=",".join(map(str, BY_CAPABILITY)), help="compute capabilities")
     parser.add_argument("--output", type=Path, help="a JSON file, whose other rows are kept")
+    parser.add_argument("--missing", action="store_true", help="leave out what the file has for the same tiles")
     given = parser.parse_args()
-    rows = []
+    recorded = json.loads(given.output.read_text())["rows"] if given.missing and given.output.exists() else []
     for card in map(int, given.cards.split(",")):
-        for name, case in (CASES | DECODING).items():
-            if given.cases and name not in given.cases:
+        for name in given.cases or CASES | DECODING:
+            if given.missing and is_recorded(name, card, recorded):
                 continue
-            for one in launches_of(name, card):
-                rows.append({"case": name, "half": case[4] == HALF, **resources(one, card)})
-                print(json.dumps(rows[-1]), flush=True)
-    if given.output is not None:
-        record(given.output, rows)
+            rows = rows_of(name, card)
+            print(*map(json.dumps, rows), sep="\n", flush=True)
+            if given.output is not None:
+                record(given.output, rows)
+
+
+def is_recorded(name: str, card: int, recorded: list[dict]) -> bool:
+    """Return whether rows hold a case's launches as the code makes them now."""
+    made = [(name_of(one), list(one.tiles)) for one in launches_of(name, card)]
+    return made == [(row["kernel"], row["tiles"]) for row in recorded if (row["card"], row["case"]) == (card, name)]
 
 
 def record(file: Path, rows: list[dict]) -> None:
@@ -217,12 +245,15 @@ def record(file: Path, rows: list[dict]) -> None:
     new = {(row["card"], row["case"]) for row in rows}
     data["versions"] = {"torch": torch.__version__, "triton": triton.__version__}
     data["rows"] = [row for row in data["rows"] if (row["card"], row["case"]) not in new] + rows
-    data["rows"].sort(key=lambda row: row["card"])
+    order = [*CASES, *DECODING]
+    data["rows"].sort(key=lambda row: (row["card"], order.index(row["case"])))
     texts = {
         key: "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
         for key, value in data.items()
     }
-    file.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n")
+    whole = file.with_suffix(".part")
+    whole.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n")
+    whole.replace(file)
 
 
 if __name__ == "__main__":

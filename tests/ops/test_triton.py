@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from diffvision.ops.attention import Problem, reference
-from diffvision.ops.attention.shared_memory import BY_CAPABILITY, KIB, LEAST, shared_memory
+from diffvision.ops.attention.shared_memory import BY_CAPABILITY, HOPPER, KIB, LEAST, shared_memory
 
 pytest.importorskip("triton")
 
@@ -39,6 +39,7 @@ def _card(monkeypatch, request):
     if ON_GPU and request.param > shared_memory(torch.device("cuda")):
         pytest.skip("this GPU has less shared memory")
     monkeypatch.setattr(ops, "shared_memory", lambda _: request.param)
+    monkeypatch.setattr(ops, "is_hopper", lambda _: request.param == HOPPER)
     monkeypatch.setattr(launch, "_tiles", lambda _, tiles: tiles)
 
 

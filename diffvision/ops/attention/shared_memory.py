@@ -28,3 +28,8 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether tiles are Hopper's, as without a GPU. B200 has its shared memory, but other tensor cores."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9

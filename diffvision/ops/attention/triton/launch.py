@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
 class Inputs(NamedTuple):
     """Checked tensors: q [B, H, 2, M, D], k [B, Hk, P, N, D], v [B, Hk, N, V], lam [B, H, M, 1], mask [B, H, M, N].
 
-    `shared` is the bytes of shared memory that a program may use.
+    `shared` is the bytes of shared memory that a program may use, `hopper` whether the card is of Hopper's kind.
     """
 
     q: Tensor
@@ -42,6 +42,7 @@ class Inputs(NamedTuple):
     causal: bool
     scale: float
     shared: int
+    hopper: bool
     packed: Sequences | None = None
 
 
@@ -98,13 +99,13 @@ def block(size: int) -> int:
 
 
 def forward_rows(x: Inputs, out: Tensor, lse: Tensor | None) -> list[Launch]:
-    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size(), x.shared))
+    tiles = _tiles(x, rows_forward_tiles(_longest(x)[1], x.q.element_size(), x.hopper))
     arguments = _inputs(x, tiles) | _get_strides("out", out, "bhm", x) | _lse(lse, x)
     return [Launch(rows.forward, _grid(x, tiles, arguments), arguments | {"SAVE": lse is not None}, tiles)]
 
 
 def forward_streaming(x: Inputs, out: Tensor, o2: Tensor | None, lse: Tensor | None) -> list[Launch]:
-    tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size(), x.shared))
+    tiles = _tiles(x, streaming_forward_tiles(x.v.shape[3], x.q.element_size(), x.hopper))
     arguments = _inputs(x, tiles) | _get_strides("out", out, "bhm", x) | _lse(lse, x)
     arguments |= {"o2": out if o2 is None else o2, "SAVE": lse is not None}
     return [Launch(streaming.forward, _grid(x, tiles, arguments), arguments, tiles)]
@@ -142,7 +143,7 @@ def backward_streaming(
 
     given |= {"deltas": deltas, "grad_scale": x.scale}
     for parts in streaming_passes(d, v, x.k.shape[2], size):
-        tiles = _tiles(x, streaming_keys_tiles(size, x.shared))
+        tiles = _tiles(x, streaming_keys_tiles(size, x.shared, _mask(x.mask)[1]))
         arguments = (
             _inputs(x, tiles) | given | _get_strides("dk", dk, "bhpn", x) | _get_strides("dv", dv, "bhn", x) | parts
         )
@@ -159,8 +160,10 @@ def backward_streaming(
 # --- block sizes -----------------------------------------------------------------------------------------------------
 # Chosen so that little spills and a program's tiles fit its shared memory (tests/ops/test_triton_compiles.py compiles
 # every one). Half types run on tensor cores. Hopper and B200 read a product's operands from shared memory; cards with
-# less of it hold them in registers, so their tiles are smaller. float32 is multiplied exactly (IEEE), by plain
-# arithmetic whose operands are held in registers, so its tiles are small on every card.
+# less of it hold them in registers, so their tiles are smaller. There each warp of most kernels takes 16 rows of a
+# tile: 8 warps would compute 64 rows twice. B200 spills with Hopper's forward tiles, but hardly with the small ones.
+# float32 is multiplied exactly (IEEE), by plain arithmetic whose operands are held in registers, so its tiles are small
+# on every card.
 
 
 TOGETHER, APART = [{"KEYS": True, "VALUES": True}], [{"KEYS": True, "VALUES": False}, {"KEYS": False, "VALUES": True}]
@@ -206,11 +209,11 @@ def _accumulators(n: int, size: int) -> int:
     return 128 * 32 * (4 if n <= 64 else 8)
 
 
-def rows_forward_tiles(n: int, size: int, shared: int) -> Tiles:
+def rows_forward_tiles(n: int, size: int, hopper: bool) -> Tiles:
     n = block(n)
     if size == 4:
         return Tiles(16, n, 8, 1)
-    return Tiles(32 if shared < HOPPER else 64, n, 8 if n > 64 else 4, 1)
+    return Tiles(64 if hopper else 32, n, 8 if n > 64 else 4, 1)
 
 
 def rows_backward_tiles(n: int, d: int, v: int, size: int, shared: int) -> Tiles:
@@ -226,25 +229,27 @@ def rows_backward_tiles(n: int, d: int, v: int, size: int, shared: int) -> Tiles
     return Tiles(32 if n <= 128 and block(v) <= 128 else 16, n, warps, stages)
 
 
-def streaming_forward_tiles(v: int, size: int, shared: int) -> Tiles:
+def streaming_forward_tiles(v: int, size: int, hopper: bool) -> Tiles:
     if size == 4:
         return Tiles(32 if block(v) <= 128 else 16, 32, 8, 1)
-    if shared < HOPPER:
-        return Tiles(64, 64 if block(v) <= 128 else 32, 8, 2)
-    return Tiles(128, 64, 8, 3 if block(v) <= 128 else 2)
+    if hopper:
+        return Tiles(128, 64, 8, 3 if block(v) <= 128 else 2)
+    return Tiles(64, 64, 4 if block(v) <= 64 else 8, 2)
 
 
-def streaming_keys_tiles(size: int, shared: int) -> Tiles:
+def streaming_keys_tiles(size: int, shared: int, mask: int) -> Tiles:
     if size == 4:
         return Tiles(16, 32, 8, 1)
-    return Tiles(16, 64, 8, 2) if shared < HOPPER else Tiles(32, 128, 8, 2)
+    if shared < HOPPER:  # any mask is read without running ahead, so a second stage would add spills alone
+        return Tiles(16, 64, 4, 1 if mask == FULL_MASK else 2)
+    return Tiles(32, 128, 8, 2)
 
 
 def streaming_queries_tiles(d: int, v: int, size: int, shared: int) -> Tiles:
     if size == 4:
         return Tiles(16, 32, 8, 1)
     if shared < HOPPER:
-        return Tiles(64, 32, 8, 2 if block(d) <= 64 else 1)
+        return Tiles(64, 32, 4, 2 if block(d) <= 64 else 1)
     return Tiles(128, 64 if block(d) <= 64 and block(v) <= 128 else 32, 8, 2)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from diffvision.ops.attention import operators
-from diffvision.ops.attention.shared_memory import shared_memory
+from diffvision.ops.attention.shared_memory import is_hopper, shared_memory
 from diffvision.ops.attention.triton import launch
 from diffvision.ops.attention.triton.launch import Inputs, Sequences
 
@@ -150,4 +150,4 @@ def _inputs(q, k, v, lam, mask, cu_q, cu_k, longest_q, longest_k, causal, scale)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[1], q.shape[3], k.shape[3])
     packed = None if cu_q is None else Sequences(cu_q, cu_k, longest_q, longest_k)
-    return Inputs(q, k, v, lam, mask, causal, scale, shared_memory(q.device), packed)
+    return Inputs(q, k, v, lam, mask, causal, scale, shared_memory(q.device), is_hopper(q.device), packed)
