@@ -43,7 +43,6 @@ ALIASES = {
     r"val/acc5": "val acc5",
 }
 OF_STEP = ("train/loss", "train/logit_scale")  # on the line although Lightning does not read them for it at every step
-WAIT = 0.05  # the share of time that waits for data from which it is on the line
 SHORTEST_BAR, LONGEST_BAR = 5, 40  # columns
 REDRAWN = 0.25  # seconds between two drawings
 MEMORY = 100  # steps over which the time of a step is averaged
@@ -312,10 +311,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> list[str]:
         for position, (pattern, short) in enumerate(ALIASES.items()):
             if match := re.fullmatch(pattern, key):
                 rank, alias, dataset = position, short.format(**match.groupdict()), match.groupdict().get("dataset")
-        if key != "train/data_wait":
-            named.append((rank, alias, dataset, format_number(float(value))))
-        elif value >= WAIT:
-            named.append((rank, alias, dataset, f"{float(value):.0%}"))
+        named.append((rank, alias, dataset, format_number(float(value))))
     several = len({dataset for _, _, dataset, _ in named if dataset}) > 1
     texts = []
     for _, alias, dataset, value in sorted(named, key=lambda one: one[0]):

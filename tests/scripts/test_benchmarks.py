@@ -298,7 +298,7 @@ def check(part: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "part",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "kernels", "steps")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "kernels", "steps", "fits")),
         pytest.param("tune", marks=pytest.mark.nightly),
     ],
 )

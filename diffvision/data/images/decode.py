@@ -28,7 +28,6 @@ without a bound, a few hundred bytes could ask for hundreds of gigabytes."""
 MAX_SCANS = 500
 """Of a JPEG: progressive ones have about ten. Each goes over the whole image: a megabyte of them takes minutes."""
 MAX_IMAGE_BYTES = MEMBER_TYPES["jpg"]
-_ORIENTATION = 0x0112  # in EXIF
 MAX_CAPTION = 1000
 """Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
 MAX_JSON_BYTES = 1 << 20
@@ -45,17 +44,9 @@ def decode_image(data: bytes) -> Image.Image:
     with translate_errors():
         image = open_image(data)
         image.load()
-        if not is_upright(image):  # not always: it copies
-            with suppress(Exception):
-                image = ImageOps.exif_transpose(image)
+        with suppress(Exception):  # unreadable EXIF gives no orientation
+            ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image)
-
-
-def is_upright(image: Image.Image) -> bool:
-    """Return whether EXIF gives no other orientation; unreadable EXIF gives none."""
-    with suppress(Exception):
-        return image.getexif().get(_ORIENTATION, 1) == 1
-    return True
 
 
 def open_image(data: bytes) -> Image.Image:

@@ -6,19 +6,20 @@ The order of the operations is ToTensor's and Normalize's, so the normalised pix
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import Compose, InterpolationMode, Normalize, RandomResizedCrop, Resize, ToTensor
 from torchvision.transforms.functional import pil_to_tensor
 from torchvision.transforms.v2.functional import resize_image
 
-from diffvision.data.images.decode import decode_image, is_upright, open_image, translate_errors
+from diffvision.data.images.decode import decode_image, open_image, translate_errors
 
 Decoder = Literal["pillow", "torchvision", "draft"]
 """How training images are decoded and resized.
@@ -75,7 +76,7 @@ class Pixels:
             return self(decode_image(data))
         image, whole = open_image(data), None
         with translate_errors():
-            if image.format != "JPEG" or image.mode not in ("RGB", "L") or not is_upright(image):
+            if image.format != "JPEG" or image.mode not in ("RGB", "L") or not _is_upright(image):
                 image = decode_image(data)
                 whole = pil_to_tensor(image)
             # From the size alone: nothing is decoded yet, and the draws are those of the transform.
@@ -159,3 +160,10 @@ def ends_with_normalize(transform: Any) -> bool:
     # A subclass of the user's may do more; those of timm and OpenCLIP, MaybeToTensor, do not.
     known = all(type(step).__module__.partition(".")[0] in ("torchvision", "timm", "open_clip") for step in last)
     return known and len(last) == 2 and isinstance(last[0], ToTensor) and isinstance(last[1], Normalize)
+
+
+def _is_upright(image: Image.Image) -> bool:
+    """Return whether EXIF gives no other orientation; unreadable EXIF gives none."""
+    with suppress(Exception):
+        return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    return True
