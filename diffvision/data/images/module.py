@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -81,7 +81,8 @@ class _ImageData(LoaderData):
 
     def _open_shards(self, source: str | list[str], split: str) -> ShardSet:
         shards = ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
-        _say_downloads(source, shards)
+        if (downloads := sum_downloads(shards.shards)) is not None:
+            rank_zero_info(f"{source}: {downloads.summary()}")
         return shards
 
     def _image_member(self, name: str) -> ImageMember:
@@ -435,12 +436,6 @@ def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) 
         rank_zero_info(f"{purpose} on {images.described}")
     elif (shards := split_shards(source, split)) is not source:
         rank_zero_info(f"{purpose} on {source}: shards {shards[0].name} to {shards[-1].name}, {len(shards)} in all")
-
-
-@rank_zero_only
-def _say_downloads(source: Any, shards: ShardSet) -> None:
-    if (downloads := sum_downloads(shards.shards)) is not None:
-        rank_zero_info(f"{source}: {downloads.summary()}")
 
 
 def _check_named(source: Any, setting: str) -> Any:

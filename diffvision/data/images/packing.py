@@ -5,20 +5,22 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
+from diffvision.data.images.filters import FilteredCaptions, ShardImages
 from diffvision.data.images.folders import ImageEvaluationFolder, in_order
 from diffvision.data.images.image_set import ImageCollection
-from diffvision.data.images.sources import find_images
+from diffvision.data.images.sources import IMAGE_SUFFIXES, find_images
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.sources import MANIFEST
+from diffvision.data.shards.sources import MANIFEST, is_shard, split_shards
 from diffvision.data.shards.writer import (
     Sample,
     begin_manifest,
@@ -39,12 +41,14 @@ class Packed:
     """What became of the images of a source."""
 
     samples: int = 0
+    several: int = 0  # samples with several captions
     skipped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)  # reason -> one image
 
     def add(self, other: "Packed") -> None:
         """Add the counts of other images."""
         self.samples += other.samples
+        self.several += other.several
         self.skipped += other.skipped
         self.examples = other.examples | self.examples
 
@@ -95,6 +99,9 @@ def make_folder(
     captions: str | None = None,
     columns: dict[str, str] | None = None,
     split: str | None = None,
+    words: list[int] | None = None,
+    max_repeats: int | None = None,
+    language: str | None = None,
     per_shard: int = 10_000,
     num_workers: int = 2,
 ) -> str:
@@ -103,22 +110,39 @@ def make_folder(
     Args:
         directory: the folder to write; it must have no shards yet.
         source: a folder of images (with x.txt next to x.jpg, or with a folder for each class), a table (.csv, .tsv,
-            .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face datasets saved, or
-            torchvision:NAME:ROOT.
+            .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face datasets saved,
+            torchvision:NAME:ROOT, or shards of images and captions.
         captions: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: train, validation or test, of a source that has splits; train by default.
+        words: the least and the most words of a caption; images with others are left out and counted.
+        max_repeats: images that may have the same caption; all by default, and 1 leaves duplicates out.
+        language: of captions, as py3langid has it (en); of a few words it is often mistaken.
         per_shard: samples per shard.
         num_workers: processes.
     """
-    images = find_images(source, split, table=captions, columns=columns)
-    packed = pack(
-        images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers
-    ).summary()
-    packed += f"\n  of {images.described}"
-    if images.caption_key != "txt":
-        packed += f"\nseveral captions an image: train with --data.init_args.caption_key {images.caption_key}"
-    return packed
+    if captions is None and columns is None and _has_shards(str(source)):
+        shards = ShardImages(split_shards(source, split or "train"))
+        images = ImageCollection(str(source), cast(Any, range(len(shards))), shards, shards)
+    else:
+        images = find_images(source, split, table=captions, columns=columns)
+    if words is not None or max_repeats is not None or language is not None:
+        if images.captions is None:
+            raise ValueError(f"{images.source} has no captions: leave words, max_repeats and language out")
+        images = replace(images, captions=FilteredCaptions(images.captions, words, max_repeats, language))
+    shuffle = images.labels is not None
+    packed = pack(images, directory, shuffle=shuffle, per_shard=per_shard, num_workers=num_workers)
+    summary = f"{packed.summary()}\n  of {images.described}"
+    if packed.several:
+        summary += "\nseveral captions an image: train with --data.init_args.caption_key json:caption"
+    return summary
+
+
+def _has_shards(location: str) -> bool:
+    """Return whether a source is shards, alone: next to images they are left where they are."""
+    if not any(is_shard(path.name) for path in Path(location).glob("*")):
+        return is_shard(location)
+    return not any(path.suffix.lower() in IMAGE_SUFFIXES for path in Path(location).rglob("*"))
 
 
 def make_evaluation(
@@ -242,6 +266,7 @@ class _Shards(Dataset):
                 packed.examples.setdefault(str(reason), f"{images.source}: {images.names[row]}")
                 continue
             packed.samples += 1
+            packed.several += "json" in texts
             # Keys are numbers: a path may hold dots, which would end the key, or may not be UTF-8.
             yield {"__key__": f"{key:09d}", suffix: image, **texts}
 

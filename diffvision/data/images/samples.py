@@ -128,7 +128,7 @@ class CaptionMember:
 
     def one(self, members: Members) -> str:
         """Return the caption; of a list in JSON, one drawn at random of those that are not blank."""
-        captions = self._captions(members)
+        captions = self.read(members)
         if isinstance(captions, list):
             captions = [caption for caption in captions if not is_blank(caption)] or captions
             captions = captions[int(torch.randint(len(captions), ()))]
@@ -136,14 +136,15 @@ class CaptionMember:
 
     def all(self, members: Members) -> list[str]:
         """Return every caption, the lines of the text or the list in JSON; blank ones among others are kept as ""."""
-        captions = self._captions(members)
+        captions = self.read(members)
         lines = captions if isinstance(captions, list) else captions.splitlines()
         cut = [line.strip()[: self.max_chars] for line in lines]
         if all(map(is_blank, cut)):
             raise BadSample("empty caption")
         return ["" if is_blank(line) else clean_caption(line, self.max_chars) for line in cut]
 
-    def _captions(self, members: Members) -> str | list[str]:
+    def read(self, members: Members) -> str | list[str]:
+        """Return the text of the member, or the value of its field."""
         """Return the sample's caption, or all its captions as one text or a list."""
         if (data := members.get(self.key)) is None:
             raise missing("caption", members, "caption_key", ("txt", "json"))

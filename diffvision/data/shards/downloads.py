@@ -41,18 +41,17 @@ def read_downloads(shard: Shard) -> Downloads | None:
     if shard.remote or not shard.name.endswith(PLAIN):
         return None
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        text = read_small_file(Path(shard.location).parent, shard.name.removesuffix(PLAIN[0]) + "_stats.json")
-        if text is not None:
-            stats = json.loads(text)
-            urls, samples = int(stats["count"]), int(stats["successes"])
-            reasons = Counter({str(name): int(count) for name, count in stats["status_dict"].items()})
-            del reasons["success"]
-            failed = Counter[str]()
-            for reason, count in reasons.most_common(_REASONS):
-                failed["".join(c if c.isprintable() else " " for c in reason[:_MAX_REASON])] += count
-            if rest := urls - samples - failed.total():
-                failed["other reasons"] += rest
-            return Downloads(urls, samples, failed)
+        name = shard.name.removesuffix(PLAIN[0]) + "_stats.json"
+        stats = json.loads(read_small_file(Path(shard.location).parent, name) or "")
+        urls, samples = int(stats["count"]), int(stats["successes"])
+        reasons = Counter({str(name): int(count) for name, count in stats["status_dict"].items()})
+        del reasons["success"]
+        failed = Counter[str]()
+        for reason, count in reasons.most_common(_REASONS):
+            failed["".join(c if c.isprintable() else " " for c in reason[:_MAX_REASON])] += count
+        if rest := urls - samples - failed.total():
+            failed["other reasons"] += rest
+        return Downloads(urls, samples, failed)
     return None
 
 
