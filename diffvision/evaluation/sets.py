@@ -51,7 +51,6 @@ class Labelled(NamedTuple):
 
     names: dict[str, str]  # folder to write for a class -> its name in prompts; all classes that the dataset has
     splits: dict[str, list[tuple[str, Path]]]  # the folder to write, and an image of the class or a folder of them
-    templates: Sequence[str] = ()
 
 
 Write = Callable[[Path], str]
@@ -86,21 +85,19 @@ def _key(number: int) -> str:
 
 def _wnids(asked: Asked, variant: str, test: Sequence[str], train: Sequence[str] = ()) -> Labelled | None:
     """Read ImageNet or a variant: folders named by wnids or by numbers in their order, or a flat val with a file."""
-    every, numbers = list(imagenet_wnids()), variant_numbers(variant)
-    names = dict(zip(every, imagenet_names(), strict=True))
-    splits = {}
+    every, names, numbers = list(imagenet_wnids()), imagenet_names(), variant_numbers(variant)
+    splits, number = {}, {str(number): wnid for number, wnid in enumerate(every)}
     for split, places in (("test", test), ("train", train)):
         for folder in filter(Path.is_dir, (asked.root / place for place in places)):
             inside = [(p.name, p) for p in sorted(folder.iterdir())]
             by_wnid = [(name, p) for name, p in inside if WNID.fullmatch(name)]
-            by_number = [(every[int(name)], p) for name, p in inside if name.isdecimal() and int(name) < len(every)]
+            by_number = [(number.get(name, name), p) for name, p in inside if variant == "imagenetv2" and p.is_dir()]
             flat = {int(match[1]): p for name, p in inside if (match := _IMAGE_NUMBER.search(name))}
             if images := by_wnid or by_number or (_label(flat, folder, asked, every) if flat else []):
                 splits[split] = images
                 break
-    known = every if numbers is None else [every[number] for number in numbers]
-    named = {wnid: names[wnid] for wnid in known}
-    return Labelled(named, splits, imagenet_templates()) if "test" in splits else None
+    known = {every[number]: names[number] for number in (range(len(every)) if numbers is None else numbers)}
+    return Labelled(known, splits) if "test" in splits else None
 
 
 def _label(files: dict[int, Path], folder: Path, asked: Asked, wnids: list[str]) -> list[tuple[str, Path]]:
@@ -133,10 +130,8 @@ def _read_ids(table: Path) -> dict[int, str]:
 
         synsets = np.atleast_1d(loadmat(table.parent / "meta.mat", squeeze_me=True)["synsets"])
         return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if row["num_children"] == 0}
-    except ImportError:
-        raise ValueError(f"{table} has ids of meta.mat, which scipy reads: pip install scipy") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{table} has ILSVRC's ids: put the devkit's meta.mat next to it ({error})") from None
+    except (ImportError, OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{table} has ILSVRC's ids: put meta.mat next to it, pip install scipy ({error})") from None
 
 
 def _objectnet(asked: Asked) -> Labelled | None:
@@ -150,10 +145,7 @@ def _objectnet(asked: Asked) -> Labelled | None:
     places = {_key(number): table.parents[1] / "images" / folder for number, folder in enumerate(folders)}
     names = {key: labels[place.name].lower() for key, place in places.items()}
     test = [(key, place) for key, place in places.items() if place.is_dir()]
-    return Labelled(names, {"test": test}, imagenet_templates())
-
-
-# ---- linear probes -------------------------------------------------------------------------------------------------
+    return Labelled(names, {"test": test})
 
 
 def _torchvision(asked: Asked, name: str, splits: dict[str, str]) -> Labelled:
@@ -184,12 +176,11 @@ def _caltech101(asked: Asked, name: str) -> Labelled | None:
 def _sun397(asked: Asked, name: str) -> Labelled | None:
     """Read SUN397 by the first of its authors' ten partitions, which torchvision does not have."""
     root = asked.root / name
-    tables = {"train": _search(asked.root, "Training_01.txt"), "test": _search(asked.root, "Testing_01.txt")}
     folders = [line.lstrip("/") for line in read_lines(root / "ClassName.txt")]  # a/abbey
     keys = {folder: _key(number) for number, folder in enumerate(folders)}
     splits = {}
-    for split, table in tables.items():
-        if table is None or not folders:
+    for split, file in (("train", "Training_01.txt"), ("test", "Testing_01.txt")):
+        if (table := _search(asked.root, file)) is None or not folders:
             return None
         files = [line.lstrip("/") for line in read_lines(table)]
         splits[split] = [(keys.get(os.path.dirname(file), file), root / file) for file in files]
@@ -199,11 +190,7 @@ def _sun397(asked: Asked, name: str) -> Labelled | None:
 def _arrays(asked: Asked, name: str) -> Write:
     """Return what packs a dataset of torchvision that has its images in arrays."""
     source = f"{TORCHVISION}{name}:{asked.root}"
-    read_torchvision(source, "test")  # before anything is written
-    return lambda target: packing.make_evaluation(target, source, num_workers=asked.num_workers)
-
-
-# ---- captions ------------------------------------------------------------------------------------------------------
+    return partial(packing.make_evaluation, source=source, num_workers=asked.num_workers)
 
 
 def _captions(asked: Asked, tables: Sequence[str], count: int) -> Write | None:
@@ -225,17 +212,15 @@ def _captions(asked: Asked, tables: Sequence[str], count: int) -> Write | None:
 
 
 def _check(files: Sequence[Path], count: int, asked: Asked, where: Path) -> None:
-    if missing := [file for file in files if not file.exists()]:
-        raise ValueError(
-            f"{len(missing):,} of {len(files):,} images of {where} are missing, first {missing[0]}: add them"
-        )
+    if lost := [file for file in files if not file.exists()]:
+        raise ValueError(f"{len(lost):,} of {len(files):,} images of {where} are missing, first {lost[0]}: add them")
     if count not in (0, len(files)) and not asked.subset:
         raise ValueError(f"{where} has {len(files):,} test images, not {count:,}: get it again, or give --subset")
 
 
 def _check_labelled(labelled: Labelled, asked: Asked, row: Dataset) -> str:
     """Return what there is of a dataset; raise ValueError if classes or images are missing."""
-    names, splits, _ = labelled
+    names, splits = labelled
     tested = {key for key, _ in splits["test"]}
     for split, images in sorted(splits.items()):
         where, found = f"{asked.root}, {split},", {key for key, _ in images}
@@ -255,7 +240,7 @@ def _check_labelled(labelled: Labelled, asked: Asked, row: Dataset) -> str:
     return f"{len(tests):,} test images of {len(tested):,} classes{also}, in {asked.root}"
 
 
-def _link(labelled: Labelled, target: Path) -> None:
+def _link(labelled: Labelled, target: Path, templates: Sequence[str]) -> None:
     for split, images in labelled.splits.items():
         (target / split).mkdir(parents=True)
         for key, path in images:
@@ -266,8 +251,8 @@ def _link(labelled: Labelled, target: Path) -> None:
             place.symlink_to(path.resolve())
     present = {key for key, _ in labelled.splits["test"]}
     write_lines(target / "classnames.txt", [labelled.names[key] for key in sorted(present)])
-    if labelled.templates:
-        write_lines(target / "zeroshot_classification_templates.txt", labelled.templates)
+    if templates:
+        write_lines(target / "zeroshot_classification_templates.txt", templates)
 
 
 def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
@@ -276,6 +261,7 @@ def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
     if content is None:
         raise ValueError(f"{asked.root} lacks {' or '.join(row.marks[:2])}, or what belongs to it: get {row.get}")
     described = _check_labelled(content, asked, row) if isinstance(content, Labelled) else ""
+    templates = imagenet_templates() if row.group == "zero_shot" else []
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -284,10 +270,10 @@ def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
             said = content(part)
         elif asked.copy:
             with TemporaryDirectory() as folder:
-                _link(content, Path(folder))
+                _link(content, Path(folder), templates)
                 said = packing.make_evaluation(part, folder, num_workers=asked.num_workers)
         else:
-            _link(content, part)
+            _link(content, part, templates)
             said = f"linked {described}"
         part.rename(target)
     finally:
@@ -296,20 +282,22 @@ def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
 
 
 def _make_all(directory: Path, asked: Asked) -> str:
+    """Write every dataset that is there; print a line on each."""
+    folders = [asked.root, *sorted(asked.root.glob("*/")), *sorted(asked.root.glob("*/*/"))]
     made, refused = 0, []
     for name, row in DATASETS.items():
-        target, roots = directory / row.group / name, [asked.root, *asked.root.glob("*/"), *asked.root.glob("*/*/")]
-        root = next((root for root in roots for mark in row.marks if next(root.glob(mark), None)), None)
+        target, said = directory / row.group / name, f"not found: {row.get}"
+        roots = [root for root in folders if any(next(root.glob(mark), None) for mark in row.marks)]
         if target.exists():
             said = f"made already, {target}"
-        elif root is None:
-            said = f"not found: {row.get}"
-        else:
-            try:  # captions and their images may be in folders next to each other
-                said = _make_one(target, asked if row.group == "retrieval" else asked._replace(root=root), row)
+        # Captions and their images may be in folders next to each other.
+        for root in [] if target.exists() else [asked.root] if roots and row.group == "retrieval" else roots:
+            try:
+                said = _make_one(target, asked._replace(root=root), row)
+                break
             except (ValueError, OSError) as error:
                 said = f"refused: {error}"
-                refused.append(name)
+        refused += [name] if said.startswith("refused") else []
         made += target.exists()
         print(f"{name:<16}{said}", flush=True)
     if refused:

@@ -4,7 +4,6 @@ COCO's have one split each; Karpathy's have all of them, with five captions an i
 """
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -79,9 +78,7 @@ def _find_folder(root: Path, table: Path, names: list[str]) -> Path:
     """
     near = [root, *sorted(root.glob("*/")), *sorted(root.glob("*/*/"))]
     if root == table.parent:
-        near += [root.parent, root.parent / "images"]
-        if match := re.search(r"(train|val|test)\d{4}", table.stem):
-            near.append(root.parent / match[0])
+        near += [root.parent, *sorted(root.parent.glob("*/"))]
     for folder in near:
         if any((folder / name).is_file() for name in names):
             return folder
