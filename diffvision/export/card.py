@@ -39,6 +39,9 @@ _PAPERS = {
     "v2": "ye2026differential",
     "gda": "lim2025grouped",
     "v1_dint": "cang2025dint",
+    "gated": "qiu2025gated",
+    "v1_gated": "qiu2025gated",
+    "v2_gated": "qiu2025gated",
     "vca": "pu2025linear",
     "dex": "kong2025understanding",
 }

@@ -41,6 +41,9 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     "v2" and "dex" give every new matrix a gradient from the first step. For "dex" this needs a lambda above zero, which
     the default (the layer's lambda_init) and the paper's `diffvision.training.callbacks.LambdaAnnealing` give.
 
+    "gated" adds a gate of 1/2 and doubles the output projection, which computes the same. Layers that have a gate keep
+    it: "v2" then makes "v2_gated", and "v1" "v1_gated".
+
     A timm model can be saved afterwards (`timm.models.save_for_hf`), and `timm.create_model("local-dir:...")` builds it
     again. A `LanguageModel` can be saved by `language.save`, and `diffvision adapt` also saves OpenCLIP models.
 
@@ -54,7 +57,7 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         only_new: freeze all but the new parameters, as `freeze_but_new` does.
 
     Raises:
-        ValueError: there is no standard attention, or it has further parts (gates, norms of all heads, cross-attention,
+        ValueError: there is no standard attention, or it has further parts (norms of all heads, cross-attention,
             adapters such as LoRA), only some layers of a tower have it, or for "v1" the number of heads is odd.
     """
     if method not in ATTENTION or not ATTENTION[method].new_parameters:
@@ -75,9 +78,10 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     choose = _head_choice(slots, heads)
     standard = [_standard(slot.attention) for slot in slots]  # all, before any is changed
     settings = [{"heads": choose(slot, layer)} if choose else {} for slot, layer in zip(slots, standard, strict=True)]
+    methods = [_with_gate(method) if layer.variant == "gated" else method for layer in standard]
     new = [
-        ATTENTION[method].from_standard(layer, depth=slot.depth, **more)
-        for slot, layer, more in zip(slots, standard, settings, strict=True)
+        ATTENTION[one].from_standard(layer, depth=slot.depth, **more)
+        for one, slot, layer, more in zip(methods, slots, standard, settings, strict=True)
     ]
     for slot, layer in zip(slots, new, strict=True):
         slot.put(layer)
@@ -86,7 +90,7 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     if isinstance(model, LanguageModel):
         kv_heads = None if model.config.num_kv_heads is None else new[0].num_kv_heads
         model.config = dataclasses.replace(
-            model.config, variant=method, num_heads=new[0].num_heads, num_kv_heads=kv_heads
+            model.config, variant=new[0].variant, num_heads=new[0].num_heads, num_kv_heads=kv_heads
         )
     _rename(model, method)
     if bert:
@@ -199,8 +203,16 @@ def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def is_standard(module: Any) -> bool:
-    """Return whether a module is the standard attention of ours."""
-    return isinstance(module, AttentionLayer) and module.variant == "standard"
+    """Return whether a module is the standard attention of ours, which may have a gate."""
+    return isinstance(module, AttentionLayer) and module.variant in ("standard", "gated")
+
+
+def _with_gate(method: str) -> str:
+    """Return the variant of a method for layers with a gate."""
+    name = method if method.endswith("_gated") else f"{method}_gated"
+    if name not in ATTENTION:
+        raise ValueError(f"the model's attention has gates, which method {method!r} does not take: use 'v2' or 'v1'")
+    return name
 
 
 def _refuse_mixed(model: nn.Module, slots: Sequence[_Slot]) -> None:
@@ -263,14 +275,13 @@ def _standard(module: nn.Module) -> AttentionLayer:
 
 def _of_timm(theirs: TimmAttention) -> AttentionLayer:
     """Return a plain layer of ours with the weights of timm's attention."""
-    refuse_wrapped(qkv=theirs.qkv, proj=theirs.proj)
-    more = [name for name in ("norm", "gate") if not isinstance(getattr(theirs, name, None), nn.Identity | None)]
-    if more or theirs.proj.out_features != theirs.qkv.in_features:
-        raise ValueError(
-            f"timm's attention here has {', '.join(more) or 'another output width'}, which V1 and V2 lack: use "
-            "method dex"
-        )
-    layer = _layer(theirs, theirs.qkv.weight, theirs.qkv.bias, theirs.proj)
+    gate = getattr(theirs, "gate", None)
+    refuse_wrapped(qkv=theirs.qkv, proj=theirs.proj, **({} if gate is None else {"gate": gate}))
+    has_norm = not isinstance(getattr(theirs, "norm", None), nn.Identity | None)
+    if has_norm or theirs.proj.out_features != theirs.qkv.in_features:
+        what = "a norm of all heads" if has_norm else "another output width"
+        raise ValueError(f"timm's attention here has {what}, which no layer of ours has: give a model without it")
+    layer = _layer(theirs, theirs.qkv.weight, theirs.qkv.bias, theirs.proj, gate)
     layer.q_norm, layer.k_norm = cast(Any, theirs.q_norm), cast(Any, theirs.k_norm)
     layer.attn_drop, layer.proj_drop = theirs.attn_drop.p, theirs.proj_drop
     return layer
@@ -290,10 +301,12 @@ def _of_torch(block: ResidualAttentionBlock) -> AttentionLayer:
 
 
 @torch.no_grad()
-def _layer(theirs: Any, weight: Tensor, bias: Tensor | None, proj: nn.Linear) -> AttentionLayer:
+def _layer(
+    theirs: Any, weight: Tensor, bias: Tensor | None, proj: nn.Linear, gate: nn.Linear | None = None
+) -> AttentionLayer:
     """Return a standard layer with a library's weights, those of queries, keys and values stacked in one matrix."""
     layer = build_attention(
-        "standard",
+        "standard" if gate is None else "gated",
         weight.shape[1],
         theirs.num_heads,
         head_dim=theirs.head_dim,
@@ -307,4 +320,6 @@ def _layer(theirs: Any, weight: Tensor, bias: Tensor | None, proj: nn.Linear) ->
             for linear, part in zip((layer.q_proj, layer.k_proj, layer.v_proj), value.chunk(3), strict=True):
                 getattr(linear, name).copy_(part)
     layer.proj.load_state_dict(proj.state_dict())
+    if gate is not None:
+        cast(Any, layer).gate.load_state_dict(gate.state_dict())
     return layer

@@ -8,8 +8,8 @@ and a part is a variant, or a number of layers times a variant; the remaining la
     "+".join(["standard", "v1"] * 6)     every other one
 
 A layer of another variant than the model's is its matched layer, of the same parameters up to V1's 6 D: between V1
-and plain attention twice or half as many heads and key/value heads of the same size, between V2 and the others the MLP
-as much wider or narrower as V2's second queries cost. `num_heads` and the MLP's width stay those of the model's
+and plain attention twice or half as many heads and key/value heads of the same size, and the MLP as much wider or
+narrower as V2's second queries and gates cost. `num_heads` and the MLP's width stay those of the model's
 variant. Grouped attention has fewer parameters than its matched layer, as in the models of its name, and DEX has its
 projection in addition.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from diffvision.nn import ATTENTION
 
@@ -87,6 +88,12 @@ def matched_heads(layer: str, variant: str, num_heads: int, num_kv_heads: int | 
     return num_heads // 2, None if num_kv_heads is None else num_kv_heads // 2
 
 
-def second_queries(layer: str, variant: str) -> int:
-    """Return how many more queries a layer has than the model's, per head of the plain layer, as V2 has one."""
-    return ATTENTION[layer].extra_queries() - ATTENTION[variant].extra_queries()
+def extra_rows(layer: str, variant: str, head_dim: int, **settings: Any) -> float:
+    """Return how many more rows a layer's projections have than the model's, per head of the plain layer."""
+    return ATTENTION[layer].extra_rows(head_dim, **settings) - ATTENTION[variant].extra_rows(head_dim, **settings)
+
+
+def extra_queries(layer: str, variant: str, **settings: Any) -> int:
+    """Return `extra_rows` in whole queries: V2 has one more than plain attention, and a gate by channel is another."""
+    size = 64
+    return int(extra_rows(layer, variant, size, **settings) / size)

@@ -7,7 +7,7 @@ attention of the blocks: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standar
 `text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's image tower,
 where `head_width` is the width of a differential head's output. The setting `variant_by_layer=4*standard` gives layers
 other attention by depth (`diffvision.models.by_layer`); `heads` and `head_width` stay those of the named variant, and
-V2, whose matched layers have another MLP, is not mixed with others here. Every other tower is built as before.
+V2 and gates, whose matched layers have another MLP, are not mixed with others here. Other towers are built as before.
 
 Without this package the same configuration builds plain blocks, and loading our weights into them fails on their names.
 
@@ -32,7 +32,7 @@ import torch
 from open_clip.transformer import ResidualAttentionBlock, TextTransformer
 from torch import Tensor, nn
 
-from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
+from diffvision.models.by_layer import extra_queries, matched_heads, variants_by_layer
 from diffvision.models.released import TAGS, wrap_download
 from diffvision.nn import ATTENTION, build_attention, settings_of
 
@@ -133,10 +133,10 @@ def _use_attention(transformer: Any, heads: int, variant: str, settings: dict[st
     settings = {"qkv_bias": True, **settings}
     by_layer, kv_heads = settings.pop(_BY_LAYER, None), settings.pop("num_kv_heads", None)
     variants = variants_by_layer(by_layer, variant, len(transformer.resblocks))
-    if any(second_queries(one, variant) for one in variants):
+    if any(extra_queries(one, variant) for one in variants):
         raise ValueError(
             f"variant_by_layer is {by_layer!r} in a tower of {variant!r}, whose layers share one MLP: mix variants "
-            "other than V2, or use timm"
+            "without second queries and gates, or use timm"
         )
     for depth, block in enumerate(transformer.resblocks):
         counted = matched_heads(variants[depth], variant, heads, kv_heads)

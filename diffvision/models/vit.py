@@ -9,14 +9,16 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
     gda_vit_<shape>      grouped: V1's heads, several to a noise head               gda_vit_base_patch16_224
     dint_vit_<shape>     DINT: V1 whose rows sum to 1                               dint_vit_base_patch16_224
     vca_vit_<shape>      Visual-Contrast Attention: plain heads, a narrower MLP     vca_vit_base_patch16_224
+    gated_vit_<shape>    plain attention with a sigmoid gate, a narrower MLP        gated_vit_base_patch16_224
 
 `ALIASES` has short names, such as `diff_vit_base`. There is a plain twin for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
 
 Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS` and what the model's variants take
-besides: numbers and strings, so that a saved model's configuration can hold them. `variant_by_layer` among them, such
-as "4*standard", gives layers other attention by depth (`diffvision.models.by_layer`). None has released weights:
-`pretrained=True` is a RuntimeError.
+besides: numbers and strings, so that a saved model's configuration can hold them. `variant`, such as "v2_gated", gives
+all layers another attention, with its matched heads and MLP. `variant_by_layer`, such as "4*standard", does so by depth
+(`diffvision.models.by_layer`). `reg_tokens=4` is timm's: learned register tokens, which any of the models may have.
+None has released weights: `pretrained=True` is a RuntimeError.
 """
 
 from collections import ChainMap
@@ -33,7 +35,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from diffvision.models.bundled import bundled
-from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
+from diffvision.models.by_layer import extra_queries, matched_heads, variants_by_layer
 from diffvision.moved import get_renamed
 from diffvision.nn import (
     ATTENTION,
@@ -54,6 +56,7 @@ ATTENTION_SETTINGS = (
     "signal_ratio",
     "contrast_size",
     "joint",
+    "gate",
     "variant_by_layer",
 )
 # Arguments of attention that `Block` passes on, and those that a vision transformer has no use of.
@@ -237,8 +240,8 @@ GROUPED = {
 }
 
 
-# The shapes of dint_vit_* and vca_vit_*.
-SHAPES_OF_BOTH = (
+# The shapes of dint_vit_*, vca_vit_* and gated_vit_*.
+FEW_SHAPES = (
     "debug",
     "tiny_patch16_224",
     "small_patch16_224",
@@ -281,8 +284,9 @@ MODELS = {
         for name, shape in _ALL.items()
         if name in GROUPED
     },
-    **{f"dint_vit_{name}": Model("v1_dint", _ALL[name]) for name in SHAPES_OF_BOTH},
-    **{f"vca_vit_{name}": Model("vca", _contrast(_ALL[name])) for name in SHAPES_OF_BOTH},
+    **{f"dint_vit_{name}": Model("v1_dint", _ALL[name]) for name in FEW_SHAPES},
+    **{f"vca_vit_{name}": Model("vca", _contrast(_ALL[name])) for name in FEW_SHAPES},
+    **{f"gated_vit_{name}": Model("gated", _ALL[name]) for name in (*FEW_SHAPES, "small_patch16_clip_224")},
     "plain_vit_debug": Model("standard", SHAPES["debug"]),
     "diff_vit_base_patch16_clip_dynamic_224": Model("v1", Shape("base", 16, 224, 1.0, _CLIP_DYNAMIC)),
     "diff_vit_debug_clip_lambda02": Model("v1", Shape("debug", 8, 32, 1.0, _CLIP_DEBUG_02)),
@@ -307,6 +311,9 @@ ALIASES = {
     "vca_vit_tiny": "vca_vit_tiny_patch16_224",
     "vca_vit_small": "vca_vit_small_patch16_224",
     "vca_vit_base": "vca_vit_base_patch16_224",
+    "gated_vit_tiny": "gated_vit_tiny_patch16_224",
+    "gated_vit_small": "gated_vit_small_patch16_224",
+    "gated_vit_base": "gated_vit_base_patch16_224",
 }
 MODELS |= {short: MODELS[name] for short, name in ALIASES.items()}
 
@@ -352,24 +359,25 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     """Build a model of `MODELS`; kwargs are those of timm's VisionTransformer, its builder and ATTENTION_SETTINGS."""
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
+    if _LAYERS[variant].needs_grid and (given := {"variant", "variant_by_layer"} & kwargs.keys()):
+        raise TypeError(f"{name} has {variant!r} attention, which needs all layers: it takes no {given.pop()}")
+    variant, by_layer = kwargs.pop("variant", variant), kwargs.pop("variant_by_layer", None)
+    if variant not in ATTENTION and not _LAYERS[MODELS[name].variant].needs_grid:
+        raise ValueError(f"variant is {variant!r}: choose one of {', '.join(ATTENTION)}")
     kind = _LAYERS[variant]
-    by_layer = kwargs.pop("variant_by_layer", None)
-    if "variant" in kwargs:
-        raise TypeError(f"{name} has the variant {variant!r}: for another give variant_by_layer, such as '4*v2+8*v1'")
-    if kind.needs_grid and by_layer is not None:
-        raise TypeError(f"{name} has {variant!r} attention, which needs all layers: it takes no variant_by_layer")
     variants = [variant] if kind.needs_grid else variants_by_layer(by_layer, variant, kwargs.get("depth", size.depth))
     # A shape's settings serve all variants; a setting that a user gives must be one of this model's.
     takes = set().union(*(settings_of(_LAYERS[one]) for one in variants))
     if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - takes:
         names = " and ".join(map(repr, dict.fromkeys(variants)))
         raise TypeError(f"{name} has {names} attention, which takes no {', '.join(sorted(useless))}")
+    more = 0 if kind.needs_grid else extra_queries(variant, "standard", gate=kwargs.get("gate"))
     settings = {
         "patch_size": shape.patch,
         "embed_dim": size.width,
         "depth": size.depth,
         "num_heads": size.diff_heads if kind.value_maps == 2 else size.heads,
-        "mlp_ratio": size.mlp_ratio - 0.5 * kind.extra_queries(),
+        "mlp_ratio": size.mlp_ratio - 0.5 * more,
         **(shape.settings or {}),
         **kwargs,
     }
@@ -387,7 +395,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
             pretrained,
             pretrained_filter_fn=checkpoint_filter_fn,
             feature_cfg={"out_indices": settings.pop("out_indices", 3), "feature_cls": "getter"},
-            block_fn=Block if by_layer is None else partial(_block_of_layer, variants, variant),
+            block_fn=Block if by_layer is None else partial(_block_of_layer, variants, variant, kwargs.get("gate")),
             attn_layer=attn_layer,
             **settings,
         )
@@ -416,10 +424,10 @@ def _attention_of_layer(
 
 
 def _block_of_layer(
-    variants: Sequence[str], variant: str, *args: Any, depth: int, mlp_ratio: float, **settings: Any
+    variants: Sequence[str], variant: str, gate: str | None, *args: Any, depth: int, mlp_ratio: float, **settings: Any
 ) -> Block:
     """Build the block of a layer, with the MLP's width given for the model's variant."""
-    mlp_ratio -= 0.5 * second_queries(variants[depth], variant)
+    mlp_ratio -= 0.5 * extra_queries(variants[depth], variant, gate=gate)
     return Block(*args, depth=depth, mlp_ratio=mlp_ratio, **settings)
 
 

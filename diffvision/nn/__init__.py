@@ -11,13 +11,17 @@ from diffvision.nn.contrast import VisualContrastAttention
 from diffvision.nn.dex import DexAttention
 from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2
 from diffvision.nn.dint import DintAttention
+from diffvision.nn.gated import GatedAttention, GatedDiffAttention, GatedDiffAttentionV2
 from diffvision.nn.grouped import GroupedDiffAttention
 from diffvision.nn.lambda_init import depth_lambda_init
 from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
 from diffvision.plugins import PluginTable
 
 _FORMS = (HeadLambda, TokenLambda, TokenHeadLambda, DualLambda)
-_LAYERS = (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DintAttention, DexAttention)
+_GATED = (GatedAttention, GatedDiffAttention, GatedDiffAttentionV2)
+_LAYERS = (
+    *(Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DintAttention, DexAttention, *_GATED),
+)
 ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
     "diffvision.attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
 )
@@ -71,6 +75,9 @@ __all__ = [
     "DifferentialLayer",
     "DintAttention",
     "DualLambda",
+    "GatedAttention",
+    "GatedDiffAttention",
+    "GatedDiffAttentionV2",
     "GroupedDiffAttention",
     "HeadLambda",
     "HeadNorm",

@@ -187,15 +187,17 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Give a class whose constructor passes settings on the signature of all that it takes."""
+        """Give a class whose constructors pass settings on the signature of all that they take."""
         super().__init_subclass__(**settings)
-        if "__init__" in vars(cls):
-            _, *own = inspect.signature(cls.__init__).parameters.values()
-            inherited = inspect.signature(cls.__mro__[1]).parameters.values()
-            if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
-                names = [parameter.name for parameter in own]
-                own[-1:] = [one for one in inherited if one.name not in names]
-            cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        taken: dict[str, inspect.Parameter] = {}
+        for kind in cls.__mro__:
+            if "__init__" in vars(kind):
+                _, *own = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+                passes_on = own[-1:] and own[-1].kind is inspect.Parameter.VAR_KEYWORD
+                taken = {one.name: one for one in own[: -1 if passes_on else None]} | taken
+                if not passes_on:
+                    break
+        cls.__signature__ = inspect.Signature(list(taken.values()))  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -250,7 +252,8 @@ class AttentionLayer(nn.Module):
             with torch.autocast(x.device.type, enabled=False):
                 values = v.to(softmax.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
                 heads = (maps[-1] @ values).to(v.dtype)
-        return self.proj_drop(self.proj(self.finish(heads).transpose(1, 2).flatten(2)))
+        heads = self.modulate(self.finish(heads), x)
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
     def attention_maps(
         self,
@@ -316,9 +319,16 @@ class AttentionLayer(nn.Module):
     # ---- what a variant says --------------------------------------------------------------------------------------
 
     @classmethod
-    def extra_queries(cls) -> int:
-        """Return how many more queries than the plain layer's there are per head of it: 1 in V2, 0 in V1."""
-        return cls.query_maps // cls.value_maps - 1
+    def extra_rows(cls, head_dim: int, **settings: Any) -> float:
+        """Return how many more rows than the plain layer's its projections have per head of it: 0 in V1.
+
+        A twin of equal parameters has an MLP that is so much narrower.
+
+        Args:
+            head_dim: D.
+            **settings: of the variant.
+        """
+        return (cls.query_maps // cls.value_maps - 1) * head_dim
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make the variant's own parameters with this device and dtype; `reset_parameters` fills them."""
@@ -357,6 +367,10 @@ class AttentionLayer(nn.Module):
             factor: in place of the variant's `output_factor`, for analysis.
         """
         return self.head_norm(heads)
+
+    def modulate(self, heads: Float[Tensor, "B H N V"], x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N V"]:
+        """Return what `finish` returned as the output projection takes it; x are the queries' tokens."""
+        return heads
 
     @classmethod
     def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
@@ -441,6 +455,13 @@ class Attention(AttentionLayer):
 
     def combine(self, maps: Tensor, lam: Tensor | None, inputs: Inputs) -> Tensor:
         return maps.squeeze(2)
+
+    @classmethod
+    def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
+        """Return a layer of a form of this one, with all parts of a standard layer."""
+        new = cls._with_parts_of(layer, layer.num_heads, layer.num_kv_heads)
+        new.q_proj, new.head_norm = layer.q_proj, layer.head_norm
+        return new
 
 
 class DifferentialLayer(AttentionLayer):

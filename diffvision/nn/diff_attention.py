@@ -140,6 +140,10 @@ class DiffAttentionV2(DifferentialLayer):
         return logits.sigmoid().transpose(1, 2).unsqueeze(-1)
 
     @classmethod
+    def extra_rows(cls, head_dim: int, **settings: Any) -> float:
+        return super().extra_rows(head_dim) + 1  # the head's lambda
+
+    @classmethod
     @torch.no_grad()
     def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
         """Return a layer of the same function: queries copied, lambda 1/2 (sigmoid of 0), projection doubled.

@@ -164,9 +164,14 @@ def flops(clip: SmallClip, data: Data) -> int:
 
 
 def train(
-    run: Run, data: Data, epochs: int, families: Mapping[str, Towers] = FAMILIES, batch: int = BATCH
+    run: Run,
+    data: Data,
+    epochs: int,
+    families: Mapping[str, Towers] = FAMILIES,
+    batch: int = BATCH,
+    also: Callable[[SmallClip, Data], dict[str, Any]] = lambda clip, data: {},
 ) -> dict[str, Any]:
-    """Train and measure one run."""
+    """Train and measure one run; `also` returns further numbers of the trained model."""
     torch.manual_seed(run.seed)
     model = families[run.family].create(SIZE, PATCH)
     clip = SmallClip(model, data.captions, data.mean, data.std)
@@ -197,7 +202,8 @@ def train(
     except FloatingPointError as error:
         return {**numbers, "diverged": str(error)}
     with torch.no_grad():
-        measured = {split: metrics(clip, data, split) for split in SPLITS}
+        measured: dict[str, Any] = {split: metrics(clip, data, split) for split in SPLITS}
+        measured |= also(clip, data)
     return {**numbers, "diverged": "", "seconds": round(seconds), "learned": learned, **measured}
 
 

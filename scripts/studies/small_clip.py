@@ -47,15 +47,21 @@ def pixels(samples: Sequence[dict[str, bytes]], member: str = "png") -> Tensor:
 
 @dataclass(frozen=True)
 class Towers:
-    """A CLIP with CLIP-debug's width and depth: the image tower by timm's name, the text tower of an OpenCLIP model."""
+    """A CLIP with CLIP-debug's width and depth: the image tower by timm's name, the text tower of an OpenCLIP model.
+
+    The settings of both are added: arguments of timm's, and fields of OpenCLIP's `text_cfg`.
+    """
 
     image: str = "plain_vit_debug_clip"
     settings: dict[str, Any] = field(default_factory=dict)
     text: str = "CLIP-debug"
+    text_settings: dict[str, Any] = field(default_factory=dict)
 
     def create(self, size: int, patch: int) -> Any:
         """Return the model with random weights, for images of a size and patches of another, in pixels."""
-        model: Any = open_clip.create_model(self.text, output_dict=True)
+        config: Any = open_clip.get_model_config(self.text)
+        text_cfg = {**config["text_cfg"], **self.text_settings}
+        model: Any = open_clip.create_model(self.text, output_dict=True, text_cfg=text_cfg)
         pool = model.visual.trunk.global_pool
         model.visual.trunk = timm.create_model(
             self.image, img_size=size, patch_size=patch, num_classes=0, global_pool=pool, **self.settings

@@ -20,7 +20,14 @@ from safetensors.torch import save_file
 from diffvision.models import clip
 from diffvision.nn import ATTENTION
 
-DEBUG = ["CLIP-debug", "DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug", "DiffCLIP-DINT-debug"]
+DEBUG = [
+    "CLIP-debug",
+    "DiffCLIP-debug",
+    "DiffCLIP-V2-debug",
+    "DiffCLIP-GDA-debug",
+    "DiffCLIP-DINT-debug",
+    "GatedCLIP-debug",
+]
 FULL = sorted(name for name in clip.model_names() if not name.endswith("nano") and "debug" not in name)
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
 
@@ -475,6 +482,7 @@ def test_loading_without_diffvision_fails_loudly(tmp_path):
 def twin_of(name: str) -> str:
     size = (
         name.removeprefix("DiffCLIP-")
+        .removeprefix("GatedCLIP-")
         .removeprefix("V2-")
         .removeprefix("GDA-")
         .removeprefix("DINT-")
@@ -494,19 +502,20 @@ def count(shapes: dict[str, torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-@pytest.mark.parametrize("name", [name for name in clip.model_names() if name.startswith("DiffCLIP")])
+@pytest.mark.parametrize("name", [name for name in clip.model_names() if not name.startswith("CLIP")])
 @pytest.mark.quick("DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug")
 def test_twin_differs_in_attention_only(name):
     ours, plain = parameters(name), parameters(twin_of(name))
     assert set(plain) <= set(ours)
     added = set(ours) - set(plain)
     assert added
-    assert all(".attn.lambda_" in key or ".attn.head_norm." in key for key in added)
+    kinds = (".attn.gate.",) if "Gated" in name else (".attn.lambda_", ".attn.head_norm.")
+    assert all(any(kind in key for kind in kinds) for key in added)
     changed = {key for key in plain if ours[key] != plain[key]}
     # V2 has twice the queries, and a narrower MLP pays for them; GDA has keys and values of its groups only.
     parts = (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.") if "GDA" in name else (".attn.q_proj.", ".mlp.")
     assert all(any(part in key for part in parts) for key in changed)
-    assert bool(changed) == ("V2" in name or "GDA" in name)
+    assert bool(changed) == any(kind in name for kind in ("V2", "GDA", "Gated"))
     for key, value in open_clip.get_model_config(name).items():
         if key not in ("vision_cfg", "text_cfg"):
             assert open_clip.get_model_config(twin_of(name))[key] == value
@@ -531,6 +540,9 @@ def test_twin_differs_in_attention_only(name):
         # V2 trades width x width of the MLP for as many queries. What is left: lambda's projection, and half a width
         # more of biases.
         ("DiffCLIP-V2-ViT-B-16", "ViT-B-16", 768, 12 * (768 * 12 + 384) + 12 * (512 * 8 + 256)),
+        # A gate trades as much, and half a width of biases is left.
+        ("GatedCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 384 + 12 * 256),
+        ("GatedCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 192),
         # GDA: 8 query heads of 64 for 12 in the images' tower and 5 for 8 in the text's, and 2 of 6 and 1 of 4 keys
         # and values of 128; lambda and norm as V1's.
         (
@@ -558,7 +570,11 @@ def test_published_size():
 def test_full_sizes_are_differential_where_they_say_so():
     for name in FULL:
         model = build_on_meta(name)
-        marked = [variant for mark, variant in (("V2", "v2"), ("GDA", "gda"), ("DINT", "v1_dint")) if mark in name]
+        marked = [
+            variant
+            for mark, variant in (("V2", "v2"), ("GDA", "gda"), ("DINT", "v1_dint"), ("Gated", "gated"))
+            if mark in name
+        ]
         variant = marked[0] if marked else "v1" if name.startswith("Diff") else "standard"
         assert {block.attn.variant for block in model.visual.trunk.blocks} == {variant}
         text = [block.attn for block in model.transformer.resblocks]

@@ -67,11 +67,12 @@ def expected_parameters(name: str) -> int:
         "v2": 5 * width * width + 5 * width + heads * width,  # twice the query, and lambda of each token and head
     }
     attention["v1_dint"] = attention["v1"]
+    attention["gated"] = 5 * width * width + 5 * width  # a gate of each channel
     if variant == "gda":  # a query for each signal and noise head; two keys and a value of 2 sizes for each group
         size, groups = width // diff_heads // 2, diff_heads // vit.GROUPED[name.removeprefix("gda_vit_")]
         rows = (diff_heads + groups) * size + 4 * groups * size + width
         attention["gda"] = rows * (width + 1) + 6 * size
-    hidden = int(width * (mlp_ratio - 0.5 if variant == "v2" else mlp_ratio))
+    hidden = int(width * (mlp_ratio - 0.5 if variant in ("v2", "gated") else mlp_ratio))
     if variant == "vca":  # two embeddings of the pooled tokens, a convolution; 8 lambda vectors and 2 norms of a head
         pooled = (shape.image // shape.patch // 2) ** 2
         attention["vca"] = attention["standard"] + (2 * pooled + 10) * width + 10 * (width // heads)
@@ -92,6 +93,7 @@ def expected_parameters(name: str) -> int:
     "plain_vit_debug",
     "gda_vit_debug",
     "dint_vit_debug",
+    "gated_vit_debug",
     "vca_vit_small",
     "diff_vit_so150m_patch16_224",
 )

@@ -62,7 +62,7 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 
 
 def test_every_name_is_listed_with_its_configuration():
-    patterns = ("diff*", "plain_vit*", "gda_vit*", "dint_vit*", "vca_vit*")
+    patterns = ("diff*", "plain_vit*", "gda_vit*", "dint_vit*", "vca_vit*", "gated_vit*")
     ours = {name for pattern in patterns for name in timm.list_models(pattern)}
     assert ours == set(vit.model_names())
     assert set(timm.list_models("diff*", name_matches_cfg=True)) == set(timm.list_models("diff*"))
@@ -304,7 +304,7 @@ def test_a_setting_that_the_variant_has_no_use_for_is_refused():
 # --------------------------------------------------------------------------------------------- what torch's tools do
 
 
-@pytest.fixture(params=["plain_vit", "diff_vit", "diffv2_vit", "gda_vit", "dint_vit", "vca_vit"])
+@pytest.fixture(params=["plain_vit", "diff_vit", "diffv2_vit", "gda_vit", "dint_vit", "vca_vit", "gated_vit"])
 def long_rows(request):
     """A model with more keys than the formula is chosen for, and an image."""
     model = timm.create_model(f"{request.param}_debug", img_size=80, depth=1, num_classes=10).eval()

@@ -129,7 +129,7 @@ def _refuse_other_layers(path: Path) -> None:
     """
     layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
     for name, layer in layers.items():
-        if (variant := layer.get("variant")) not in (None, "standard", "v1", "v2"):
+        if (variant := layer.get("variant")) not in (None, "standard", "v1", "v2", "gated"):
             raise ValueError(
                 f"{path} has attention of variant {variant!r} in {name}, which other layouts do not have: export it "
                 "as a diffvision folder"

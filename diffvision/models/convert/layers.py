@@ -5,18 +5,20 @@ Conversions only rename tensors, so without this check an incomplete layer would
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from diffvision.models.convert.state import differences, few
 from diffvision.nn import ATTENTION, AttentionLayer
 
-TELLING = tuple(ATTENTION[variant].telling_weight for variant in ("v1", "v2"))
+TELLING = tuple(ATTENTION[variant].telling_weight for variant in ("v1", "v2", "gated"))
 
 
 def check_layers(state: Mapping[str, Tensor], what: str) -> None:
-    """Compare every V1 and V2 attention of a state_dict with the layer that its tensors describe.
+    """Compare every V1, V2 and gated attention of a state_dict with the layer that its tensors describe.
 
     Args:
         state: with our layers' names, at the top or anywhere within a model.
@@ -26,6 +28,7 @@ def check_layers(state: Mapping[str, Tensor], what: str) -> None:
         ValueError: a layer has missing, surplus or wrongly shaped tensors; the message names them.
     """
     prefixes = {name[: -len(mark)] for name in state for mark in ("head_norm.weight", *TELLING) if name.endswith(mark)}
+    prefixes = {prefix for prefix in prefixes if not prefix.endswith("mlp.")}  # its gate is SwiGLU's
     faults = [f"{prefix}{fault}" for prefix in sorted(prefixes) for fault in _faults(_under(state, prefix))]
     if faults:
         raise ValueError(f"{what} does not hold whole attention layers; in our names: {few(faults)}")
@@ -51,10 +54,14 @@ def _faults(weights: Mapping[str, Tensor]) -> list[str]:
 
 def _build_meta(weights: Mapping[str, Tensor]) -> AttentionLayer:
     """Return the layer of these sizes on the meta device."""
-    is_v2 = ATTENTION["v2"].telling_weight in weights
-    variant = ATTENTION["v2" if is_v2 else "v1"]
+    is_v2, gate = ATTENTION["v2"].telling_weight in weights, weights.get(ATTENTION["gated"].telling_weight)
+    is_gated = gate is not None and not is_v2 and "lambda_q1" not in weights
+    variant = ATTENTION["v2" if is_v2 else "gated" if is_gated else "v1"]
     queries, width = weights["q_proj.weight"].shape
-    if is_v2:
+    if is_gated:  # the size of a head changes no other shape than that of its norms
+        head_dim = len(weights.get("q_norm.weight", torch.empty(math.gcd(queries, len(weights["k_proj.weight"])))))
+        heads = queries // head_dim
+    elif is_v2:
         heads = len(weights["lambda_proj.weight"])
         head_dim = queries // (2 * heads)
     else:

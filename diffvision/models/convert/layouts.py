@@ -20,7 +20,7 @@ LAYOUTS = {
     "diffclip": "a checkpoint of hammoudhasan/DiffCLIP",
     "diffvision": "a state_dict with the attention of diffvision.nn",
     "language": "a language model of ours: a folder that language.load reads, or a training's .ckpt",
-    "timm": "a state_dict with timm's DiffAttention (V1; DINT's weights have the same names)",
+    "timm": "a state_dict with timm's DiffAttention (V1; DINT's weights have the same names) or gated Attention",
     "unilm-v1": "a state_dict with the attention of microsoft/unilm's Diff-Transformer",
     "unilm-v2": "the same of its V2",
     "huggingface": "a folder that transformers loads as DiffLlama or Llama, or as our DIFF V2 in a Llama",
@@ -92,7 +92,8 @@ def recognised(weights: Mapping[str, Tensor]) -> str | None:
         return layout
     if any(name.endswith("self_attn.o_proj.weight") for name in weights):
         return None  # DiffLlama: its lambdas have the names of ours
-    ours = any(name.endswith(("head_norm.weight", "lambda_proj.weight", "lambda_q1")) for name in weights)
+    marks = ("head_norm.weight", "lambda_proj.weight", "lambda_q1", "attn.gate.weight")
+    ours = any(name.endswith(marks) or name == "gate.weight" for name in weights)
     return "diffvision" if ours and any(name.endswith("q_proj.weight") for name in weights) else None
 
 

@@ -1,9 +1,10 @@
-"""The attention of timm's differential ViTs in our layout, and back: one fused projection there, three here.
+"""timm's differential and gated attention in our layout, and back: one fused projection there, three here.
 
-| here | timm.layers.DiffAttention |
+| here | timm.layers.DiffAttention, and Attention(gated=True) |
 |---|---|
 | q_proj, k_proj, v_proj | the rows of qkv, in this order |
 | head_norm | sub_norm |
+| gate | gate |
 
 Both count differential heads, keep a head's two queries side by side, and have one value of 2D per head. timm's models
 keep the plain model's number of heads and halve their size, where ours keep the size and halve the number.
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 _SUB_NORM, _QKV = r"(^|.*\.)sub_norm\.weight$", r"(^|.*\.)qkv\.(weight|bias)$"
+_TELLING = r"(^|.*\.)(?:sub_norm|(?<!mlp\.)gate)\.weight$"
 
 
 def recognised(names: Mapping[str, Tensor]) -> bool:
-    """Return whether these are names of timm's differential attention, at the top or anywhere within a model."""
-    attentions = {match[1] for name in names if (match := re.match(_SUB_NORM, name))}
+    """Return whether these are names of timm's differential or gated attention, at the top or within a model."""
+    attentions = {match[1] for name in names if (match := re.match(_TELLING, name))}
     return bool(attentions) and all(f"{prefix}qkv.weight" in names for prefix in attentions)
 
 
@@ -50,13 +52,22 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state_dict of our V1 layer (as many key/value heads as heads), or of a ViT, in timm's layout.
+    """Return the state_dict of our V1 or gated layer (key/value heads as heads), or of a ViT, in timm's layout.
 
     Raises:
-        ValueError: there is no V1 layer, or projections of queries, keys and values have different sizes.
+        ValueError: there is no V1 or gated layer, projections of queries, keys and values have different sizes, or a
+            gate is one of heads.
     """
-    if not any(name.endswith("head_norm.weight") and f"{name[:-16]}lambda_q1" in state for name in state):
-        raise ValueError("the state_dict has no head_norm.weight next to a lambda_q1: give weights of timm's V1")
+    layers = [name[:-11] for name in state if name.endswith("gate.weight") and f"{name[:-11]}q_proj.weight" in state]
+    layers = [one for one in layers if not {f"{one}lambda_proj.weight", f"{one}lambda_q1"} & state.keys()]
+    if other := [one for one in layers if state[f"{one}gate.weight"].shape != state[f"{one}q_proj.weight"].shape]:
+        raise ValueError(f"{other[0]}gate.weight is of gates by head, and timm's are by channel: export a folder")
+    if not layers and not any(
+        name.endswith("head_norm.weight") and f"{name[:-16]}lambda_q1" in state for name in state
+    ):
+        raise ValueError(
+            "the state_dict has no head_norm.weight next to a lambda_q1, and no gate: give weights of timm's V1"
+        )
     weights: dict[str, Tensor] = {}
     for name, value in state.items():
         match = re.match(r"(^|.*\.)(q|k|v)_proj\.(weight|bias)$", name)

@@ -5,8 +5,10 @@ A model is a name, a family and a size:
     transformer-<size>   the matched Transformer, LLaMA's block                             transformer-3m
     diff-<size>          V1: half of its heads, of the same size                            diff-3m
     diffv2-<size>        V2: as many heads, the MLP narrower by what its queries cost       diffv2-3m
+    gated-<size>         the Transformer with a gate by channel, its MLP narrower alike     gated-3m
 
-The three of a size have the same number of parameters within 0.1%.
+Those of a size have the same number of parameters within 0.1%. `variant` gives any of them another attention, with its
+matched heads and MLP: `create("diffv2-3m", variant="v2_gated")`.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from diffvision.models.by_layer import matched_heads, second_queries, variants_by_layer
+from diffvision.models.by_layer import extra_rows, matched_heads, variants_by_layer
 from diffvision.models.names import unknown_model
 from diffvision.nn import ATTENTION, settings_of
 from diffvision.nn.transformer import FEED_FORWARD
@@ -64,6 +66,7 @@ class LanguageConfig:
             depth - 1 in its place.
         head_norm: RMSNorm of each head's output; None for the variant's default, True in V1 and False in the others.
         signal_ratio: signal heads a noise head in variant gda.
+        gate: of variants with one: "element" for a number per channel, "head" for one per head.
         activation: of the feed-forward, key of `diffvision.nn.transformer.FEED_FORWARD`: "silu" is SwiGLU.
 
     Raises:
@@ -86,6 +89,7 @@ class LanguageConfig:
     lambda_init: float | Literal["depth", "depth-1"] = "depth"
     head_norm: bool | None = None
     signal_ratio: int = 2
+    gate: Literal["element", "head"] = "element"
     activation: str = "silu"
 
     def __post_init__(self) -> None:
@@ -116,7 +120,7 @@ class LanguageConfig:
         if {layer.variant for layer in self.layers()} == {self.variant}:
             object.__setattr__(self, "variant_by_layer", None)  # it names the model's own alone
         taken = set().union(*(settings_of(kind) for kind in kinds))
-        for name, default in (("lambda_init", "depth"), ("signal_ratio", 2)):
+        for name, default in (("lambda_init", "depth"), ("signal_ratio", 2), ("gate", "element")):
             if (value := getattr(self, name)) != default and name not in taken:
                 raise ValueError(f"{name} is {value}, and variant {self.variant!r} has none: leave it at {default!r}")
         if self.activation not in FEED_FORWARD:
@@ -131,9 +135,11 @@ class LanguageConfig:
     def _layer(self, variant: str) -> Layer:
         """Return the sizes with which a layer of another variant has the same number of parameters."""
         heads, kv_heads = matched_heads(variant, self.variant, self.num_heads, self.num_kv_heads)
-        # V2's second queries are heads * head_dim rows, its lambdas heads rows, and a unit of the SwiGLU three.
+        # A unit of the SwiGLU has three rows.
         plain_heads = self.num_heads * ATTENTION[self.variant].value_maps
-        mlp_dim = self.mlp_dim - second_queries(variant, self.variant) * round(plain_heads * (self.head_dim + 1) / 3)
+        mlp_dim = self.mlp_dim - round(
+            plain_heads * extra_rows(variant, self.variant, self.head_dim, gate=self.gate) / 3
+        )
         if mlp_dim < 1:
             raise ValueError(
                 f"mlp_dim is {self.mlp_dim}, and the matched layer of {variant!r} has {self.mlp_dim - mlp_dim} less: "
@@ -145,7 +151,7 @@ class LanguageConfig:
 
 @dataclass(frozen=True)
 class Size:
-    """The shape that the three models of a size share."""
+    """The shape that the models of a size share."""
 
     dim: int
     depth: int
@@ -175,7 +181,7 @@ SIZES = {
     "6.8b": Size(4096, 32, 32, 128, 10_880, 9504, 100_288),
     "13.1b": Size(5120, 40, 40, 128, 13_632, 11_912, 100_288),
 }
-FAMILIES = {"transformer": "standard", "diff": "v1", "diffv2": "v2"}
+FAMILIES = {"transformer": "standard", "diff": "v1", "diffv2": "v2", "gated": "gated"}
 
 
 def model_names() -> list[str]:
@@ -193,14 +199,18 @@ def config(name: str, **overrides: Any) -> LanguageConfig:
     family, _, size_name = name.lower().partition("-")
     if family not in FAMILIES or size_name not in SIZES:
         raise unknown_model(name, "diffvision.models.language has no", model_names())
-    size, variant = SIZES[size_name], FAMILIES[family]
+    size, variant = SIZES[size_name], overrides.get("variant", FAMILIES[family])
+    if variant not in ATTENTION:
+        raise ValueError(f"variant is {variant!r}: choose one of {', '.join(ATTENTION)}")
+    like_v2 = ATTENTION[variant].query_maps > ATTENTION[variant].value_maps
+    rows = extra_rows(variant, "v2" if like_v2 else "standard", size.head_dim, gate=overrides.get("gate"))
     values = {
         "vocab_size": size.vocab_size,
         "dim": size.dim,
         "depth": size.depth,
-        "num_heads": size.heads // 2 if variant == "v1" else size.heads,
+        "num_heads": size.heads // ATTENTION[variant].value_maps,
         "head_dim": size.head_dim,
-        "mlp_dim": size.mlp_dim_v2 if variant == "v2" else size.mlp_dim,
+        "mlp_dim": (size.mlp_dim_v2 if like_v2 else size.mlp_dim) - round(size.heads * rows / 3),
         "variant": variant,
         "max_length": size.max_length,
     }

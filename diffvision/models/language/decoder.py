@@ -57,6 +57,7 @@ class LanguageModel(nn.Module):
                     depth=index,
                     lambda_init=depth_lambda_init(index - 1) if config.lambda_init == "depth-1" else config.lambda_init,
                     signal_ratio=config.signal_ratio,
+                    gate=config.gate,
                     head_norm=layer.head_norm,
                     **factory_kwargs,
                 ),

@@ -92,6 +92,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     lambda_init: float | str = "depth"
     head_norm: bool | None = None
     signal_ratio: int = 2
+    gate: str = "element"
     activation: str = "silu"
     use_cache: bool = True
     pad_token_id: int | None = None

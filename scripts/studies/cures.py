@@ -1,0 +1,271 @@
+"""Gate, registers and the difference of V2, alone and together, on the emoji of `clip.py`: eight cells, one recipe.
+
+    python scripts/studies/clip.py data --source data/emoji --data runs/clip/data.pt
+    python scripts/studies/cures.py repeat --data runs/clip/data.pt    # clip.py's plain and V2 again: equal? any sinks?
+    python scripts/studies/cures.py run --data runs/clip/data.pt --hours 3    # again until all runs are done
+    python scripts/studies/cures.py report
+
+Factors: a sigmoid gate by channel in both towers (arXiv 2505.06708), four register tokens in the image tower (arXiv
+2309.16588), and V2 in both towers. All cells have equal parameters up to the registers' own: gates and second queries
+narrow the MLP. Everything else is `clip.py`'s, whose runs of plain and V2 are two of the cells, since repeated ones are
+equal.
+
+Declared before the first run:
+
+- Primary metric: image R@1 on the unseen style. All others are secondary.
+- Learning rates: five for each cell, with a seed of their own, chosen as in `clip.py`. Five fresh seeds for each cell.
+- Contrasts, paired by seed: three main effects, each the mean of the four cells with a factor less that of the four
+  without, and three pairwise interactions, each the effect of one factor with the other less its effect without. Holm's
+  correction is over these six. The interaction of all three is not tested.
+- Cut by this rule alone, if the machine's time runs out: the four cells with registers go together, which leaves gate
+  and difference with two main effects and one interaction, and Holm over three. They are trained last. No cell loses
+  learning rates or seeds, and a cell that lacks some is not reported.
+- Sinks are secondary. If the plain model has none, the study is of accuracy, and its page says so.
+
+Each run is one JSON, with the processor. Weights are left in the folder `--models`, for measurements to come.
+"""
+
+import argparse
+import json
+import math
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clip
+from clip import PRIMARY, Data
+from diffvision.analysis.capture import Call, captured
+from grid import Difference, Grid, Numbers, Run, holm, paired_interval
+from small_clip import SmallClip, Towers
+
+FACTORS = ("gate", "registers", "difference")
+SINK = 0.3  # share of the queries' attention that makes a token a sink, as in arXiv 2410.10781
+OUTLIER = 3.0  # times the median norm
+
+
+def towers(cell: tuple[bool, ...]) -> Towers:
+    """Return the towers of a cell, which says which factors it has."""
+    gate, registers, difference = cell
+    variant = {(0, 0): "standard", (1, 0): "gated", (0, 1): "v2", (1, 1): "v2_gated"}[gate, difference]
+    image: dict[str, Any] = {"variant": variant, **({"reg_tokens": 4} if registers else {})}
+    text = {"block_type": f"diffvision:{variant}", "mlp_ratio": 4 - 0.5 * (gate + difference)}
+    return Towers("plain_vit_debug_clip", image, text_settings=text)
+
+
+CELLS: dict[str, tuple[bool, ...]] = {
+    "plain": (False, False, False),
+    "V2": (False, False, True),
+    "gate": (True, False, False),
+    "gate, V2": (True, False, True),
+    "registers": (False, True, False),
+    "registers, V2": (False, True, True),
+    "gate, registers": (True, True, False),
+    "gate, registers, V2": (True, True, True),
+}
+REUSED = ("plain", "V2")
+FAMILIES = {name: clip.FAMILIES[name] if name in REUSED else towers(cell) for name, cell in CELLS.items()}
+WITHOUT_REGISTERS = tuple(CELLS)[:4]
+
+
+class Cells(Grid):
+    """The grid, two of whose cells may be those of `clip.py`."""
+
+    def numbers(self, run: Run) -> Numbers | None:
+        """Return what a run measured, here or in `clip.py`'s study."""
+        found = super().numbers(run)
+        if found is None and run.family in REUSED and self.epochs == clip.GRID.epochs:
+            return clip.GRID.numbers(run)
+        return found
+
+
+def grid_of(cells: tuple[str, ...]) -> Cells:
+    """Return the grid of some cells."""
+    folder = clip.GRID.results.with_name("cures")
+    return Cells(folder, cells, clip.GRID.rates, PRIMARY, clip.GRID.seeds, clip.GRID.epochs)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sinks(trained: SmallClip, data: Data) -> dict[str, Any]:
+    """Return where attention goes on the validation images and their captions, by layer.
+
+    The share of a token is what it has of the absolute weights of a row, in the mean over queries:
+        largest: of an image's and head's largest token, in the mean over images and heads, and in the head with most.
+        sinks: share of images and heads in which one token has more than `SINK`.
+        prefix: of the class token and registers together.
+        value norm: that of the largest token over the image's median, 1 where it is like the others.
+        row sum: mean sum of a row of the map that weights the values.
+    Of the text: the first token's share of the last token's row. Of the patches before the final norm: the largest norm
+    over the median, and how many exceed `OUTLIER` times the median.
+    """
+    trunk, layers, texts, norms = trained.model.visual.trunk, [], [], []
+    prefix = trunk.num_prefix_tokens
+
+    def see(call: Call) -> None:
+        applied = call.scores().applied()
+        share = (applied.abs() / applied.abs().sum(-1, keepdim=True).clamp(min=1e-9)).mean(2)
+        top = share.max(-1)
+        values = call.values(share.dtype).norm(dim=-1)
+        layers.append(
+            {
+                "largest": top.values.mean(),
+                "largest of a head": top.values.mean(0).max(),
+                "sinks": (top.values > SINK).float().mean(),
+                "prefix": share[..., :prefix].sum(-1).mean(),
+                "value norm": (values.gather(-1, top.indices[..., None])[..., 0] / values.median(-1).values).mean(),
+                "row sum": applied.sum(-1).mean(),
+            }
+        )
+
+    def see_text(call: Call) -> None:
+        applied = call.scores().applied().abs()
+        last = applied[torch.arange(len(ends)), :, ends]
+        texts.append((last[..., 0] / last.sum(-1).clamp(min=1e-9)).mean())
+
+    def note(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        norms.append(inputs[0][:, prefix:].norm(dim=-1))
+
+    name = "retrieval/validation"
+    hook = trunk.norm.register_forward_pre_hook(note)
+    with captured(trunk, see):
+        trained.images(data.images[name][:256])
+    hook.remove()
+    numbers, _ = torch.unique(data.captions.of[name], return_inverse=True)
+    ends = data.captions.lengths[numbers] - 1
+    with captured(trained.model.transformer, see_text):
+        trained.texts(data.captions.of[name])
+    median = norms[0].median(-1, keepdim=True).values
+    found = {key: [layer[key] for layer in layers] for key in layers[0]}
+    found |= {"text, first token": texts, "norm": [(norms[0].amax(-1, keepdim=True) / median).mean()]}
+    found["outliers"] = [(norms[0] > OUTLIER * median).float().mean()]
+    return {key: [round(float(value), 4) for value in values] for key, values in found.items()}
+
+
+def processor() -> str:
+    """Return the processor's name, and torch's kernels for it."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
+    """Return the function that trains and measures a run, and saves its weights."""
+    models.mkdir(parents=True, exist_ok=True)
+
+    def train(run: Run) -> Numbers:
+        def also(trained: SmallClip, data: Data) -> dict[str, Any]:
+            torch.save(trained.model.state_dict(), models / f"{run.name}.pt")
+            return {"sinks": sinks(trained, data), "processor": processor()}
+
+        return clip.train(run, data, epochs, FAMILIES, also=also)
+
+    return train
+
+
+def run_all(data: Data, models: Path, hours: float, quick: bool) -> None:
+    """Train the runs that are not done, the cells without registers first; start none after so many hours."""
+    end = time.monotonic() + 3600 * hours
+    for cells in (WITHOUT_REGISTERS, tuple(CELLS)):
+        grid = grid_of(cells).quick() if quick else grid_of(cells)
+        train = trainer(data, grid.epochs, models)
+        for runs in (grid.tuning, grid.confirming):
+            for run in runs():
+                if time.monotonic() > end:
+                    return
+                if grid.numbers(run) is None:
+                    grid.train([run], train)
+
+
+def repeat(data: Data, models: Path) -> None:
+    """Train the first seed of plain and V2 again, compare it with that of `clip.py`, and print the sinks."""
+    grid = grid_of(WITHOUT_REGISTERS)
+    for family in REUSED:
+        rate = clip.GRID.chosen(family)
+        assert rate is not None
+        run = Run(family, rate, 1)
+        grid.train([run], trainer(data, grid.epochs, models))
+        file = f"{run.name}.json"
+        ours, theirs = (json.loads((folder / file).read_text()) for folder in (grid.results, clip.GRID.results))
+        differing = [name for name, value in theirs.items() if name != "seconds" and ours[name] != value]
+        print(f"{run.name} differs from clip.py's in: {', '.join(differing) or 'nothing'}")
+        print(json.dumps(ours["sinks"]), flush=True)
+
+
+# ---- report --------------------------------------------------------------------------------------------------------
+
+
+def contrasts(values: Mapping[tuple[bool, ...], Mapping[int, float]]) -> dict[str, Difference]:
+    """Return main effects and pairwise interactions of the factors that vary, with Holm's p over all of them.
+
+    Args:
+        values: {cell: {seed: value}}, of a whole factorial.
+    """
+    varying = [factor for factor in range(len(FACTORS)) if len({cell[factor] for cell in values}) > 1]
+    seeds = sorted(set.intersection(*(set(of) for of in values.values())))
+    intervals = {}
+    for factors in [(one,) for one in varying] + list(combinations(varying, 2)):
+        signs = {cell: math.prod(1 if cell[factor] else -1 for factor in factors) for cell in values}
+        scale = len(values) / 2 ** len(factors)
+        effects = [sum(signs[cell] * of[seed] for cell, of in values.items()) / scale for seed in seeds]
+        intervals[" x ".join(FACTORS[factor] for factor in factors)] = paired_interval(effects)
+    corrected = holm({name: p for name, (_, _, p) in intervals.items()})
+    return {name: Difference(mean, width, corrected[name]) for name, (mean, width, _) in intervals.items()}
+
+
+def report() -> None:
+    """Print the tables, in Markdown."""
+    whole = grid_of(tuple(CELLS))
+    print(whole.describe(), end="\n\n")
+    complete = {
+        name for name in CELLS if whole.chosen(name) and len(whole.by_seed(name, PRIMARY[0])) == len(whole.seeds)
+    }
+    cells = tuple(CELLS) if complete == set(CELLS) else WITHOUT_REGISTERS
+    if not complete >= set(cells):
+        raise SystemExit(f"{len(complete)} of {len(CELLS)} cells are whole: {', '.join(sorted(complete))}")
+    grid = grid_of(cells)
+    for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
+        print(grid.means(metrics), end="\n\n")
+    print("| contrast, points of image R@1 | |\n|---|---|")
+    for name, one in contrasts({CELLS[name]: grid.by_seed(name, PRIMARY[0]) for name in cells}).items():
+        print(f"| {name} | {one.text(2)} |")
+    print("\n| cell | learning rate | parameters | FLOPs | largest share | sinks | norm |\n|---|" + 6 * "---:|")
+    for name in cells:
+        rate = grid.chosen(name) or 0
+        runs = [numbers for seed in grid.seeds if (numbers := grid.numbers(Run(name, rate, seed)))]
+        found = [one["sinks"] for one in runs if "sinks" in one]
+        means = (
+            [statistics.mean(max(one[key]) for one in found) for key in ("largest", "sinks", "norm")] if found else []
+        )
+        shown = " | ".join(f"{mean:.2f}" for mean in means) or " | | "
+        print(f"| {name} | {rate:g} | {runs[0]['parameters']:,} | {runs[0]['FLOPs']:,} | {shown} |")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["repeat", "run", "report"])
+    parser.add_argument("--data", type=Path, default=Path("runs", "clip", "data.pt"))
+    parser.add_argument("--models", type=Path, default=Path("runs", "cures"), help="the folder of weights")
+    parser.add_argument("--hours", type=float, default=math.inf, help="start no run after so many")
+    parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
+    options = parser.parse_args()
+    if options.what == "report":
+        report()
+        return
+    data = Data(options.data)
+    if options.what == "repeat":
+        repeat(data, options.models)
+    else:
+        run_all(data, options.models, options.hours, options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Gated attention against its equations, timm's, and what adapts to it."""
+
+from functools import partial
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import Attention as TimmAttention
+from timm.models import VisionTransformer
+
+import diffvision
+from diffvision.models import language
+from diffvision.models.convert import convert
+from diffvision.models.convert.timm import to_timm
+from diffvision.nn import build_attention
+
+MASK = torch.tensor([[1, 1, 0, 1, 0, 1]]).bool()
+
+
+def transcribed(layer, x, allowed):
+    """The equations for one sequence [N, dim]; allowed [N, N] says which tokens each may attend to."""
+    count, maps, value_dim = len(x), layer.query_maps, layer.value_dim
+    q = (x @ layer.q_proj.weight.T).reshape(count, layer.num_heads, maps, layer.head_dim)
+    k = (x @ layer.k_proj.weight.T).reshape(count, layer.num_kv_heads, layer.key_maps, layer.head_dim)
+    v = (x @ layer.v_proj.weight.T).reshape(count, layer.num_kv_heads, value_dim)
+    gate = torch.sigmoid(x @ layer.gate.weight.T).reshape(count, layer.num_heads, -1)
+    heads = []
+    for head in range(layer.num_heads):
+        kv, rows = head * layer.num_kv_heads // layer.num_heads, []
+        for m in range(maps):
+            logits = q[:, head, m] @ k[:, kv, m % layer.key_maps].T / layer.head_dim**0.5
+            rows.append(logits.masked_fill(~allowed, -torch.inf).softmax(-1))
+        if layer.variant == "gated":
+            out = rows[0] @ v[:, kv]
+        elif layer.variant == "v2_gated":
+            out = (rows[0] - torch.sigmoid(x @ layer.lambda_proj.weight[head])[:, None] * rows[1]) @ v[:, kv]
+        else:
+            lam = torch.exp(layer.lambda_q1 @ layer.lambda_k1) - torch.exp(layer.lambda_q2 @ layer.lambda_k2)
+            out = (rows[0] - (lam + layer.lambda_init) * rows[1]) @ v[:, kv]
+            out = out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight
+            out = out * (1 - layer.lambda_init)
+        heads.append(gate[:, head] * out)
+    return torch.cat(heads, -1) @ layer.proj.weight.T + layer.proj.bias
+
+
+@pytest.mark.parametrize("gate", ["element", "head"])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+@pytest.mark.parametrize("variant", ["gated", "v1_gated", "v2_gated"])
+def test_equals_the_equations_with_gradients(variant, kv_heads, gate):
+    layer = build_attention(variant, 32, 4, kv_heads, gate=gate, depth=2, dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    everyone = torch.ones(6, 6).bool()
+    for mask, causal, allowed in (
+        (None, False, everyone),
+        (None, True, everyone.tril()),
+        (MASK, False, MASK.expand(6, 6)),
+        (MASK, True, MASK.expand(6, 6).tril()),
+    ):
+        expected = torch.stack([transcribed(layer, sample, allowed) for sample in x])
+        out, maps = layer(x, attn_mask=mask, is_causal=causal), []
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=causal, maps=maps), expected)
+        weights = torch.randn_like(out)
+        for ours, theirs in zip(
+            torch.autograd.grad((out * weights).sum(), inputs),
+            torch.autograd.grad((expected * weights).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)  # V1's lambda is in float32
+
+
+def test_equals_timms_gated_attention_and_back(tmp_path):
+    theirs = TimmAttention(
+        48, 3, qkv_bias=True, qk_norm=True, norm_layer=partial(torch.nn.RMSNorm, eps=1e-6), gated=True
+    )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
+    convert(str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours.safetensors"), to="diffvision")
+    ours = build_attention("gated", 48, 3, qkv_bias=True, qk_norm=True)
+    ours.load_state_dict(load_file(tmp_path / "ours.safetensors"))
+    x = torch.randn(2, 11, 48)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-6)
+    convert(str(tmp_path / "ours.safetensors"), str(tmp_path / "back.safetensors"), to="timm")
+    back = load_file(tmp_path / "back.safetensors")
+    assert back.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(back[name], value) for name, value in theirs.state_dict().items())
+    with pytest.raises(ValueError, match="by head"):
+        to_timm(build_attention("gated", 48, 3, gate="head").state_dict())
+    with pytest.raises(ValueError, match="no gate"):
+        to_timm(build_attention("v2_gated", 48, 3).state_dict())
+
+
+def test_a_vit_of_timm_with_gates_is_loaded_by_name_and_adapted(tmp_path):
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 5}
+    theirs = VisionTransformer(**sizes)
+    for block in theirs.blocks:
+        block.attn = TimmAttention(64, 4, qkv_bias=True, gated=True)
+    theirs = theirs.double().eval()
+    for name, parameter in theirs.named_parameters():
+        if ".attn." in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    save_file(theirs.state_dict(), tmp_path / "theirs.safetensors")
+    convert(str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours.safetensors"), to="diffvision")
+    ours = timm.create_model("gated_vit_debug", depth=2, num_classes=5, mlp_ratio=4).double().eval()
+    ours.load_state_dict(load_file(tmp_path / "ours.safetensors"))
+    image = torch.randn(2, 3, 32, 32).double()
+    torch.testing.assert_close(ours(image), theirs(image))
+    expected = theirs(image)
+    for model in (ours, theirs):
+        adapted = diffvision.adapt(model, "v2")
+        assert adapted.blocks[0].attn.variant == "v2_gated"
+        torch.testing.assert_close(adapted(image), expected)
+        with pytest.raises(ValueError, match="v2_gated"):
+            diffvision.adapt(adapted, "dex")
+
+
+@pytest.mark.parametrize("method", ["gated", "v2_gated"])
+@pytest.mark.parametrize("gate", ["element", "head"])
+def test_plain_models_adapt_to_gates_without_a_change(method, gate):
+    plain = timm.create_model("plain_vit_debug").eval()
+    image = torch.randn(2, 3, 32, 32)
+    expected = plain(image)
+    torch.testing.assert_close(diffvision.adapt(plain, method)(image), expected)
+    model = language.create("gated-nano", gate=gate).eval()
+    tokens = torch.randint(9, (2, 7))
+    expected = model(tokens)
+    with pytest.raises(ValueError, match="gates, which method 'dex'"):
+        diffvision.adapt(model, "dex")
+    assert diffvision.adapt(model, "v2").config.variant == "v2_gated"
+    torch.testing.assert_close(model(tokens), expected)
+
+
+def test_v1_pairs_heads_of_gates_by_channel_only():
+    model = diffvision.adapt(language.create("gated-nano"), "v1")
+    assert model.blocks[0].attn.variant == "v1_gated"
+    with pytest.raises(ValueError, match="each has a gate"):
+        diffvision.adapt(language.create("gated-nano", gate="head"), "v1")
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("variant", ["v1", "v2", "gated", "v1_gated", "v2_gated"])
+def test_twins_have_equal_parameters(variant):
+    with torch.device("meta"):
+        for name in ("gda_vit_base_patch16_224", "plain_vit_base_patch16_clip_224", "gated_vit_tiny", "diff_vit_small"):
+            twin = count(timm.create_model(name, variant="standard"))
+            assert count(timm.create_model(name, variant=variant)) == pytest.approx(twin, rel=0.004)
+            mixed = timm.create_model(name, variant=variant, variant_by_layer="6*standard")
+            assert count(mixed) == pytest.approx(twin, rel=0.004)
+        for gate in ("element", "head") if "gated" in variant else ("element",):
+            for size in ("3m", "100m"):
+                twin = count(language.create(f"transformer-{size}"))
+                assert count(language.create(f"diff-{size}", variant=variant, gate=gate)) == pytest.approx(
+                    twin, rel=0.001
+                )
+
+
+def test_a_gate_where_there_is_none_is_one_sentence():
+    with pytest.raises(TypeError, match="'v1_dint' attention, which takes no gate"):
+        timm.create_model("dint_vit_debug", gate="head")
+    with pytest.raises(TypeError, match="'vca' attention, which needs all layers: it takes no variant"):
+        timm.create_model("vca_vit_debug", variant="gated")
+    with pytest.raises(TypeError, match="takes no gate"):
+        timm.create_model("vca_vit_debug", gate="head")
+    with pytest.raises(ValueError, match="variant is 'v1_dint_gated'"):
+        timm.create_model("dint_vit_debug", variant="v1_dint_gated")
+    with pytest.raises(ValueError, match="gate is 'heads'"):
+        timm.create_model("gated_vit_debug", gate="heads")
+    with pytest.raises(ValueError, match="variant 'v1_dint' has none"):
+        language.create("diff-nano", variant="v1_dint", gate="head")
+
+
+def test_a_cache_holds_all_that_a_gate_needs():
+    for variant in ("gated", "v1_gated", "v2_gated"):
+        model = language.create("diff-nano", variant=variant, num_kv_heads=1).eval()
+        tokens = torch.randint(9, (2, 8))
+        cache = model.new_cache(2, 8)
+        with torch.no_grad():
+            parts = [model.hidden(tokens[:, index : index + 1], cache=cache) for index in range(8)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), model.hidden(tokens))
