@@ -389,7 +389,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     else:
         attn_layer = partial(_attention_of_layer, variants, variant, **attention)
     try:
-        return build_model_with_cfg(
+        model = build_model_with_cfg(
             GridTransformer if kind.needs_grid else VisionTransformer,
             name,
             pretrained,
@@ -399,6 +399,8 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
             attn_layer=attn_layer,
             **settings,
         )
+        (model.model if hasattr(model, "model") else model).register_load_state_dict_pre_hook(_check_registers)
+        return model
     except RuntimeError as error:
         if not str(error).startswith("No pretrained weights exist"):
             raise
@@ -406,6 +408,16 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
             f"No pretrained weights exist for {name}: make some by "
             "`diffvision adapt vit_base_patch16_224.augreg2_in21k_ft_in1k FOLDER`"
         ) from None
+
+
+def _check_registers(
+    model: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *_: Any
+) -> None:
+    """Raise a ValueError if registers are in the model or in the weights, and not in both."""
+    registers, count = state_dict.get(f"{prefix}reg_token"), model.num_reg_tokens
+    has = 0 if registers is None else registers.shape[1]
+    if strict and f"{prefix}pos_embed" in state_dict and has != count:
+        raise ValueError(f"the weights have {has} registers and the model {count}: create it with reg_tokens={has}")
 
 
 def _attention_of_layer(

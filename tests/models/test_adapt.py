@@ -208,7 +208,7 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="method 'v1' pairs heads"):
         diffvision.adapt(odd, "v1")
     assert list(odd.state_dict()) == names  # and nothing has changed
-    with pytest.raises(ValueError, match="timm's attention here has norm"):
+    with pytest.raises(ValueError, match="timm's attention here has a norm"):
         diffvision.adapt(timm_vit(scale_attn_norm=True))
 
 

@@ -210,7 +210,8 @@ def test_maps_explain_the_output(variant):
     v = layer.v_proj(x).unflatten(-1, (layer.num_kv_heads, layer.value_dim)).transpose(1, 2)
     v = v.repeat_interleave(2 // layer.num_kv_heads, dim=1)
     factor = 1 - layer.lambda_init if isinstance(layer, DiffAttention) else 1.0
-    out = layer.proj((factor * difference @ v).transpose(1, 2).flatten(2))
+    heads = layer.modulate(factor * difference @ v, x)
+    out = layer.proj(heads.transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, is_causal=True), out, rtol=1e-4, atol=1e-6)
 
 

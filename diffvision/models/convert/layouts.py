@@ -20,7 +20,7 @@ LAYOUTS = {
     "diffclip": "a checkpoint of hammoudhasan/DiffCLIP",
     "diffvision": "a state_dict with the attention of diffvision.nn",
     "language": "a language model of ours: a folder that language.load reads, or a training's .ckpt",
-    "timm": "a state_dict with timm's DiffAttention (V1; DINT's weights have the same names) or gated Attention",
+    "timm": "a state_dict with timm's DiffAttention or gated Attention (V1; DINT's weights have the same names)",
     "unilm-v1": "a state_dict with the attention of microsoft/unilm's Diff-Transformer",
     "unilm-v2": "the same of its V2",
     "huggingface": "a folder that transformers loads as DiffLlama or Llama, or as our DIFF V2 in a Llama",
