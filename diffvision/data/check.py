@@ -55,7 +55,6 @@ from diffvision.progress import track
 Source = str | Path | Sequence[str]
 _NOTE = ".check"  # the ending of a sidecar with the result of a check
 _NOTE_FORMAT = 1  # changes with what counts as a good sample
-_MAX_NOTE = 1 << 20  # bytes
 _LANGUAGE = ("text", "tokens")  # what a directory may hold, where no key is given
 
 
@@ -258,12 +257,8 @@ def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator
 
 def _end_with_parent() -> None:
     """End this worker when its parent is killed: it would wait for work for ever."""
-
-    def wait() -> None:
-        cast(Any, multiprocessing.parent_process()).join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+    parent = cast(Any, multiprocessing.parent_process())
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _is_directory(source: Source) -> bool:
@@ -355,7 +350,7 @@ def _check(job: _Job) -> ShardCheck:
 def _read_result(path: Path, of: list) -> ShardCheck | None:
     """Return the result of an earlier check of a shard as it is now, if it was one `of` the same settings."""
     with suppress(ValueError, LookupError, TypeError):
-        note = json.loads(read_note(path, _NOTE, _MAX_NOTE))
+        note = json.loads(read_note(path, _NOTE))
         if note.pop("of") == of:
             return ShardCheck(str(path), **note | {"bad": Counter(note["bad"])}, noted=True)
     return None

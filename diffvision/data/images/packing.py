@@ -130,8 +130,7 @@ def make_folder(
         if images.captions is None:
             raise ValueError(f"{images.source} has no captions: leave words, max_repeats and language out")
         images = replace(images, captions=FilteredCaptions(images.captions, words, max_repeats, language))
-    shuffle = images.labels is not None
-    packed = pack(images, directory, shuffle=shuffle, per_shard=per_shard, num_workers=num_workers)
+    packed = pack(images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers)
     summary = f"{packed.summary()}\n  of {images.described}"
     if packed.several:
         summary += "\nseveral captions an image: train with --data.init_args.caption_key json:caption"

@@ -16,7 +16,7 @@ from typing import IO
 
 from diffvision.files import locked, replacing, sha256, user_cache
 
-_MAX_NOTE = 1 << 10  # bytes
+_MAX_NOTE = 1 << 20  # bytes
 
 
 def sidecars(path: Path, ending: str) -> list[Path]:
@@ -63,14 +63,14 @@ def sha256_of(path: Path, progress: Callable[[], None] = lambda: None) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    if len(known := read_note(path, ".sha256", _MAX_NOTE)) == 64:
+    if len(known := read_note(path, ".sha256")) == 64:
         return known
     lock = sidecars(path.absolute(), ".lock")[-1]
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock file all processes compute it
             lock.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(lock))
-        if len(known := read_note(path, ".sha256", _MAX_NOTE)) == 64:
+        if len(known := read_note(path, ".sha256")) == 64:
             return known
         since = stamp(path)
         digest = sha256(path, progress)
@@ -84,12 +84,12 @@ def stamp(path: Path) -> str:
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
-def read_note(path: Path, ending: str, at_most: int) -> str:
+def read_note(path: Path, ending: str) -> str:
     """Return what is noted of a file as it is now; "" where nothing is."""
     now = f"{stamp(path)} "
     for note in sidecars(path.absolute(), ending):
         with suppress(OSError, ValueError):
-            if (text := read_sidecar(note, at_most).decode("ascii")).startswith(now):
+            if (text := read_sidecar(note, _MAX_NOTE).decode("ascii")).startswith(now):
                 return text.removeprefix(now)
     return ""
 
