@@ -1,6 +1,6 @@
 """Capture the queries, keys, values, lambda and mask of a model's attention layers while the model runs.
 
-`captured` is the only hook for layers of `diffvision.nn`, timm's differential attention and transformers' models.
+`captured` is the only hook for layers of `diffvision.nn`, timm's and OpenCLIP's attention and transformers' models.
 Captured calls are used in `maps`, `statistics`, `relevance` and `heads`, and in `diffvision.evaluation`.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models.vision_transformer import DiffParallelScalingBlock
 from torch import Tensor, nn
@@ -83,7 +85,8 @@ class Call:
         scale: of the logits.
         combine: as in `Scores`.
         is_rowwise: as in `Scores`.
-        projected: the input of the output projection, once it has run; None in transformers' models.
+        projected: the heads' outputs as the output projection takes them, once it has run; before a norm or gate of
+            timm's plain attention; None in transformers' models.
     """
 
     name: str
@@ -128,14 +131,15 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
     """Call `see` for every attention layer at every forward pass within the block, in the order of the layers.
 
     Args:
-        model: a model with layers of `diffvision.nn` or timm's differential attention, or a transformers model that
-            uses transformers' attention interface (DiffLlama's heads are paired as in its code), also after
-            `replace_attention`.
+        model: a model of ours, timm or OpenCLIP whose attention calls torch's scaled_dot_product_attention or is timm's
+            differential one, or a transformers model that uses transformers' attention interface (DiffLlama's heads are
+            paired as in its code), also after `replace_attention`.
         see: called for each layer, see `See`. If it returns None, a transformers layer is computed from
-            `Call.scores()`. timm's attention can be read, not changed.
+            `Call.scores()`. timm's differential attention can be read, not changed.
 
     Raises:
-        ValueError: no attention was captured within the block, or `see` returned scores for a timm layer.
+        ValueError: no attention was captured within the block, `see` returned scores for timm's differential attention,
+            or a layer adds a bias to its logits.
     """
     calls = 0
 
@@ -152,6 +156,8 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
                 stack.enter_context(_capture_timm(name, layer, count_and_see))
         if is_transformers(model):
             stack.enter_context(_capture_transformers(model, count_and_see))
+        elif plain := {layer: name for name, layer in model.named_modules() if _is_plain(layer)}:
+            stack.enter_context(_capture_plain(plain, count_and_see))
         yield
     if not calls:
         raise ValueError(_no_attention(model))
@@ -160,7 +166,10 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
 def check_attention(model: nn.Module) -> None:
     """Raise a ValueError, before any work, if the model has no attention that can be captured."""
     kinds = (AttentionLayer, *_TIMM)
-    captured = (isinstance(layer, kinds) and not getattr(layer, "no_maps", "") for layer in model.modules())
+    captured = (
+        _is_plain(layer) or (isinstance(layer, kinds) and not getattr(layer, "no_maps", ""))
+        for layer in model.modules()
+    )
     if not any(captured) and not is_transformers(model):
         raise ValueError(_no_attention(model))
 
@@ -200,10 +209,8 @@ def _no_attention(model: nn.Module) -> str:
         if isinstance(layer, AttentionLayer) and layer.no_maps:
             return f"no attention of this {type(model).__name__} can be captured: {layer.no_maps}"
     return (
-        f"no attention of this {type(model).__name__} can be captured: give one of our models or their plain twins "
-        "(`diffvision models` lists them), timm's differential attention, or a transformers model that uses its "
-        "attention interface; adapt another pretrained model first: diffvision.adapt(model, method='dex') computes the "
-        "same as before"
+        f"no attention of this {type(model).__name__} can be captured: give a model of ours, a vision transformer of "
+        "timm or OpenCLIP, or a transformers model that uses its attention interface"
     )
 
 
@@ -268,6 +275,61 @@ def _capture_timm(name: str, layer: Any, see: See) -> Iterator[None]:
             yield
     finally:
         hook.remove()
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer is plain attention of timm, OpenCLIP or torch that calls torch's fused operation."""
+    if isinstance(layer, (AttentionLayer, *_TIMM)):
+        return False
+    return isinstance(layer, nn.MultiheadAttention) or bool(getattr(layer, "fused_attn", False))
+
+
+@contextmanager
+def _capture_plain(layers: Mapping[nn.Module, str], see: See) -> Iterator[None]:
+    """Show what these layers give torch's scaled_dot_product_attention; cross-attention is left alone."""
+    active: list[nn.Module] = []
+    functional: Any = F
+    attend = F.scaled_dot_product_attention
+
+    def attend_and_see(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        run = partial(attend, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if not active or query.ndim != 4 or query.shape[2] != key.shape[2]:
+            return run()
+        layer = active[-1]
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        q, k = query[:, :, None], key[:, :, None]
+        call = Call(layers[layer], layer, q, k, value, None, boolean_mask(attn_mask), is_causal, factor)
+        scores = see(call)
+        if scores is None:
+            heads = run()
+        else:
+            applied = scores.applied()
+            heads = (applied @ call.values(applied.dtype)).to(value.dtype)
+        call.projected = heads.transpose(1, 2).flatten(2)
+        return call.projected.unflatten(2, (heads.shape[1], heads.shape[3])).transpose(1, 2)
+
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: active.append(layer)) for layer in layers]
+    hooks += [layer.register_forward_hook(lambda *_: active.pop() and None) for layer in layers]
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it calls no function that can be replaced
+    functional.scaled_dot_product_attention = attend_and_see
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attend
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

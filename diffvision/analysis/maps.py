@@ -6,11 +6,13 @@ Numbers of maps are in `statistics`; pictures of them in `figures`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from timm.models.vision_transformer import DiffParallelScalingBlock
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
@@ -40,6 +42,7 @@ class LayerMaps:
     values: Tensor | None = None  # [H, N, V]; None where they are not captured
     norm: Callable[[Tensor], Tensor] = _unchanged  # of head outputs [H, N, V]
     factor: float = 1.0  # 1 - lambda_init, where there is one
+    hidden: Tensor | None = None  # [N, C], the input of the layer's block: the residual stream
 
     def outputs(self, applied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the head outputs [H, N, V] that an applied map [H, N, N] gives.
@@ -56,7 +59,8 @@ class LayerMaps:
         lam = None if self.lam is None else self.lam[:, :tokens]
         values = None if self.values is None else self.values[:, :tokens]
         maps, applied = self.maps[..., :tokens, :tokens], self.applied[:, :tokens, :tokens]
-        return replace(self, maps=maps, applied=applied, lam=lam, values=values)
+        hidden = None if self.hidden is None else self.hidden[:tokens]
+        return replace(self, maps=maps, applied=applied, lam=lam, values=values, hidden=hidden)
 
 
 def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | None = None) -> list[LayerMaps]:
@@ -103,11 +107,44 @@ def open_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Layer
     Raises:
         ValueError: no attention layer was reached.
     """
-    calls: list[Call] = []
-    with evaluating(model), captured(model, calls.append):
+    calls: list[tuple[Call, Tensor | None]] = []
+    with (
+        evaluating(model),
+        _noting_inputs(model) as block_input,
+        captured(model, lambda call: calls.append((call, block_input(call.layer)))),
+    ):
         run_towers(model, batch)
     while calls:
-        yield open_call(calls.pop(0))
+        call, hidden = calls.pop(0)
+        layer = open_call(call)
+        tokens = None if hidden is None else hidden.flatten(0, -2)
+        yield layer if tokens is None or len(tokens) != call.q.shape[3] else replace(layer, hidden=tokens)
+
+
+@contextmanager
+def _noting_inputs(model: nn.Module) -> Iterator[Callable[[nn.Module], Tensor | None]]:
+    """Yield a function that returns, while an attention layer runs, the input of the block which it is in."""
+    running: list[tuple[nn.Module, Tensor | None]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim >= 3)
+        running.append((module, next(tensors, None)))
+
+    def leave(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        running.pop()
+
+    def block_input(layer: nn.Module) -> Tensor | None:
+        depth = next((i for i, (module, _) in enumerate(running) if module is layer), len(running))
+        is_block = isinstance(layer, DiffParallelScalingBlock)
+        return running[depth if is_block else depth - 1][1] if running else None
+
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        yield block_input
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
@@ -149,31 +186,58 @@ def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
         By layer, [H, P + 1, rows, columns] in differential layers: map 1, map 2, and map 1 - lambda * map 2; in
         standard ones the one map, [H, 1, rows, columns].
     """
-    trunk = image_trunk(model)
-    prefix = trunk.num_prefix_tokens
-    height, width = image.shape[-2:]
-    rows, columns = trunk.patch_embed.dynamic_feat_size((height, width))
+    patches = find_patches(model, image)
     grids = {}
     for layer in layer_maps(model, image=image):
         kinds = [*layer.maps.unbind(1), *([] if layer.lam is None else [layer.applied])]
-        over_patches = torch.stack(kinds, dim=1)[..., prefix:]  # [H, kinds, N, patches]
-        read = over_patches[:, :, 0] if trunk.cls_token is not None else over_patches[:, :, prefix:].mean(dim=2)
-        grids[layer.name] = read.unflatten(-1, (rows, columns))
+        over_patches = torch.stack(kinds, dim=1)[..., patches.first :]  # [H, kinds, N, patches]
+        read = over_patches[:, :, 0] if patches.has_class else over_patches[:, :, patches.first :].mean(dim=2)
+        grids[layer.name] = read.unflatten(-1, (patches.rows, patches.columns))
     return grids
 
 
+class Patches(NamedTuple):
+    """Where the patches of an image are among the tokens of an image tower."""
+
+    rows: int
+    columns: int
+    first: int  # its token: the class and register tokens come before
+    has_class: bool
+    pools_class: bool  # whether the tower's output is the class token's
+
+
 def image_trunk(model: nn.Module) -> Any:
-    """Return the timm vision transformer inside a model: itself, or the trunk of an OpenCLIP model or tower.
+    """Return the vision transformer inside a model: timm's, or OpenCLIP's.
 
     Raises:
-        ValueError: the model has no timm vision transformer.
+        ValueError: the model has none.
     """
     for candidate in (model, getattr(model, "trunk", None), getattr(getattr(model, "visual", None), "trunk", None)):
         if hasattr(candidate, "patch_embed") and hasattr(candidate, "num_prefix_tokens"):
             return candidate
+    for candidate in (model, getattr(model, "visual", None)):
+        if hasattr(candidate, "class_embedding") and hasattr(candidate, "grid_size"):
+            return candidate
     raise ValueError(
-        f"{type(model).__name__} has no timm vision transformer, so no patches to show: give a model that has one"
+        f"{type(model).__name__} has no timm vision transformer, so no patches to show: give a model that has one, or "
+        "one of OpenCLIP's"
     )
+
+
+def find_patches(model: nn.Module, image: Tensor) -> Patches:
+    """Return where the patches of an image [3, h, w] are among the tokens.
+
+    Raises:
+        ValueError: as `image_trunk`.
+    """
+    trunk = image_trunk(model)
+    if hasattr(trunk, "class_embedding"):  # OpenCLIP's
+        rows, columns = trunk.grid_size
+        return Patches(rows, columns, 1, True, trunk.pool_type == "tok")
+    height, width = image.shape[-2:]
+    rows, columns = trunk.patch_embed.dynamic_feat_size((height, width))
+    has_class = getattr(trunk, "cls_token", None) is not None
+    return Patches(rows, columns, trunk.num_prefix_tokens, has_class, trunk.global_pool == "token")
 
 
 if not TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured
-from diffvision.analysis.maps import image_trunk, open_call
+from diffvision.analysis.maps import Patches, find_patches, open_call
 from diffvision.models.modes import evaluating
 
 
@@ -25,8 +25,8 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
     """Return the relevance of each part of an image to each caption, and the cosines of image and captions.
 
     Args:
-        model: an OpenCLIP model whose image tower is a timm vision transformer with layers of ours; its modes and
-            gradients are left alone.
+        model: an OpenCLIP model whose image tower is a vision transformer of timm or OpenCLIP; its modes and gradients
+            are left alone.
         image: [3, h, w], transformed as the model wants it.
         texts: [C, L] token ids.
 
@@ -39,7 +39,7 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
     tower: Any = model
     if not hasattr(tower, "encode_text"):
         raise ValueError(f"{type(model).__name__} has no encode_text: give captions to a model that reads text")
-    trunk = image_trunk(model)
+    patches = find_patches(model, image)
     calls: list[Call] = []
     with evaluating(model):
         captions = tower.encode_text(texts, normalize=True)
@@ -48,21 +48,19 @@ def caption_relevance(model: nn.Module, image: Tensor, texts: Tensor) -> tuple[T
             pixels = image[None].detach().requires_grad_()
             with captured(model, calls.append):
                 cosines = (tower.encode_image(pixels, normalize=True) @ captions.T)[0]
-            grids = [_relevance(calls, cosine, trunk) for cosine in cosines]
-    rows, columns = trunk.patch_embed.dynamic_feat_size(tuple(image.shape[-2:]))
-    return torch.stack(grids).unflatten(1, (rows, columns)), cosines.detach()
+            grids = [_relevance(calls, cosine, patches) for cosine in cosines]
+    return torch.stack(grids).unflatten(1, (patches.rows, patches.columns)), cosines.detach()
 
 
-def _relevance(calls: list[Call], score: Tensor, trunk: Any) -> Tensor:
+def _relevance(calls: list[Call], score: Tensor, patches: Patches) -> Tensor:
     """Return the relevance of each patch, [patches]."""
     projected: Any = [call.projected for call in calls]
     gradients = torch.autograd.grad(score, projected, retain_graph=True)
     identity = relevance = torch.eye(calls[0].q.shape[3], dtype=score.dtype, device=score.device)
     for call, gradient in zip(calls, gradients, strict=True):
         relevance = relevance + _weight_by_gradient(call, gradient[0]) @ relevance
-    prefix = trunk.num_prefix_tokens
-    rows = slice(0, 1) if trunk.global_pool == "token" else slice(prefix, None)
-    return (relevance - identity)[rows, prefix:].mean(dim=0)
+    rows = slice(0, 1) if patches.pools_class else slice(patches.first, None)
+    return (relevance - identity)[rows, patches.first :].mean(dim=0)
 
 
 def _weight_by_gradient(call: Call, gradient: Tensor) -> Tensor:

@@ -125,7 +125,32 @@ def largest_column(maps: Tensor) -> Tensor:
     It is 1 / N where there is no sink, and 1 where all queries look at one token (the sinks of arXiv 2309.17453,
     wherever they are).
     """
-    return shares(maps).mean(dim=-2).amax(dim=-1)
+    return received(maps).amax(dim=-1)
+
+
+def received(maps: Tensor) -> Tensor:
+    """Return the share that each key has of all rows together, [..., N]: the mean over queries of `shares`."""
+    return shares(maps).mean(dim=-2)
+
+
+def common_part(outputs: Tensor) -> Tensor:
+    """Return the part of head outputs [..., M, V] that all queries share, [...]: 0 to 1.
+
+    It is the squared norm of the mean over queries, over the mean of the squared norms. A head that gives all tokens
+    the same output has 1.
+    """
+    whole = outputs.square().sum(dim=-1).mean(dim=-1)
+    common = outputs.mean(dim=-2).square().sum(dim=-1)
+    return common / whole.clamp(min=torch.finfo(outputs.dtype).tiny)
+
+
+def kurtosis(x: Tensor) -> Tensor:
+    """Return the kurtosis of all entries of a tensor, a scalar: 3 for a normal distribution, large with outliers.
+
+    Source: Bondarenko et al. 2023 (arXiv 2306.12929) section 5, of activations.
+    """
+    centred = x - x.mean()
+    return centred.pow(4).mean() / centred.square().mean().square()
 
 
 def rms(heads: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from diffvision.analysis.curves import Curve, over_seconds, read_metrics
 from diffvision.analysis.lambdas import layer_lambdas
+from diffvision.analysis.sinks import count_sinks
 from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, group_seeds, read_entries
 from diffvision.comparison.measuring import (
@@ -31,6 +33,8 @@ from diffvision.evaluation.suite import check_blind
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
 from diffvision.opening.runs import setting
+
+_SINK_SAMPLES = 8
 
 
 def compare_models(
@@ -131,18 +135,25 @@ def _rows(measured: Mapping[str, Sequence[Metrics]]) -> list[Row]:
 def _contestant(
     group: Group, opened: Mapping[str, Model], inputs: Mapping[str, Mapping[str, Tensor]], cost: Cost
 ) -> Contestant:
-    """Return one model's part of the comparison; V2's lambda is the mean over `inputs`, a batch for each file."""
+    """Return one model's part of the comparison; V2's lambda and sinks are means over `inputs`, a batch a file."""
     lambdas: dict[str, list[float]] = {}
     for entry in group.entries:
         for name, value in layer_lambdas(opened[entry.model].module, inputs[entry.model]).items():
             lambdas.setdefault(name, []).append(value)
+    sinks: dict[str, list[float]] = {}
+    for entry in group.entries:
+        # A caption is padded: sinks are counted in images, or in the text of a language model.
+        batch = {name: rows[:_SINK_SAMPLES] for name, rows in inputs[entry.model].items() if name != "text"}
+        with suppress(ValueError):  # a model whose attention cannot be captured
+            for kind, share in count_sinks(opened[entry.model].module, batch).items():
+                sinks.setdefault(kind, []).append(share)
     curves, timed = _curves(group.entries)
     specs = [entry.model for entry in group.entries]
     which = [
         "new weights" if opened[entry.model].weights is None else entry.which + opened[entry.model].average_note
         for entry in group.entries
     ]
-    return Contestant(group.label, specs, which, cost, lambdas, curves, timed)
+    return Contestant(group.label, specs, which, cost, lambdas, sinks, curves, timed)
 
 
 def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str, list[Curve]]]:

@@ -12,7 +12,7 @@ from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layers import LayerPanel, layer_panels
 from diffvision.analysis.figures.runs import run_curves
 from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, bars, html_page
-from diffvision.comparison.result import FACTOR, Comparison, format_difference
+from diffvision.comparison.result import FACTOR, SINKS, Comparison, format_difference
 from diffvision.evaluation.output import write_bytes, write_json
 from diffvision.tables import plain
 
@@ -25,7 +25,7 @@ _MOST = 4  # panels in a row of curves
 def page(comparison: Comparison) -> str:
     """Return the page."""
     sections = [_results(comparison), _costs(comparison), *_training(comparison), *_lambdas(comparison)]
-    sections.append(_models(comparison))
+    sections += [*_sinks(comparison), _models(comparison)]
     return html_page(f"{' and '.join(comparison.labels)}", _lead(comparison), sections)
 
 
@@ -107,6 +107,16 @@ def _lambdas(comparison: Comparison) -> list[Section]:
     figure = layer_panels([LayerPanel(f"λ, {tower} tower", runs) for tower, runs in panels.items()])
     caption = "The weight of the second map, by layer; dots are seeds."
     return [Section("Lambda", [Picture(figure, "Lambda by layer", caption)])]
+
+
+def _sinks(comparison: Comparison) -> list[Section]:
+    if not (rows := comparison.sinks()):
+        return []
+    note = Text(
+        "A head has a sink if one token receives 30% or more of its attention: NOP where that token's value is small, "
+        "broadcast where the head adds the same to all tokens. `diffvision inspect` has them by layer."
+    )
+    return [Section("Sinks", [Table([SINKS, "with a sink", "NOP", "broadcast"], rows, models=[]), note])]
 
 
 def _models(comparison: Comparison) -> Section:

@@ -16,6 +16,7 @@ from rich.table import Table
 from diffvision.analysis.curves import Curve
 from diffvision.evaluation.intervals import Difference
 
+SINKS = "heads with an attention sink, %"
 FACTOR = 100  # accuracies and recalls are shown in percent
 IN_NATS = ("nll", "perplexity", "bits_per_byte")
 _SHORT = {"mean_per_class_recall": "mean class recall"}
@@ -88,6 +89,8 @@ class Contestant:
             and whether the weights are averaged.
         cost: of the first seed.
         lambdas: by layer, one value for each seed; empty without differential layers.
+        sinks: share of heads with a "sink", a "nop" and a "broadcast" one (`analysis.sinks`), for each seed; empty
+            where attention cannot be captured.
         curves: by metric over steps, one for each seed that has them.
         timed: the same over seconds of training.
     """
@@ -97,6 +100,7 @@ class Contestant:
     which: list[str]
     cost: Cost
     lambdas: dict[str, list[float]] = field(default_factory=dict)
+    sinks: dict[str, list[float]] = field(default_factory=dict)
     curves: dict[str, list[Curve]] = field(default_factory=dict)
     timed: dict[str, list[Curve]] = field(default_factory=dict)
 
@@ -140,6 +144,8 @@ class Comparison:
         console.print("", self._costs(), sep="\n")
         if any(one.lambdas for one in self.contestants):
             console.print("", self._lambdas(), sep="\n")
+        if any(one.sinks for one in self.contestants):
+            console.print("", self._sinks(), sep="\n")
         console.print()
         for note in self.notes:
             console.print(note, style="dim", highlight=False)
@@ -201,6 +207,23 @@ class Comparison:
                 table.add_row(escape(one.label), tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers))
         return table
 
+    def sinks(self) -> list[list[str]]:
+        """Return for each model with captured attention its label, and the percentages of heads with a sink."""
+        return [
+            [one.label, *(format_mean(one.sinks[kind], FACTOR) for kind in ("sink", "nop", "broadcast"))]
+            for one in self.contestants
+            if one.sinks
+        ]
+
+    def _sinks(self) -> Table:
+        table = _table(SINKS)
+        table.add_column("model", overflow="fold")
+        for name in ("with a sink", "NOP", "broadcast"):
+            table.add_column(name, justify="right")
+        for label, *cells in self.sinks():
+            table.add_row(escape(label), *cells)
+        return table
+
     def towers(self, one: Contestant) -> dict[str, list[Sequence[float]]]:
         """Return the lambdas of each of a model's towers, "image" or "text", in the order of its layers."""
         by_tower: dict[str, list[Sequence[float]]] = {}
@@ -240,6 +263,7 @@ class Comparison:
             f"{self.unit}_per_second": one.cost.per_second,
             "speed_ratio": None if ratio is None else dict(zip(("median", "lowest", "highest"), ratio, strict=True)),
             "lambda": one.lambdas,
+            "sinks": one.sinks,
         }
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -253,6 +277,7 @@ class Comparison:
             speeds = {f"{self.unit}_per_second": one.cost.speed} if one.cost.speed is not None else {}
             numbers = {"parameters": one.cost.parameters, "flops": one.cost.flops, **speeds}
             numbers |= {f"lambda/{name}": statistics.mean(values) for name, values in one.lambdas.items()}
+            numbers |= {f"sinks/{name}": statistics.mean(values) for name, values in one.sinks.items()}
             rows += [
                 {"metric": name, "model": one.label, **moments([value]), **describe_difference(None)}
                 for name, value in numbers.items()

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision.analysis import statistics
-from diffvision.analysis.maps import LayerMaps, image_trunk, open_layers
+from diffvision.analysis.maps import LayerMaps, find_patches, open_layers
 from diffvision.analysis.relevance import caption_relevance
+from diffvision.analysis.sinks import SINK, measure_sinks, outlier_tokens
 from diffvision.inspection.inputs import Passage, TransformedPicture, share_by_patch
 
 THUMBNAIL = 32  # tokens a side of a single head's map of a text
@@ -32,12 +32,14 @@ class Focus:
         readers: queries of which attention is shown: the class token, all patches, or a text's last token.
         keys: tokens over which it is shown: patches, or all tokens of a text.
         sink: [N], 1 for tokens without content (class and register tokens, a text's first token).
+        places: by name, the tokens whose share of the attention is measured.
         noise: [keys], the part of each that is outside of the object or the answer, 0 to 1; None if that is unknown.
     """
 
     readers: slice
     keys: slice
     sink: Tensor
+    places: dict[str, slice | list[int]]
     noise: Tensor | None = None
 
 
@@ -85,16 +87,20 @@ def measure_image(
         title: name of the image.
         captions: texts to show the relevance of.
     """
-    trunk: Any = image_trunk(model)
     device = next(model.parameters()).device
     image = picture.tensor.to(device)
-    rows, columns = trunk.patch_embed.dynamic_feat_size(tuple(image.shape[-2:]))
-    prefix, count = trunk.num_prefix_tokens, rows * columns
+    patches = find_patches(model, image)
+    rows, columns, first, count = patches.rows, patches.columns, patches.first, patches.rows * patches.columns
     noise = None if picture.inside is None else 1 - share_by_patch(picture.inside, rows, columns)
+    places: dict[str, slice | list[int]] = {"class": slice(0, 1)} if patches.has_class else {}
+    if first > patches.has_class:
+        places["registers"] = slice(int(patches.has_class), first)
+    places["corners"] = [first, first + columns - 1, first + count - columns, first + count - 1]
     focus = Focus(
-        readers=slice(0, 1) if trunk.cls_token is not None else slice(prefix, None),
-        keys=slice(prefix, None),
-        sink=torch.cat([torch.ones(prefix), torch.zeros(count)]),
+        readers=slice(0, 1) if patches.has_class else slice(first, None),
+        keys=slice(first, None),
+        sink=torch.cat([torch.ones(first), torch.zeros(count)]),
+        places=places,
         noise=noise,
     )
     layers = [_measure_layer(layer, focus, (rows, columns)) for layer in open_layers(model, {"image": image[None]})]
@@ -127,7 +133,7 @@ def _text_focus(passage: Passage) -> Focus:
     if passage.answer is not None:
         noise = 1 - sink
         noise[slice(*passage.answer)] = 0
-    return Focus(readers=slice(count - 1, count), keys=slice(None), sink=sink, noise=noise)
+    return Focus(slice(count - 1, count), slice(None), sink, {"first": slice(0, 1)}, noise)
 
 
 def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
@@ -141,7 +147,7 @@ def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None)
     numbers = {key: value for kind, maps in kinds.items() for key, value in _of_maps(kind, maps, layer.causal, focus)}
     if focus.noise is not None:
         numbers["noise/chance"] = [focus.noise.mean().item()]  # uniform attention
-    numbers |= _of_heads(layer, applied)
+    numbers |= _of_heads(layer, applied) | _of_sinks(layer, focus)
     read = {kind: maps[:, focus.readers, focus.keys].mean(dim=1) for kind, maps in kinds.items()}
     if grid is not None:
         whole, heads = {}, {kind: rows.unflatten(-1, grid) for kind, rows in read.items()}
@@ -155,7 +161,7 @@ def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None)
 def _pad(focus: Focus, tokens: int) -> Focus:
     """Return the focus extended by padding, which a tower that is not causal attends to; padding is not a sink."""
     missing = tokens - len(focus.sink)
-    return focus if not missing else Focus(focus.readers, focus.keys, F.pad(focus.sink, (0, missing)))
+    return focus if not missing else Focus(focus.readers, focus.keys, F.pad(focus.sink, (0, missing)), focus.places)
 
 
 def _of_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tuple[str, list[float]]]:
@@ -184,4 +190,27 @@ def _of_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
     if layer.values is not None:
         for name, heads in zip(("before", "after", "given"), layer.outputs(applied), strict=True):
             numbers[f"rms_{name}"] = statistics.rms(heads).mean(-1).tolist()
+    return numbers
+
+
+@torch.no_grad()
+def _of_sinks(layer: LayerMaps, focus: Focus) -> Numbers:
+    """Return where the attention goes, what its sinks are for, and how far the block's input has outliers."""
+    sinks = measure_sinks(layer)
+    has_sink = sinks.share >= SINK
+    received = statistics.received(layer.applied.float())
+    numbers = {f"on_{name}": received[:, tokens].sum(-1).tolist() for name, tokens in focus.places.items()}
+    numbers |= {f"heads_{kind}": heads.float().tolist() for kind, heads in sinks.kinds().items()}
+    if layer.values is not None:
+        outputs = layer.outputs(layer.applied)[0].float()
+        numbers["sink_value"] = sinks.value.where(has_sink, torch.nan).tolist()
+        numbers["common"] = sinks.common.tolist()
+        numbers["output_rank"] = statistics.effective_rank(outputs).tolist()
+    if layer.hidden is not None:
+        norms = layer.hidden.float().norm(dim=-1)
+        outliers = outlier_tokens(layer.hidden)
+        numbers["norm_ratio"] = [(norms.max() / norms.median()).item()]
+        numbers["outliers"] = [outliers.float().mean().item()]
+        numbers["on_outliers"] = received[:, outliers].sum(-1).tolist()
+        numbers["kurtosis"] = [statistics.kurtosis(layer.hidden.float()).item()]
     return numbers

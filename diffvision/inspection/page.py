@@ -21,9 +21,11 @@ from diffvision.inspection.summary import (
     TOWERS,
     LayerNumbers,
     Measurements,
+    describe_sinks,
     mean_numbers,
     norm_panels,
     number_panels,
+    sink_panels,
     table,
 )
 
@@ -67,7 +69,7 @@ def draw(
         if any(one.tower == tower for inputs in measurements.values() for one in inputs):
             numbers = mean_numbers(measurements, tower)
             count = max(sum(one.tower == tower for one in inputs) for inputs in measurements.values())
-            sections.append(_curves(files, tower, numbers, count))
+            sections += [_curves(files, tower, numbers, count), _sinks(files, tower, numbers)]
             tables.append(_table(f"{title}, layer by layer", numbers))
     if tables:
         sections.append(html.Section("All numbers", [html.Text(NOTE), *tables]))
@@ -98,6 +100,23 @@ def _curves(files: Files, tower: str, numbers: LayerNumbers, count: int) -> html
         caption = "How large a head's output is before and after the head norm and the factor: its root mean square."
         parts.append(_picture(files, f"norm-{tower}", layer_panels(norms), caption))
     return html.Section(f"{TOWERS[tower]}, layer by layer", parts)
+
+
+def _sinks(files: Files, tower: str, numbers: LayerNumbers) -> html.Section:
+    """Return the section on sinks: a sentence a model, what sinks do, and where the attention goes."""
+    text = (
+        "A head has a sink if one token receives 30% or more of its attention, mean over the queries. The sink is NOP "
+        "if its value is below half of the median, so that the head adds little; it is broadcast if more than half of "
+        "the head's output is the same for all queries. It may be both, or neither. A sink is no fault by itself."
+    )
+    parts: list[html.Part] = [html.Text(text), *map(html.Text, describe_sinks(numbers))]
+    captions = (
+        "What the sinks of each layer do, and the outliers of the block's input: lines are means over heads.",
+        "Where the attention of each layer goes, as a share of all queries' attention.",
+    )
+    for name, panels, caption in zip(("sinks", "places"), sink_panels(numbers), captions, strict=True):
+        parts.append(_picture(files, f"{name}-{tower}", layer_panels(panels), caption))
+    return html.Section(f"{TOWERS[tower]}, sinks", parts)
 
 
 def _image(

@@ -27,11 +27,30 @@ NAMES = {
     "redundancy": ("head redundancy", "mean cosine similarity of the heads' maps; 1: all alike"),
     "sink": ("mass on sinks", "magnitude on class and register tokens, or a text's first token"),
     "largest_column": ("largest column", "magnitude on the one token that has most of all rows"),
+    "heads_sink": ("heads with a sink", "share of heads with 30% or more of their attention on one token"),
+    "heads_nop": ("of them NOP", "share of heads whose sink's value is below half of the median"),
+    "heads_broadcast": (
+        "of them broadcast",
+        "share of heads with a sink whose output is mostly the same for all queries",
+    ),
+    "sink_value": ("a sink's value", "its norm over the median of the head's values; NOP where small"),
+    "common": ("common output", "part of a head's output that all queries share; with a sink, broadcast where large"),
+    "output_rank": ("rank of the output", "effective rank of a head's outputs"),
+    "on_class": ("on the class token", "magnitude, mean over queries"),
+    "on_registers": ("on the registers", "magnitude, mean over queries"),
+    "on_corners": ("on the corners", "magnitude on the four corner patches, mean over queries"),
+    "on_first": ("on the first token", "magnitude, mean over queries"),
+    "on_outliers": ("on outlier tokens", "magnitude on tokens with over 3 times the median norm, mean over queries"),
+    "outliers": ("outlier tokens", "share of tokens with over 3 times the median norm, of the block's input"),
+    "norm_ratio": ("largest over median norm", "of tokens, of the block's input"),
+    "kurtosis": ("kurtosis", "of the block's input; 3 is a normal distribution"),
     "noise": ("attention noise", "magnitude outside of the object, or of a text's answer (its first token apart)"),
     "rms_before": ("RMS before head norm", "of a head's output"),
     "rms_after": ("RMS after head norm", "the same as before where there is no norm"),
     "rms_given": ("RMS after × (1 − λ_init)", "what the output projection takes"),
 }
+_SINK_PANELS = ("largest_column", "sink_value", "common", "output_rank", "norm_ratio", "kurtosis")
+_PLACE_PANELS = ("on_class", "on_registers", "on_corners", "on_first", "on_outliers")
 _PANELS = ("row_sum", "lambda", "relative_entropy", "effective_rank", "redundancy", "negative", "sink", "noise")
 
 Measurements = Mapping[str, Sequence[Measurement]]
@@ -54,14 +73,39 @@ def mean_numbers(measurements: Measurements, tower: str) -> LayerNumbers:
             layers = [
                 [one.layers[i].numbers.get(key, [math.nan]) for one in measured] for i in range(len(measured[0].layers))
             ]
-            means = [[sum(head) / len(head) for head in zip(*layer, strict=True)] for layer in layers]
+            means = [[_mean([head]) for head in zip(*layer, strict=True)] for layer in layers]
             numbers.setdefault(number, {}).setdefault(model, {})[kind] = means
     return numbers
 
 
 def number_panels(numbers: LayerNumbers) -> list[LayerPanel]:
     """Return the panels of numbers over the layers."""
-    return [LayerPanel(NAMES[number][0], numbers[number]) for number in _PANELS if number in numbers]
+    return _panels(numbers, _PANELS)
+
+
+def sink_panels(numbers: LayerNumbers) -> tuple[list[LayerPanel], list[LayerPanel]]:
+    """Return the panels of what sinks do, and those of where the attention goes, over the layers."""
+    return _panels(numbers, _SINK_PANELS), _panels(numbers, _PLACE_PANELS)
+
+
+def _panels(numbers: LayerNumbers, names: Sequence[str]) -> list[LayerPanel]:
+    return [LayerPanel(NAMES[number][0], numbers[number]) for number in names if number in numbers]
+
+
+def describe_sinks(numbers: LayerNumbers) -> list[str]:
+    """Return a sentence for each model: how many of its heads have a sink, and of which kind."""
+    sentences = []
+    for model, kinds in numbers["heads_sink"].items():
+        sink, nop, broadcast = (_mean(numbers[f"heads_{kind}"][model][""]) for kind in ("sink", "nop", "broadcast"))
+        heads = sum(len(layer) for layer in kinds[""])
+        if not sink:
+            sentences.append(f"{model}: none of {heads} heads has a sink.")
+            continue
+        sentences.append(
+            f"{model}: {sink:.0%} of {heads} heads have a sink; {nop / sink:.0%} of these are NOP and "
+            f"{broadcast / sink:.0%} broadcast."
+        )
+    return sentences
 
 
 def norm_panels(numbers: LayerNumbers) -> list[LayerPanel]:

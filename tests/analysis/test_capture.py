@@ -1,5 +1,6 @@
 """Captured layers: what their parts give is what the layers compute, ours, timm's and transformers' alike."""
 
+import open_clip
 import pytest
 import timm
 import torch
@@ -30,6 +31,8 @@ MODELS = {
     "grouped": lambda: timm.create_model("gda_vit_debug", depth=2),
     "without a head norm": lambda: timm.create_model("diff_vit_debug", depth=2, head_norm=False),
     "timm": lambda: _timm("vit_dwee_patch16_reg1_gap_256"),
+    "timm, plain": lambda: _timm("vit_tiny_patch16_224"),
+    "timm, rotary": lambda: _timm("vit_small_patch16_rope_224"),
     "timm, parallel": lambda: _timm("vit_dpwee_patch16_reg1_gap_256"),
     "timm, replaced": lambda: diffvision.replace_attention(_timm("vit_dwee_patch16_reg1_gap_256")),
     "dex": _dex,
@@ -54,6 +57,45 @@ def test_heads_are_what_the_output_projection_takes(name):
             given = layer.outputs(layer.applied)[2].transpose(0, 1).flatten(1)
         torch.testing.assert_close(given, call.projected[0, :, : given.shape[1]], atol=1e-5, rtol=1e-4)
     assert not any(module._forward_pre_hooks or "attend" in vars(module) for module in model.modules())
+
+
+def test_openclips_towers_are_seen_and_can_be_changed():
+    torch.manual_seed(0)
+    vision = {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8}
+    text = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2}
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text).eval()
+    image, tokens = torch.randn(1, 3, 32, 32), torch.randint(1, 64, (1, 12))
+    with torch.no_grad():
+        expected = model.encode_image(image), model.encode_text(tokens)
+        with captured(model, lambda call: call.scores()):
+            torch.testing.assert_close(model.encode_image(image), expected[0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(model.encode_text(tokens), expected[1], atol=1e-5, rtol=1e-4)
+    in_image, in_text = (list(open_layers(model, batch)) for batch in ({"image": image}, {"text": tokens}))
+    assert [layer.name for layer in in_image] == [
+        "visual.transformer.resblocks.0.attn",
+        "visual.transformer.resblocks.1.attn",
+    ]
+    assert [(len(layers), layers[0].maps.shape, layers[0].causal) for layers in (in_image, in_text)] == [
+        (2, (2, 1, 17, 17), False), (2, (2, 1, 12, 12), True)
+    ]  # fmt: skip
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("name", ["v1", "timm, plain", "timm, parallel"])
+def test_the_hidden_states_are_the_blocks_input(name):
+    model = MODELS[name]().eval()
+    inputs = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    for layer, given in zip(list(open_layers(model, {"image": torch.randn(1, 3, 32, 32)})), inputs, strict=True):
+        torch.testing.assert_close(layer.hidden, given[0])
+
+
+def test_a_bias_on_the_logits_is_refused():
+    model = timm.create_model("beit_base_patch16_224", img_size=32, depth=1)
+    torch.nn.init.ones_(model.blocks[0].attn.relative_position_bias_table)
+    with pytest.raises(ValueError, match="float attn_mask"):
+        next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
 
 
 @pytest.mark.parametrize("variant", ["v1", "v1_dint"])
@@ -86,8 +128,8 @@ def test_visual_contrast_attention_has_no_maps_and_says_so():
         check_attention(model)
 
 
-def test_a_model_without_attention_of_ours_says_what_to_do():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+def test_a_model_without_attention_says_what_to_do():
+    model = timm.create_model("resnet10t")
     with pytest.raises(ValueError, match="no attention of this"):
         next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
     with pytest.raises(ValueError, match="no attention of this"):

@@ -92,6 +92,7 @@ def test_seeds_of_two_models(here, tmp_path, capsys):
     assert fast["parameters"] == sum(p.numel() for p in opened("runs/lr0.004-0/checkpoints/epoch=0.ckpt").parameters())
     assert set(fast["lambda"]) == {"blocks.0.attn", "blocks.1.attn"}
     assert len(fast["lambda"]["blocks.0.attn"]) == 2
+    assert [len(values) for values in fast["sinks"].values()] == [2, 2, 2]  # sink, nop, broadcast of two seeds
     assert fast["speed_ratio"]["lowest"] <= fast["speed_ratio"]["highest"]
 
     with open(files[2], newline="") as file:

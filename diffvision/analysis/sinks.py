@@ -1,0 +1,79 @@
+"""Attention sinks: the tokens that heads look at whatever the query, and what they are for.
+
+A head has a sink if one token receives `SINK` or more of its attention, mean over the queries (Gu et al. 2024, arXiv
+2410.10781, who count the first token of texts). Two uses are told apart (arXiv 2606.08105; the thresholds are ours):
+
+- NOP: the token's value is small, so that a head that looks at it adds next to nothing.
+- broadcast: the token's value counts, and the head adds the same to every token.
+
+`measure_sinks` has the numbers of one layer, `count_sinks` those of a model on one image or text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.analysis import statistics
+from diffvision.analysis.maps import LayerMaps, open_layers
+
+SINK = 0.3  # of a head's attention, on one token
+SMALL = 0.5  # of the median norm of a head's values: below it, a sink's value is small
+COMMON = 0.5  # of a head's output: above it, the head adds the same to all tokens
+OUTLIER = 3.0  # times the median norm of tokens (arXiv 2309.16588 shows norms of 3 to 10 times the others')
+
+
+class Sinks(NamedTuple):
+    """The sinks of one layer; values and outputs are NaN where a layer's values are not captured."""
+
+    share: Tensor  # [H], of the attention on the token that has most
+    value: Tensor  # [H], that token's value norm over the median of the head's
+    common: Tensor  # [H], part of the output that all queries share
+
+    def kinds(self) -> dict[str, Tensor]:
+        """Return which heads have a sink, and of which kind, [H] each; a sink may be of both kinds, or of neither."""
+        sink = self.share >= SINK
+        return {"sink": sink, "nop": sink & (self.value < SMALL), "broadcast": sink & (self.common > COMMON)}
+
+
+@torch.no_grad()
+def measure_sinks(layer: LayerMaps) -> Sinks:
+    """Return the sinks of one layer."""
+    share, token = statistics.received(layer.applied.float()).max(dim=-1)
+    if layer.values is None:
+        return Sinks(share, torch.full_like(share, math.nan), torch.full_like(share, math.nan))
+    norms = layer.values.float().norm(dim=-1)  # [H, N]
+    value = norms.gather(1, token[:, None])[:, 0] / norms.median(dim=-1).values
+    return Sinks(share, value, statistics.common_part(layer.outputs(layer.applied)[0].float()))
+
+
+def outlier_tokens(hidden: Tensor) -> Tensor:
+    """Return which tokens [N] of hidden states [N, C] have a norm over `OUTLIER` times the median."""
+    norms = hidden.float().norm(dim=-1)
+    return norms > OUTLIER * norms.median()
+
+
+def count_sinks(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the share of a model's heads that have a sink, and a sink of each kind, mean over images or texts.
+
+    Args:
+        model: as `maps.open_layers`.
+        batch: as `maps.open_layers`, of any number of samples.
+
+    Returns:
+        {"sink": ..., "nop": ..., "broadcast": ...}, 0 to 1.
+
+    Raises:
+        ValueError: as `maps.open_layers`.
+    """
+    samples = zip(*(values.split(1) for values in batch.values()), strict=True)
+    layers = [
+        measure_sinks(layer).kinds()
+        for sample in samples
+        for layer in open_layers(model, dict(zip(batch, sample, strict=True)))
+    ]
+    return {kind: torch.cat([heads[kind] for heads in layers]).float().mean().item() for kind in layers[0]}

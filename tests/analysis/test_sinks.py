@@ -1,0 +1,65 @@
+"""Sinks by their kind: heads planted by hand, and models that have them."""
+
+import timm
+import torch
+
+from diffvision.analysis.maps import LayerMaps
+from diffvision.analysis.sinks import count_sinks, measure_sinks, outlier_tokens
+from diffvision.analysis.statistics import common_part, kurtosis, received
+
+N, V = 12, 8
+
+
+def _layer(maps, values):
+    return LayerMaps("a", maps[:, None], maps, None, values=values)
+
+
+def _look_at(token, share):
+    """A map [N, N] that gives a token a share of every row, and the others the rest in equal parts."""
+    rows = torch.full((N, N), (1 - share) / (N - 1))
+    rows[:, token] = share
+    return rows
+
+
+def test_each_kind_of_sink_is_recognised():
+    torch.manual_seed(0)
+    small, large = torch.randn(2, N, V)
+    small[3] *= 0.01
+    large[3] = 5.0
+    maps = torch.stack([_look_at(3, 0.8), _look_at(3, 0.8), _look_at(3, 0.2), torch.eye(N)])
+    sinks = measure_sinks(_layer(maps, torch.stack([small, large, small, small])))
+    torch.testing.assert_close(sinks.share, torch.tensor([0.8, 0.8, 0.2, 1 / N]))
+    kinds = {kind: heads.tolist() for kind, heads in sinks.kinds().items()}
+    assert kinds["sink"] == [True, True, False, False]
+    assert kinds["nop"] == [True, False, False, False]
+    assert kinds["broadcast"][1:] == [True, False, False]
+    assert sinks.value[0] < 0.1 < 1 < sinks.value[1]
+
+
+def test_without_values_a_sink_is_of_no_kind():
+    kinds = measure_sinks(_layer(_look_at(0, 0.9)[None], None)).kinds()
+    assert {kind: heads.item() for kind, heads in kinds.items()} == {"sink": True, "nop": False, "broadcast": False}
+
+
+def test_statistics_of_known_tensors():
+    torch.testing.assert_close(
+        received(_look_at(2, 0.5)), torch.full((N,), 0.5 / (N - 1)).index_fill(0, torch.tensor(2), 0.5)
+    )
+    assert common_part(torch.ones(2, 5, 3)).tolist() == [1, 1]
+    assert common_part(torch.tensor([[1.0, 0], [-1, 0]])).item() == 0
+    assert kurtosis(torch.tensor([-1.0, 1, -1, 1])).item() == 1
+    hidden = torch.eye(8)
+    hidden[5] *= 4
+    assert outlier_tokens(hidden).nonzero().tolist() == [[5]]
+
+
+def test_a_model_with_a_planted_sink_is_counted():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    image = {"image": torch.randn(1, 3, 32, 32)}
+    assert count_sinks(model, image) == {"sink": 0, "nop": 0, "broadcast": 0}
+    with torch.no_grad():  # every query is large along one direction, and of the keys only the class token's
+        model.blocks[0].attn.qkv.bias[:192] = 1.0
+        model.cls_token[:] = 0
+        model.cls_token[..., 0] = 100.0
+        model.blocks[0].attn.qkv.weight[192:384, 0] = 1.0
+    assert count_sinks(model, image)["sink"] == 0.5  # all heads of one layer of two
