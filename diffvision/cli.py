@@ -62,6 +62,9 @@ COMMANDS = {
     "adapt": Command(
         "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to continue training"
     ),
+    "interpolate": Command(
+        "diffvision.export.command", "interpolate", "the weights between a pretrained and a fine-tuned model"
+    ),
     "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),

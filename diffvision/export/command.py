@@ -1,4 +1,4 @@
-"""The commands `diffvision export` and `diffvision adapt`; formats are written in `formats`, `adapted` and others."""
+"""The commands `export`, `adapt` and `interpolate`; formats are written in `formats`, `adapted` and others."""
 
 from pathlib import Path
 from typing import Literal
@@ -93,3 +93,21 @@ def adapt_to_folder(
     adapted.write_adapted(
         model, destination, method=method, checkpoint=checkpoint, heads=heads, data=data, tokenizer=tokenizer
     )
+
+
+def interpolate(pretrained: str, finetuned: str, destination: str, *, alpha: float = 0.5) -> None:
+    """Write the weights between a pretrained and a fine-tuned model (WiSE-FT) as a folder of their host.
+
+    Args:
+        pretrained: the model before fine-tuning: timm's or OpenCLIP's NAME.TAG, a folder, or any other of `export`.
+        finetuned: the same model after it, as the directory of its run; averaged weights (EMA) are taken.
+        destination: the folder to write; it must not exist yet.
+        alpha: the share of the fine-tuned weights: 0 is the pretrained model, 1 the fine-tuned one.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such model, it is of text, the two differ in architecture or
+            preprocessing, or the destination exists.
+    """
+    from diffvision.export.interpolated import write_interpolated
+
+    write_interpolated(pretrained, finetuned, destination, alpha)
