@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from open_clip.transformer import Attention as OpenClipAttention
 from open_clip.transformer import ResidualAttentionBlock
 from timm.layers import Attention as TimmAttention
 from timm.models import VisionTransformer
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from diffvision.models.by_layer import as_text
 from diffvision.models.clip import TextBlock
@@ -289,14 +291,15 @@ def _of_timm(theirs: TimmAttention) -> AttentionLayer:
 
 def _of_torch(block: ResidualAttentionBlock) -> AttentionLayer:
     """Return a plain layer of ours with the weights of OpenCLIP's attention block."""
-    theirs = block.attn
-    refuse_wrapped(attn=theirs, out_proj=theirs.out_proj)
-    if hasattr(block, "ln_1_kv") or not theirs._qkv_same_embed_dim or theirs.bias_k is not None:
+    theirs: Any = block.attn
+    is_torch = not isinstance(theirs, OpenClipAttention)  # which is that of OpenCLIP 4's blocks
+    refuse_wrapped(out_proj=theirs.out_proj, **({"attn": theirs} if is_torch or is_parametrized(theirs) else {}))
+    if hasattr(block, "ln_1_kv") or theirs.in_proj_weight is None or (is_torch and theirs.bias_k is not None):
         raise ValueError("a block of cross-attention has keys of another sequence: adapt blocks of self-attention only")
-    if not theirs.batch_first:
+    if is_torch and not theirs.batch_first:
         raise ValueError("the tower's transformer has batch_first=False: make it with batch_first=True")
     layer = _layer(theirs, theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj)
-    layer.attn_drop = theirs.dropout
+    layer.attn_drop = theirs.dropout if is_torch else theirs.attn_drop.p
     return layer
 
 

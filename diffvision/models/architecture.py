@@ -172,6 +172,7 @@ def _whole(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         tower: {field.name: field.default for field in dataclasses.fields(kind)} for tower, kind in towers.items()
     }
+    fields["text_cfg"].pop("eos_id", None)  # its default is 2, and none in OpenCLIP 4
     return {
         **{"quick_gelu": False, "multimodal_cfg": {}, **model_cfg},
         **{tower: {**defaults, **(model_cfg.get(tower) or {})} for tower, defaults in fields.items()},

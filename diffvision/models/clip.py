@@ -183,10 +183,9 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         cfg = open_clip.CLIPTextCfg(**text_cfg) if isinstance(text_cfg, dict) else text_cfg
         if (requested := _requested_attention(cfg, "text_cfg")) is None:
             return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
-        if cfg.hf_model_name:
-            raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for {cfg.hf_model_name!r}"
-            )
+        other = cfg.hf_model_name or getattr(cfg, "text_arch", "clip")  # OpenCLIP 4 has a second text tower, "modern"
+        if other != "clip":
+            raise ValueError(f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for {other!r}")
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
         with _errors_name(cfg.block_type):
             _use_text_attention(tower, *requested)
