@@ -267,11 +267,11 @@ def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         if not isinstance(content, Labelled):
-            said = content(part)
+            said = f"packed {content(part)}"
         elif asked.copy:
             with TemporaryDirectory() as folder:
                 _link(content, Path(folder), templates)
-                said = packing.make_evaluation(part, folder, num_workers=asked.num_workers)
+                said = f"packed {packing.make_evaluation(part, folder, num_workers=asked.num_workers)}"
         else:
             _link(content, part, templates)
             said = f"linked {described}"

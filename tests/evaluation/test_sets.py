@@ -384,6 +384,7 @@ def test_all_says_what_is_there_and_where_to_get_the_rest(tmp_path, capsys):
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(printed) == list(DATASETS)
     assert printed["imagenet"].startswith("linked 12 test images")
+    assert printed["flickr30k"] == "packed 3 samples, left out 0"
     assert printed["pets"].startswith("refused: 1 of 2 images")
     assert printed["cifar10"] == "not found: torchvision.datasets.CIFAR10(ROOT, download=True)"
     assert all(
