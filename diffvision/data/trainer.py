@@ -70,6 +70,7 @@ class LoaderData(pl.LightningDataModule):
             window=self.window,
             limits=self.limits,
             stall_timeout=self.stall_timeout,
+            repeats=bool(getattr(self.trainer, "overfit_batches", 0)),
         )
         if self.trainer is not None:
             loader.set_epoch(self.trainer.current_epoch)

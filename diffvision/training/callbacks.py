@@ -220,7 +220,8 @@ class DataReport(pl.Callback):
         text, counts = describe_epoch(reports, consumed=batches * loader.batch_size, earlier=earlier)
         # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
-        pl_module.print(text)
+        if not getattr(trainer, "overfit_batches", 0):  # else an epoch is a step
+            pl_module.print(text)
 
 
 def describe_tail(report: Report, batch_size: int) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
@@ -29,6 +29,7 @@ from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.fault_tolerance import spread_nan
+from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
 from diffvision.training.module import TrainingModule, of_any_size, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
 from diffvision.training.progress import follow
@@ -43,6 +44,9 @@ CAUTIONS = {
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 # Metrics of an evaluation that the progress bar shows.
+NEAR_DUPLICATES = 0.02  # the share of a batch from which a run says so
+LOOKS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is told
+AT_CHANCE = 0.98  # of ln(batch)
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
 
 
@@ -119,6 +123,8 @@ class ContrastiveModule(TrainingModule):
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         self.layer_decays = {"image": image_layer_decay, "text": text_layer_decay}
         self.prompts: list[str] = []
+        self._told_duplicates = False
+        self._looks: int | None = 0  # logged steps after the warm-up; None once that is settled
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
@@ -204,7 +210,33 @@ class ContrastiveModule(TrainingModule):
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
         self.log_step(rate, loss=loss, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
+        if is_logging_step(self.trainer, self.trainer.global_step):
+            self._look(batch, loss)
         return loss
+
+    def _look(self, batch: ImageTextBatch, loss: Tensor) -> None:
+        """Count near-duplicate captions in the batch of all ranks; say once if many, or if nothing is learned."""
+        pairs, step = len(batch["image"]) * self.trainer.world_size, self.trainer.global_step
+        if "digest" in batch:
+            repeated = pairs - len(cast(Tensor, self.all_gather(batch["digest"])).unique())
+            self.log("train/near_duplicates", torch.tensor(float(repeated)))
+            if repeated > NEAR_DUPLICATES * pairs and not self._told_duplicates:
+                self._told_duplicates = True
+                rank_zero_info(
+                    f"{repeated} of {pairs} captions in a batch repeat another one, as false negatives: drop such pairs"
+                )
+        warmup, chance = max((schedule.warmup for schedule in self.schedules()), default=0), math.log(pairs)
+        if self.loss_name != "clip" or step <= warmup or self._looks is None:
+            return
+        self._looks += 1
+        if loss <= AT_CHANCE * chance:
+            self._looks = None
+        elif self._looks >= LOOKS and step >= warmup + STEPS:
+            self._looks = None
+            rank_zero_info(
+                f"the towers do not learn: loss {float(loss):.3g} at step {step}, ln({pairs}) is {chance:.3g}: "
+                "check lr, locks and pairing"
+            )
 
     def _differentiable_loss(self, batch: ImageTextBatch) -> Tensor:
         """Return the batch's loss on this rank with its graph, for a loop without a Trainer."""

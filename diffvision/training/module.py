@@ -28,6 +28,7 @@ from diffvision.training.sharding import gather_weights, is_sharded, release_wei
 IGNORED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # about OpenCLIP's loss, at every step
+    "You requested to overfit but enabled",  # of our loaders, whose epochs are then all the first one
     "Total length of `list` across ranks is zero",  # about our data without an evaluation
     "You're using the WeightAveraging callback with a model that overrides the configure_model",  # if it is not sharded
     # Lightning advises to save the weights from before the step; ours resume after it, as usual.

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from diffvision.analysis.curves import read_metrics
@@ -35,6 +37,7 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.progress import format_duration, total_steps
 
 SUMMARY, CURVES = "summary.txt", "curves.png"
+LEARNED = 0.1  # of the first loss
 EVALUATED = "evaluated_metrics"  # key in a checkpoint: the names of the last evaluation's metrics
 
 
@@ -50,6 +53,8 @@ class RunSummary(pl.Callback):
         self._before: dict[str, Any] = {}
         self._start = 0.0
         self._first_step = 0
+        self._overfitted: list[Tensor] = []  # losses, of the first step and of the last
+        self._texts: Tensor | None = None  # of the last batch
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Save which metrics are an evaluation's; `RunState` saves their values."""
@@ -64,11 +69,19 @@ class RunSummary(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the model, and the prompts that it will be evaluated with."""
-        self._first_step = trainer.global_step
+        self._first_step, self._overfitted = trainer.global_step, []
         if trainer.is_global_zero:
             resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
             prompts = pl_module.prompts if isinstance(pl_module, ContrastiveModule) else []
             print(describe_run(trainer, pl_module) + resumed, *prompts, sep="\n", flush=True)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the losses of the first and the last batch that is to be overfitted."""
+        if trainer.overfit_batches and isinstance(outputs, dict) and "loss" in outputs:  # type: ignore[attr-defined]
+            self._overfitted = [*self._overfitted[:1], outputs["loss"].detach()]
+            self._texts = batch.get("text")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note which metrics there are before a validation; a resumed run has those of earlier ones."""
@@ -89,6 +102,9 @@ class RunSummary(pl.Callback):
         trained = f"trained{resumed} to step {steps} in {format_duration(time.monotonic() - self._start)}"
         if trainer.global_step == self._first_step:
             trained = f"already at step {steps}: nothing was trained"
+        if len(self._overfitted) == 2:
+            first, last = self._overfitted
+            trained += "\n" + describe_overfitting(float(first), float(last), self._texts)
         values = trainer.callback_metrics
         metrics = {name: float(values[name]) for name in self._measured if name in values}
         has_average = bool(find_callbacks(trainer, WeightAveraging))
@@ -101,6 +117,25 @@ class RunSummary(pl.Callback):
         if paths:
             print(paths, flush=True)
         write_summary(trainer, [describe_run(trainer, pl_module), trained, final, paths])
+
+
+def describe_overfitting(first: float, last: float, texts: Tensor | None = None) -> str:
+    """Return whether batches that were repeated were learned: a tenth of the loss is left.
+
+    Args:
+        first: loss of the first step.
+        last: loss of the last step.
+        texts: token ids of a contrastive batch: each of k pairs with the same caption keeps a loss of ln k.
+    """
+    counts = torch.ones(1) if texts is None else texts.unique(dim=0, return_counts=True)[1].float()
+    least = float((counts * counts.log()).sum() / counts.sum())
+    floor = f" ({least:.3g} is the least with its repeated captions)" if least else ""
+    if last - least <= LEARNED * (first - least):
+        return f"overfit_batches: learned, the loss fell from {first:.3g} to {last:.3g}{floor}"
+    return (
+        f"overfit_batches: not learned, the loss went from {first:.3g} to {last:.3g}{floor}: train longer, or change "
+        "the lr"
+    )
 
 
 def write_summary(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:

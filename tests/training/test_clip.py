@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.training import clip
 from diffvision.training.clip import CAUTIONS, ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -99,6 +100,30 @@ def test_the_models_of_recipes_do_not_warn(recwarn):
         assert yaml.safe_load(path.read_text())["model"]["init_args"].get("model") not in CAUTIONS
     train(make("DiffCLIP-debug-0.2"))
     assert not [one for one in recwarn if "learns late" in str(one.message)]
+
+
+def test_near_duplicates_are_counted_and_told_once_as_are_towers_that_do_not_learn(caplog, monkeypatch):
+    class Digests(Pairs):
+        def train_dataloader(self):
+            rows = super().train_dataloader().dataset
+            rows = [row | {"digest": torch.tensor(number % 6)} for number, row in enumerate(rows)]
+            return DataLoader(rows, batch_size=8)
+
+    monkeypatch.setattr(clip, "STEPS", 6)
+    stuck = make("DiffCLIP-debug-0.2", optimizer=OptimizerSettings(lr=1e-12, warmup_steps=1))
+    with caplog.at_level("INFO"):
+        trainer = train(stuck, data=Digests(), max_steps=8, log_every_n_steps=1)
+    assert trainer.callback_metrics["train/near_duplicates"] == 2
+    assert caplog.text.count("2 of 8 captions in a batch repeat another one") == 1
+    assert caplog.text.count("the towers do not learn") == 1
+    assert "at step 7, ln(8) is 2.08" in caplog.text
+    caplog.clear()
+    learning = make("DiffCLIP-debug-0.2", optimizer=OptimizerSettings(lr=1e-3, warmup_steps=1))
+    with caplog.at_level("INFO"):
+        trainer = train(learning, data=Pairs(batches=1), max_steps=12, max_epochs=-1, log_every_n_steps=1)
+    assert "towers" not in caplog.text
+    assert "captions in a batch" not in caplog.text
+    assert "train/near_duplicates" not in trainer.callback_metrics
 
 
 class RandomState(pl.Callback):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -19,7 +20,7 @@ from diffvision.training.classification import ClassificationModule
 from diffvision.training.fit import fit
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
-from diffvision.training.summary import evaluation_command
+from diffvision.training.summary import describe_overfitting, evaluation_command
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,20 @@ def test_a_run_from_its_first_line_to_the_command_it_ends_with(
     assert main(words[1:]) == 0
     assert f"{measured:.4f}" in capfd.readouterr().out
     assert isinstance(cli.trainer.progress_bar_callback, ProgressLine)
+
+
+@pytest.mark.slow
+def test_overfitting_says_if_the_batch_was_learned(data, tmp_path, capfd):
+    quick = ["--trainer.overfit_batches=1", "--model.optimizer.lr=3e-3", "--model.optimizer.weight_decay=0"]
+    quick += ["--trainer.limit_val_batches=0", "--model.augmentation={scale: [1, 1], ratio: [1, 1]}"]
+    run(data, tmp_path / "long", *CLASSIFICATION, *quick, epochs=60)
+    assert "overfit_batches: learned" in (out := capfd.readouterr().out), out
+    run(data, tmp_path / "short", *CONTRASTIVE, *quick, epochs=2)
+    assert "overfit_batches: not learned" in capfd.readouterr().out
+    texts = torch.tensor([[1, 2], [1, 2], [3, 4], [5, 6]])  # half of the pairs keep a loss of ln 2
+    assert describe_overfitting(1.5, 0.36, texts).startswith("overfit_batches: learned")
+    assert "not learned" in describe_overfitting(1.5, 0.36)
+    assert "not learned" in describe_overfitting(1.5, float("nan"))
 
 
 @pytest.mark.filterwarnings("ignore:resumed from:UserWarning")  # with other epochs

@@ -23,6 +23,7 @@ from diffvision.data.images.pixels import Decoder, Pixels, ends_with_normalize
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
     CaptionMember,
+    DrawnCaption,
     ImageLabel,
     ImageMember,
     ImageText,
@@ -126,6 +127,8 @@ class ImageTextData(_ImageData):
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
         image_key: the member types that hold an image; the first that a sample has is taken.
         caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
+        json_text_key: in place of `caption_key`, fields of the JSON as "alt_text;synthetic": the first with a caption.
+        json_text_key_probs: weights by which one of these fields is drawn for each sample in each epoch; they sum to 1.
         columns: of a table of images for training: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
@@ -149,6 +152,8 @@ class ImageTextData(_ImageData):
         max_bad_fraction: float = 0.01,
         image_key: Sequence[str] = IMAGE_KEYS,
         caption_key: str | None = None,
+        json_text_key: str | None = None,
+        json_text_key_probs: list[float] | None = None,
         columns: dict[str, str] | None = None,
         window: int = 16,
         cache_bytes: int = 100 * 10**9,
@@ -174,6 +179,11 @@ class ImageTextData(_ImageData):
             eval_transform=eval_transform,
         )
         self.evaluations, self.caption_key, self.tokenizer = list(evaluations), caption_key, tokenizer
+        if json_text_key is None and json_text_key_probs is not None:
+            raise ValueError("json_text_key_probs are the weights of json_text_key, which is not set: set it")
+        if json_text_key is not None and (caption_key is not None or self._images is not None or is_pipeline(train)):
+            raise ValueError("json_text_key is for shards, in place of caption_key: leave one of them out")
+        self.drawn = None if json_text_key is None else DrawnCaption(json_text_key, json_text_key_probs)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
@@ -193,6 +203,9 @@ class ImageTextData(_ImageData):
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
 
         def make_kind(source: Any) -> ImageText:
+            if self.drawn is not None:
+                self.drawn.check(source)
+                return ImageText(self._image_member("transform"), self.drawn, tokenizer)
             key = self.caption_key or ("txt" if source is None else find_caption_key(source))
             return ImageText(self._image_member("transform"), CaptionMember(key), tokenizer)
 

@@ -3,11 +3,15 @@
 The bytes of a member are decoded in `decode`; the samples come from `shards` or `image_set`.
 """
 
+import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate  # a worker's goes straight into shared memory
@@ -31,6 +35,7 @@ from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
+from diffvision.mistakes import did_you_mean
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -39,6 +44,7 @@ LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "fine_label
 MAX_KIND = 60
 """Characters of a sample's kind, which is part of the names of metrics."""
 _LISTED = 6  # members, in a reason
+_NO_WORD = re.compile(r"[\W_]+")
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -154,6 +160,66 @@ class CaptionMember:
         return decode_text(data[:limit], cut=len(data) > limit)
 
 
+class DrawnCaption(CaptionMember):
+    """Reads a field of a sample's JSON that is drawn by weights, as open_clip's main does for `--json-text-key-probs`.
+
+    A sample without a caption in the drawn field takes the next one: those with weights in drawn order, then the others
+    in theirs. What is drawn follows from the seed, the epoch and the sample, as augmentation does.
+
+    Args:
+        keys: the fields, as "alt_text;synthetic".
+        probs: their weights, which sum to 1; 0 for those left out. None takes the first field with a caption.
+
+    Raises:
+        ValueError: weights that are not those of the fields.
+    """
+
+    def __init__(self, keys: str, probs: Sequence[float] | None = None) -> None:
+        self.fields = [name for key in keys.split(";") if (name := key.strip())]
+        if not self.fields or len({*self.fields}) < len(self.fields):
+            raise ValueError(f"json_text_key is {keys!r}: give different fields of the JSON, as 'alt_text;synthetic'")
+        given = list(probs or [])
+        if len(given) > len(self.fields) or not all(0 <= weight <= 1 for weight in given):
+            raise ValueError(
+                f"json_text_key_probs is {given}: give a number from 0 to 1 for each of {', '.join(self.fields)}"
+            )
+        if probs is not None and abs(sum(given) - 1) > 1e-6:
+            raise ValueError(f"json_text_key_probs is {given}, which sums to {sum(given):g}: let the weights sum to 1")
+        super().__init__(f"json:{self.fields[0]}")
+        self.weights = torch.tensor(given + [0.0] * (len(self.fields) - len(given)), dtype=torch.float64)
+
+    def check(self, source: ShardSet) -> None:
+        """Say which fields the first samples lack; raise ValueError for one with a weight that none of them has."""
+        records: list[dict[str, Any]] = []
+        for members in source.first():
+            with suppress(BadSample):
+                records.append(_record(members) or {})
+        for field, weight in zip(self.fields, self.weights.tolist(), strict=True):
+            if records and not any(field in record for record in records) and (weight or not self.weights.any()):
+                near = did_you_mean(field, {name for record in records for name in record})
+                raise ValueError(f"json_text_key: none of the first {len(records)} samples has {field!r}{near}")
+            lacking = sum(not _has_caption(record, field) for record in records)
+            if lacking and weight:
+                rank_zero_info(
+                    f"json_text_key: {lacking} of the first {len(records)} samples lack {field!r} and take another"
+                )
+
+    def _captions(self, members: Members) -> str | list[str]:
+        if (data := members.get("json")) is None:
+            raise missing("caption", members, "json_text_key", ("json",))
+        record, drawn = json_record(data), int(self.weights.count_nonzero())
+        first = torch.multinomial(self.weights, drawn).tolist() if drawn else []
+        for number in [*first, *(n for n in range(len(self.fields)) if n not in first)]:
+            if _has_caption(record, self.fields[number]):
+                return record[self.fields[number]]
+        raise BadSample(f"no caption in the JSON fields {', '.join(self.fields)}")
+
+
+def _has_caption(record: dict[str, Any], field: str) -> bool:
+    value = record.get(field)
+    return is_caption(value) and not all(map(is_blank, [value] if isinstance(value, str) else value))
+
+
 class _ImageKind:
     """Joins samples, dictionaries: texts and lists become a list, other values what torch's `default_collate` makes."""
 
@@ -180,7 +246,15 @@ class ImageText(_ImageKind):
     def collate(self, items: list[dict[str, Any]]) -> ImageTextBatch:
         """Join decoded samples into a batch."""
         images = default_collate([item["image"] for item in items])
-        return {"image": images, "text": self.tokenizer([item["text"] for item in items])}
+        texts = [item["text"] for item in items]
+        digests = torch.tensor([digest(text) for text in texts])
+        return {"image": images, "text": self.tokenizer(texts), "digest": digests}
+
+
+def digest(caption: str) -> int:
+    """Return a number that captions share which differ in case, punctuation and white space alone."""
+    words = " ".join(_NO_WORD.sub(" ", caption.lower()).split())
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class ImageLabel(_ImageKind):

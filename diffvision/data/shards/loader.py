@@ -157,6 +157,7 @@ class ShardLoader:
         window: shards shuffled together, see `order.ShuffledOrder`.
         limits: how many bad samples stop the run.
         stall_timeout: seconds without a sample, while a batch is waited for, after which workers count as stuck.
+        repeats: whether every epoch has the batches of the first one, augmented alike.
 
     Attributes:
         waited: seconds that its users have waited for batches.
@@ -182,6 +183,7 @@ class ShardLoader:
         window: int = 16,
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
+        repeats: bool = False,
     ) -> None:
         _check_settings(batch_size, num_workers, rank, world_size)
         if batch_size % world_size:
@@ -194,6 +196,7 @@ class ShardLoader:
         self.shards, self.batch_size, self.seed, self.window = shards, batch_size, seed, window
         self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
         self._position = (0, 0)  # epoch, batches consumed
+        self.repeats = repeats
         self._resume = False  # whether the next iteration starts there rather than at the beginning of the epoch
         self.order = partial(ShuffledOrder, shards.counts, seed, window=window)  # epoch -> order
         self.report = self._new_report(0, 0)
@@ -244,7 +247,7 @@ class ShardLoader:
             first = 0
         self._position, self._resume = (epoch, first), False
         self.report = report = self._new_report(epoch, first)
-        self._requests.epoch, self._requests.first = epoch, first
+        self._requests.epoch, self._requests.first = 0 if self.repeats else epoch, first
         last = len(self) - 1
         batches, begun = watched(self._loader, self._pulse, self.stall_timeout), time.monotonic()
         for number, (batch, tally) in enumerate(batches, start=first):
@@ -258,7 +261,7 @@ class ShardLoader:
         """Return this rank's share of a batch, each sample as "shard: key"; a substitute's is the bad sample's."""
         share = self.batch_size // self.world_size
         start = batch * self.batch_size + self.rank * share
-        samples = self.order(epoch).samples(start, start + share)
+        samples = self.order(0 if self.repeats else epoch).samples(start, start + share)
         for sample in samples:
             with suppress(BadSample):
                 self.shards.members(sample)  # opens the index, which only workers may have done
