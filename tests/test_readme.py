@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from diffvision import data, training
-from diffvision.cli import TRAINER_COMMANDS, command_names
+from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names
 from diffvision.training.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +116,7 @@ def test_commands_of_a_page(page, parsers):
         elif words[0].startswith("-"):
             assert words in (["--help"], ["--version"])
         else:
-            name = " ".join(words[: 3 if words[:2] == ["data", "make"] else 2 if words[0] == "data" else 1])
+            name = " ".join(words[: 3 if words[:2] == ["data", "make"] else 2 if words[0] in GROUPS else 1])
             assert name in parsers, f"{page.name}: no command {name!r}"
             known = {text for action in parsers[name]._actions for text in action.option_strings}
             options = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -127,7 +127,7 @@ def _check_trainer_options(words: list[str]) -> None:
     """Check that recipes are there, and that each option names an argument of one of our modules or data modules."""
     for index, word in enumerate(words):
         if word == "--config" and words[index + 1].startswith(("configs/", "clip/", "vision/", "language/")):
-            name = words[index + 1]
+            name = words[index + 1].replace("$1", "diffclip")
             assert (ROOT / name).is_file() or recipe(name).is_file(), name
         setting, *more = word.partition("=")[0].removeprefix("--").removesuffix("+").split(".")
         if word.startswith("--") and setting in CONFIGURED and more:

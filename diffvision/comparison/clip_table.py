@@ -150,8 +150,8 @@ def _metrics(entry: Entry, parts: Sequence[str]) -> dict[str, float]:
     if len(read) > 1:
         raise ValueError(f"{entry.spec} has evaluations of {' and '.join(read)}: leave those of one checkpoint")
     for name, file in read.items():
-        saved = Path(entry.model).with_name(f"{name}.json")
-        if saved.is_file() and read_json(saved)["saved"] > file.stat().st_mtime:
+        saved, _ = _saved(Path(entry.model).with_name(f"{name}.json"))
+        if saved > file.stat().st_mtime:
             raise ValueError(f"{name} is newer than {file}: evaluate {entry.spec} again, into an empty folder")
     return metrics
 
@@ -173,7 +173,8 @@ def _is_of(part: str, dataset: str) -> bool:
 
 def _is_set(name: str, dataset: str) -> bool:
     key = re.sub("[^a-z0-9]", "", dataset.lower().removesuffix("_captions"))  # mscoco_captions is CLIP_benchmark's
-    return key.endswith(name) or (key.startswith(name) and not key.removeprefix(name)[:1].isdecimal())
+    is_other = name[-1].isdecimal() and key.removeprefix(name)[:1].isdecimal()  # cifar100 is not cifar10
+    return key.endswith(name) or (key.startswith(name) and not is_other)
 
 
 def _refuse_missing(metrics: dict[str, dict[str, float]], parts: Sequence[str]) -> None:
@@ -265,8 +266,13 @@ def _notes(pair: Sequence[Group], rows: Sequence[Row]) -> Iterator[str]:
 
 def _last_step(entry: Entry) -> int:
     """Return the last step of a run that a checkpoint's record names, or 0."""
-    records = Path(entry.model).parent.glob("*.ckpt.json")
-    return max((read_json(file)["step"] for file in records), default=0)
+    return max((_saved(file)[1] for file in Path(entry.model).parent.glob("*.ckpt.json")), default=0)
+
+
+def _saved(record: Path) -> tuple[float, int]:
+    """Return when a checkpoint was saved, in seconds since 1970, and its step; zeros without a record."""
+    newest = read_json(record)["records"][-1] if record.is_file() else {}
+    return newest.get("saved", 0.0), newest.get("step", 0)
 
 
 # ---- writers -------------------------------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ def test_one_seed_of_each_and_what_else_differs(runs, capsys):
     config = runs / "DiffCLIP-debug-0.2" / "seed0" / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.002"))
     for model, step in (("CLIP-debug", 10), ("DiffCLIP-debug-0.2", 9)):
-        (runs / model / "seed0" / "checkpoints" / "last.ckpt.json").write_text(json.dumps({"step": step, "saved": 0}))
+        (runs / model / "seed0" / "checkpoints" / "last.ckpt.json").write_text(
+            json.dumps({"schema": 1, "records": [{"step": step, "saved": 0.0}]})
+        )
     assert main(["table", "clip", str(runs), "--json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)
     assert table["rows"][0]["differences"]["DiffCLIP-debug-0.2"]["method"] == "one seed"
@@ -134,7 +136,7 @@ def test_what_is_refused(runs, capsys):
     assert "lacks mmvp: diffvision evaluate" in refusal()
 
     saved = first / "checkpoints" / "best.ckpt.json"
-    saved.write_text(json.dumps({"step": 3, "saved": os.path.getmtime(lost) + 1}))
+    saved.write_text(json.dumps({"schema": 1, "records": [{"step": 3, "saved": os.path.getmtime(lost) + 1}]}))
     assert "best.ckpt is newer than" in refusal()
     saved.unlink()
     other = record(first, "imagenet", PARTS["zero_shot"].record, weights="last.ckpt", acc1=0.3)

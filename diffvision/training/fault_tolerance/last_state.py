@@ -20,6 +20,12 @@ class LastState(pl.Callback):
     max_steps may, would lose what it trained since.
     """
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let a dry run write nothing: at its end Lightning would save the last state of `save_last`."""
+        if lightning_internals.is_dry_run(trainer):
+            for saver in lightning_internals.find_callbacks(trainer, ModelCheckpoint):
+                saver.save_last = False
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save by the first ModelCheckpoint that monitors nothing; else as last.ckpt next to those of the first one."""
         savers = lightning_internals.find_callbacks(trainer, ModelCheckpoint)

@@ -140,7 +140,14 @@ def test_a_run_that_ends_before_its_first_validation_leaves_its_last_state(tmp_p
     assert torch.equal(weights["layer.weight"], module.layer.weight)
 
 
-@pytest.mark.parametrize("settings", [{"enable_checkpointing": False}, {"fast_dev_run": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"enable_checkpointing": False},
+        {"fast_dev_run": True},
+        {"fast_dev_run": True, "callbacks": [ModelCheckpoint(save_last=True, every_n_train_steps=500)]},
+    ],
+)
 def test_no_last_state_is_left_where_none_is_wanted(tmp_path, settings):
     module, trainer = Tiny(), pl.Trainer(accelerator="cpu", logger=False, max_steps=2, default_root_dir=tmp_path,
                                          enable_progress_bar=False, enable_model_summary=False, **settings)  # fmt: skip
