@@ -127,8 +127,8 @@ class LanguageModel(nn.Module):
         Args:
             tokens: ids [B, N].
             documents: number of each token's document, which a row has one after another: a token attends to those
-                before it of the same number, and positions count from each document's first. `ops.Documents` also say
-                where each ends, to find which of numbers on a GPU waits for it.
+                before it of the same number, and positions count from each document's first. On
+                CUDA give `ops.Documents`, since finding where numbers change waits for the device.
             cache: past tokens, which these follow; these are added to it.
             padding: [B] how many tokens at the left of each row are padding: no token attends to them, and positions
                 count from behind them. With a cache it is the padding of the row that began in it.

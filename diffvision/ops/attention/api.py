@@ -49,7 +49,8 @@ def diff_attention(
         mask: boolean, True = may attend, broadcastable to [B, H, M, N]; combined with `causal` by AND. Or the
             `Documents` of B rows of M = N tokens, for which backends that take packed sequences need no mask.
         scale: of the logits; `D**-0.5` of one map if None.
-        dropout: probability, drawn for each map separately (pass 0 in evaluation). In `eager` and `sdpa` only.
+        dropout: probability, drawn for each map separately (pass 0 in evaluation). In `eager` and `sdpa`, and of
+            documents in `varlen`.
         backend: a name of `BACKENDS`, which never falls back to another, or "auto", which chooses by shape, dtype and
             device (see `supported_backends`).
 
