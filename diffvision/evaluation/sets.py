@@ -128,7 +128,7 @@ def _read_ids(table: Path) -> dict[int, str]:
     try:
         from scipy.io import loadmat
 
-        synsets = np.atleast_1d(loadmat(table.parent / "meta.mat", squeeze_me=True)["synsets"])
+        synsets = np.atleast_1d(loadmat(str(table.parent / "meta.mat"), squeeze_me=True)["synsets"])
         return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if row["num_children"] == 0}
     except (ImportError, OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{table} has ILSVRC's ids: put meta.mat next to it, pip install scipy ({error})") from None
@@ -405,6 +405,8 @@ def make_evaluation(
     asked = Asked(Path(all or source or ""), Path(captions) if captions else None, subset, copy, num_workers)
     if not asked.root.is_dir():
         raise ValueError(f"{asked.root} is not a folder: give the one with the files of {dataset or 'the datasets'}")
+    if captions and not Path(captions).is_file():
+        raise ValueError(f"captions is {captions!r}: there is no such file, give the one with captions or labels")
     if dataset is None:
         return _make_all(Path(directory), asked)
     if Path(directory).exists():

@@ -410,6 +410,7 @@ def test_all_says_what_is_there_and_where_to_get_the_rest(tmp_path, capsys):
         ({"dataset": "dtd", "source": "."}, "download=True"),
         ({"dataset": "imagenet-a", "source": "."}, "imagenet-a.tar"),
         ({"dataset": "dtd", "source": "absent"}, "absent is not a folder"),
+        ({"dataset": "coco", "source": ".", "captions": "absent.json"}, "absent.json"),
         ({"all": "absent"}, "absent is not a folder"),
         ({"all": ".", "captions": "x.json"}, "captions"),
         ({"dataset": "dtd", "source": ".", "templates": ["{c}"]}, "templates"),
