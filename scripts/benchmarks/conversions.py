@@ -155,7 +155,9 @@ def transformers_models(scratch: Path) -> Iterator[Row]:
         convert(str(scratch / name), str(scratch / f"{name}-theirs"), to="huggingface")
         convert(str(scratch / f"{name}-theirs"), str(scratch / f"{name}-again"), to="language")
         convert(str(scratch / f"{name}-again"), str(scratch / f"{name}-back"), to="huggingface")
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(scratch / f"{name}-theirs", dtype=torch.float32)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            scratch / f"{name}-theirs", dtype=torch.float32, trust_remote_code=True
+        )
         tokens = torch.randint(97, (2, 40))
         weights = [load_file(scratch / f"{name}-{part}" / "model.safetensors") for part in ("theirs", "back")]
         logits = theirs.eval()(tokens).logits

@@ -1,6 +1,7 @@
 """Compile the fused kernels for GPUs, none needed, and print what each launch uses, one JSON object a line.
 
     python scripts/benchmarks/triton_resources.py [--cards 80,86,89,90,100,120] [--output FILE [--missing]] [case ...]
+    python scripts/benchmarks/triton_resources.py --table FILE     its table of cards
 
 Registers, shared memory, tensor-core instructions, how many warps repeat a product, and how often a pass of an
 innermost loop goes to memory for want of registers, by compute capability. The launches are those that
@@ -176,6 +177,18 @@ def resources(one: launch.Launch, card: int) -> dict:
     }
 
 
+def table(rows: list[dict]) -> list[str]:
+    """Return a row for each card of the table on the page of GPUs."""
+    lines = []
+    for card, limit in BY_CAPABILITY.items():
+        mine = [row for row in rows if row["card"] == card]
+        spills = [row["loop_loads"] + row["loop_stores"] for row in mine]
+        largest, spilling = max(row["shared_kib"] for row in mine), sum(map(bool, spills))
+        card_name, launches = f"{card // 10}.{card % 10}", f"{spilling} of {len(mine)}"
+        lines.append(f"| {card_name} | {largest:.0f} of {limit // KIB} | {launches} | {max(spills)} |")
+    return lines
+
+
 def name_of(one: launch.Launch) -> str:
     """Return the kernel's module and name, and which gradients it computes where that is one of two passes."""
     function = one.kernel.fn
@@ -221,7 +234,11 @@ def main() -> None:
     parser.add_argument("--cards", default=",".join(map(str, BY_CAPABILITY)), help="compute capabilities")
     parser.add_argument("--output", type=Path, help="a JSON file, whose other rows are kept")
     parser.add_argument("--missing", action="store_true", help="leave out what the file has for the same tiles")
+    parser.add_argument("--table", type=Path, help="a JSON file, whose table is printed instead")
     given = parser.parse_args()
+    if given.table is not None:
+        print(*table(json.loads(given.table.read_text())["rows"]), sep="\n")
+        return
     recorded = json.loads(given.output.read_text())["rows"] if given.missing and given.output.exists() else []
     for card in map(int, given.cards.split(",")):
         for name in given.cases or CASES | DECODING:

@@ -68,3 +68,8 @@ def test_recorded_launches_fit_and_are_those_of_the_code(card):
         made = [(resources.name_of(one), list(one.tiles)) for one in resources.launches_of(name, card)]
         assert made == [(row["kernel"], row["tiles"]) for row in rows if row["case"] == name]
     assert rows
+
+
+def test_the_page_has_the_recorded_launches():
+    page = (ROOT / "docs/benchmarks/cards.md").read_text()
+    assert [line for line in resources.table(RECORDED) if line not in page] == []

@@ -153,13 +153,8 @@ def _prepare(
 
 def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad queries, keys and values with zero columns to one size."""
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    if head_dim == value_dim:
-        return q, k, v
-    if head_dim < value_dim:
-        widen = (0, value_dim - head_dim)
-        return F.pad(q, widen), F.pad(k, widen), v
-    return q, k, F.pad(v, (0, head_dim - value_dim))
+    size = max(q.shape[-1], v.shape[-1])
+    return widen(q, size), widen(k, size), widen(v, size)
 
 
 def _align(t: Tensor) -> Tensor:

@@ -32,4 +32,4 @@ def shared_memory(device: torch.device) -> int:
 
 def is_hopper(device: torch.device) -> bool:
     """Return whether tiles are Hopper's, as without a GPU. B200 has its shared memory, but other tensor cores."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return device.type != "cuda" or compute_capability(device.index)[0] == 9

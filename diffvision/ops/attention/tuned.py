@@ -364,4 +364,4 @@ def _warn(text: str) -> None:
 
 def _difference(theirs: dict[str, Any], here: dict[str, str]) -> str:
     names = [name for name in here if theirs.get(name) != here[name]]
-    return "; ".join(f"{name} {here[name]}, measured with {theirs.get(name, 'none')}" for name in names)
+    return "; ".join(f"{name} {here[name]}, measured with {theirs.get(name, 'an unknown one')}" for name in names)
