@@ -399,7 +399,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
             attn_layer=attn_layer,
             **settings,
         )
-        (model.model if hasattr(model, "model") else model).register_load_state_dict_pre_hook(_check_registers)
+        getattr(model, "model", model).register_load_state_dict_pre_hook(_check_registers)
         return model
     except RuntimeError as error:
         if not str(error).startswith("No pretrained weights exist"):

@@ -15,12 +15,23 @@ from diffvision.nn.gated import GatedAttention, GatedDiffAttention, GatedDiffAtt
 from diffvision.nn.grouped import GroupedDiffAttention
 from diffvision.nn.lambda_init import depth_lambda_init
 from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
+from diffvision.nn.sink import SinkAttention
 from diffvision.plugins import PluginTable
 
 _FORMS = (HeadLambda, TokenLambda, TokenHeadLambda, DualLambda)
 _GATED = (GatedAttention, GatedDiffAttention, GatedDiffAttentionV2)
 _LAYERS = (
-    *(Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_FORMS, DintAttention, DexAttention, *_GATED),
+    *(
+        Attention,
+        DiffAttention,
+        DiffAttentionV2,
+        GroupedDiffAttention,
+        *_FORMS,
+        DintAttention,
+        DexAttention,
+        *_GATED,
+        SinkAttention,
+    ),
 )
 ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
     "diffvision.attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
@@ -82,6 +93,7 @@ __all__ = [
     "HeadLambda",
     "HeadNorm",
     "Inputs",
+    "SinkAttention",
     "TokenHeadLambda",
     "TokenLambda",
     "VisualContrastAttention",

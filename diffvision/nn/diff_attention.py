@@ -127,7 +127,8 @@ class DiffAttentionV2(DifferentialLayer):
     """
 
     variant, key_maps, value_maps, lambda_by_token = "v2", 1, 1, True
-    telling_weight, new_parameters = "lambda_proj.weight", ("lambda_proj", "q_proj")
+    telling_weight = "lambda_proj.weight"
+    new_parameters: ClassVar[tuple[str, ...]] = ("lambda_proj", "q_proj")
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make the projection of tokens to lambda's logits."""

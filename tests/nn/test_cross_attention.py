@@ -31,7 +31,7 @@ def layer_of(variant, **settings):
 
 def lambda_of(layer, x):
     """Lambda of a layer [B, H, N], by each variant's equation."""
-    if layer.variant == "v2":
+    if layer.variant in ("v2", "v2_gated"):
         return (x @ layer.lambda_proj.weight.T).sigmoid().mT
     if layer.variant == "v1_dual":
         lam = layer.lambda_a.exp() - layer.lambda_b.exp() + layer.lambda_init
@@ -73,7 +73,10 @@ def written_out(layer, x, context, mask):
         maps = []
         for m in range(kinds):
             logits = q[:, :, h, m] @ k[:, :, g, min(m, layer.key_maps - 1)].mT / size**0.5
-            maps.append(logits.masked_fill(~allowed[:, h], -torch.inf).softmax(-1))
+            logits = logits.masked_fill(~allowed[:, h], -torch.inf)
+            if layer.variant == "sink":
+                logits = torch.cat((layer.sink[h].expand(len(x), N, 1), logits), -1)
+            maps.append(logits.softmax(-1)[..., -L:])
         one = maps[0]
         if kinds == 2:
             lam = lambda_of(layer, x)[:, h, :, None]
@@ -89,6 +92,9 @@ def written_out(layer, x, context, mask):
         if layer.variant == "dex":
             lam = layer.dex_lambda_init + layer.dex_lambda
             head = head - lam * head @ layer.dex
+        if layer.variant.endswith("gated"):
+            gate = (x @ layer.gate.weight.T + layer.gate.bias).sigmoid()
+            head = head * gate.unflatten(-1, (heads, -1))[:, :, h]
         out.append(head)
     return torch.cat(out, -1) @ layer.proj.weight.T + layer.proj.bias, torch.stack(applied, 1)
 
