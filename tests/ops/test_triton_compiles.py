@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[2]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 RECORDED = json.loads((ROOT / "docs/benchmarks/triton_resources.json").read_text())["rows"]
 # What a pass of an innermost loop may read back, and write, for want of registers, and what a thread may keep in memory
-# in all. The language and whole-row kernels come near it; most are at zero. 10.0 is known to spill more: its backward
-# has Hopper's tiles, which nobody has fitted to it.
-LOOP_LOADS, LOOP_STORES, STACK_BYTES = 72, 20, 704
+# in all. Most are at zero; whole rows and language models on 8.0 and 10.0 come near it.
+LOOP_LOADS, LOOP_STORES, STACK_BYTES = 80, 24, 1408
 # The cases that come nearest to the shared memory of the smallest cards, and all.
 SOME = ("ViT", "language", "decoding, 32 x 128 + 256, masked")
 ALL = [(card, case) for card in BY_CAPABILITY for case in resources.CASES | resources.DECODING]
@@ -44,26 +43,28 @@ def names(rows: list[dict]) -> list[str]:
     return [f"{row['card']}, {row['case']}: {row['kernel']} {row}" for row in rows]
 
 
+def check(used: list[dict]) -> None:
+    assert names([row for row in used if not row["fits"]]) == []
+    over = [row for row in used if row["loop_loads"] > LOOP_LOADS or row["loop_stores"] > LOOP_STORES]
+    assert names(over + [row for row in used if row["stack_bytes"] > STACK_BYTES]) == []
+    # Decoding leaves a few words out at most.
+    assert names([row for row in used if row["kernel"] == "decode._split" and row["stack_bytes"] > 16]) == []
+    halves = [row for row in used if row["half"] and row["kernel"] != "streaming.delta"]
+    assert names([row for row in halves if not row["tensor_cores"]]) == []
+
+
 @pytest.mark.parametrize(("card", "case"), COMPILED)
 def test_tiles_fit_the_shared_memory_and_the_registers(compiler, card, case):
     used = compiler.submit(resources.rows_of, case, card).result()
     assert used
-    assert names([row for row in used if not row["fits"]]) == []
-    if card != 100:
-        over = [row for row in used if row["loop_loads"] > LOOP_LOADS or row["loop_stores"] > LOOP_STORES]
-        assert names(over + [row for row in used if row["stack_bytes"] > STACK_BYTES]) == []
-    # Of decoding the widest float32 tiles, whose products are plain arithmetic, leave a few words out; nothing else.
-    decoding = [row for row in used if row["kernel"] == "decode._split"]
-    assert names([row for row in decoding if row["stack_bytes"] > (16 if "float32" in case else 0)]) == []
-    halves = [row for row in used if row["half"] and row["kernel"] != "streaming.delta"]
-    assert names([row for row in halves if not row["tensor_cores"]]) == []
+    check(used)
 
 
 @pytest.mark.parametrize("card", BY_CAPABILITY)
 def test_recorded_launches_fit_and_are_those_of_the_code(card):
     """A change of tiles is recorded anew: compiled, and seen to fit."""
     rows = [row for row in RECORDED if row["card"] == card]
-    assert names([row for row in rows if not row["fits"]]) == []
+    check(rows)
     for name in dict.fromkeys(row["case"] for row in rows):
         made = [(resources.name_of(one), list(one.tiles)) for one in resources.launches_of(name, card)]
         assert made == [(row["kernel"], row["tiles"]) for row in rows if row["case"] == name]
