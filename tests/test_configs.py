@@ -62,7 +62,9 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     with torch.device("meta"):
         # fp32 on a CPU, which is all that there is here
         pretrained = (
-            ["--model.pretrained=null"] if path.stem in ("long_context", "sft_math_stage1", "sft_math_stage2") else []
+            ["--model.pretrained=null"]
+            if path.stem in ("finetune", "long_context", "sft_math_stage1", "sft_math_stage2")
+            else []
         )  # a checkpoint that the user names
         classes = ["--model.num_classes=10"] if path.parent.name == "vision" else []  # else that of data which are here
         cli = Parsed([*words, *on_cpu("--trainer.precision=32-true", "--trainer.num_nodes=1"), *pretrained, *classes])
