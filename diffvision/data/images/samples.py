@@ -150,7 +150,6 @@ class CaptionMember:
         return ["" if is_blank(line) else clean_caption(line, self.max_chars) for line in cut]
 
     def read(self, members: Members) -> str | list[str]:
-        """Return the text of the member, or the value of its field."""
         """Return the sample's caption, or all its captions as one text or a list."""
         if (data := members.get(self.key)) is None:
             raise missing("caption", members, "caption_key", ("txt", "json"))
@@ -204,7 +203,7 @@ class DrawnCaption(CaptionMember):
                     f"json_text_key: {lacking} of the first {len(records)} samples lack {field!r} and take another"
                 )
 
-    def _captions(self, members: Members) -> str | list[str]:
+    def read(self, members: Members) -> str | list[str]:
         if (data := members.get("json")) is None:
             raise missing("caption", members, "json_text_key", ("json",))
         record, drawn = json_record(data), int(self.weights.count_nonzero())
