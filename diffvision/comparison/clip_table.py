@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
 
 from diffvision.comparison.entries import Entry, Group, group_seeds, model_settings, read_entries
-from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, moments
+from diffvision.comparison.page import csv_text
+from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, moments, plain_table
 from diffvision.models.files import read_json
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DIFFERENCE = "difference [95% CI]"
 FOLDER = "evaluations"  # of a run, with CLIP_benchmark's records
@@ -30,21 +31,13 @@ _VARIED = ("model.init_args.model", "trainer.logger")  # settings in which twins
 
 
 class Part(NamedTuple):
-    """One of the paper's evaluations.
+    """One of the paper's evaluations."""
 
-    Attributes:
-        task: of `diffvision evaluate`, which measures it.
-        record: the task's name in records.
-        metrics: metric -> its name in the table.
-        sets: of the paper: what the names of its datasets begin or end with, without hyphens and underscores.
-        only: other datasets do not count.
-    """
-
-    task: str
-    record: str
-    metrics: dict[str, str]
-    sets: str
-    only: bool = False
+    task: str  # of `diffvision evaluate`, which measures it
+    record: str  # the task's name in records
+    metrics: dict[str, str]  # metric -> its name in the table
+    sets: str  # of the paper: what the names of its datasets begin or end with, without hyphens and underscores
+    only: bool = False  # other datasets do not count
 
 
 _RECALLS = {f"{of}_retrieval_recall@5": f"{of} R@5" for of in ("image", "text")}
@@ -63,18 +56,11 @@ PARTS = {
 
 @dataclass
 class PairTable:
-    """A differential model next to its baseline, or one of them alone.
+    """A differential model next to its baseline, or one of them alone."""
 
-    Attributes:
-        labels: the baseline's, and the differential model's.
-        seeds: runs of each.
-        rows: a metric each; a `Row`'s metric is "PART/DATASET/METRIC".
-        notes: what a reader of the numbers must know.
-    """
-
-    labels: list[str]
-    seeds: list[int]
-    rows: list[Row]
+    labels: list[str]  # the baseline's, and the differential model's
+    seeds: list[int]  # runs of each
+    rows: list[Row]  # of metrics, each named "PART/DATASET/METRIC"
     notes: list[str]
 
     def cells(self) -> list[list[str]]:
@@ -94,11 +80,7 @@ class PairTable:
 
 
 def make_tables(folders: Sequence[str], parts: Sequence[str]) -> list[PairTable]:
-    """Return a table for each pair of a differential model and its baseline; the arguments are those of `table_clip`.
-
-    Raises:
-        ValueError: as `table_clip`.
-    """
+    """Return a table for each pair of a differential model and its baseline; arguments are those of `table_clip`."""
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"unknown part {unknown[0]!r}: choose among {', '.join(PARTS)}")
     entries, left_out = _entries(folders)
@@ -279,12 +261,8 @@ def _saved(record: Path) -> tuple[float, int]:
 
 
 def rich_table(table: PairTable) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     head, *rows = [[escape(cell) for cell in row] for row in table.cells()]
-    printed = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    printed = plain_table()
     for number, cell in enumerate(head):
         is_value = 0 < number <= len(table.labels)
         printed.add_column(cell, justify="right" if is_value else "left", overflow="fold", no_wrap=not is_value)
@@ -323,8 +301,6 @@ def _escape(text: str) -> str:
 
 def _csv(tables: Sequence[PairTable]) -> str:
     """Return a row for each metric and model; values are shares, not percent."""
-    from diffvision.comparison.page import csv_text
-
     rows: list[dict[str, Any]] = []
     for table in tables:
         for row in table.rows:

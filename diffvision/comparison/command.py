@@ -102,10 +102,6 @@ def table_clip(
         parts: zero_shot, out_of_distribution, retrieval, linear_probe, few_shot, mmvp (a list, or separated by
             commas); by default all. A run without one of them is refused.
         output: files to write: .md, .csv, .tex (a list, or separated by commas).
-
-    Raises:
-        ValueError: no run of a CLIP; an evaluation that a run lacks, or that is of another run; an unknown part; an
-            output of another ending.
     """
     from diffvision.comparison.clip_table import PARTS, WRITERS, make_tables, rich_table
     from diffvision.evaluation.output import split_names, write_bytes

@@ -176,7 +176,7 @@ class Comparison:
 
     def _metrics(self, title: str, rows: Sequence[Row]) -> Table:
         unit = "%" if rows[0].factor == FACTOR else "nats a token" if rows[0].name == "nll" else ""
-        table = _table(title)
+        table = plain_table(title)
         table.add_column("", no_wrap=True)
         table.add_column("model", overflow="fold")
         table.add_column(unit, justify="right", no_wrap=True)
@@ -190,7 +190,7 @@ class Comparison:
         return table
 
     def _costs(self) -> Table:
-        table, costs = _table("cost"), self.costs()
+        table, costs = plain_table("cost"), self.costs()
         for name in ("model", *costs):
             table.add_column(escape(name), justify="left" if name == "model" else "right", overflow="fold")
         for label, *cells in zip(self.labels, *costs.values(), strict=True):
@@ -198,7 +198,7 @@ class Comparison:
         return table
 
     def _lambdas(self) -> Table:
-        table = _table("lambda by layer, from the first")
+        table = plain_table("lambda by layer, from the first")
         table.add_column("model", overflow="fold")
         table.add_column("tower")
         table.add_column("", overflow="fold")
@@ -216,7 +216,7 @@ class Comparison:
         ]
 
     def _sinks(self) -> Table:
-        table = _table(SINKS)
+        table = plain_table(SINKS)
         table.add_column("model", overflow="fold")
         for name in ("with a sink", "NOP", "broadcast"):
             table.add_column(name, justify="right")
@@ -285,7 +285,8 @@ class Comparison:
         return rows
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str | None = None) -> Table:
+    """Return an empty table for the terminal."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
