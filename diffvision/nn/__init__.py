@@ -13,6 +13,7 @@ from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2
 from diffvision.nn.dint import DintAttention
 from diffvision.nn.gated import GatedAttention, GatedDiffAttention, GatedDiffAttentionV2
 from diffvision.nn.grouped import GroupedDiffAttention
+from diffvision.nn.integral import IntegralAttention
 from diffvision.nn.lambda_init import depth_lambda_init
 from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
 from diffvision.nn.sink import SinkAttention
@@ -20,19 +21,8 @@ from diffvision.plugins import PluginTable
 
 _FORMS = (HeadLambda, TokenLambda, TokenHeadLambda, DualLambda)
 _GATED = (GatedAttention, GatedDiffAttention, GatedDiffAttentionV2)
-_LAYERS = (
-    *(
-        Attention,
-        DiffAttention,
-        DiffAttentionV2,
-        GroupedDiffAttention,
-        *_FORMS,
-        DintAttention,
-        DexAttention,
-        *_GATED,
-        SinkAttention,
-    ),
-)
+_OTHERS = (*_FORMS, DintAttention, DexAttention, *_GATED, SinkAttention, IntegralAttention)
+_LAYERS = (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_OTHERS)
 ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
     "diffvision.attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
 )
@@ -93,6 +83,7 @@ __all__ = [
     "HeadLambda",
     "HeadNorm",
     "Inputs",
+    "IntegralAttention",
     "SinkAttention",
     "TokenHeadLambda",
     "TokenLambda",

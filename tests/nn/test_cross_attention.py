@@ -78,7 +78,10 @@ def written_out(layer, x, context, mask):
                 logits = torch.cat((layer.sink[h].expand(len(x), N, 1), logits), -1)
             maps.append(logits.softmax(-1)[..., -L:])
         one = maps[0]
-        if kinds == 2:
+        if layer.variant == "integral":
+            logits = sum(q[:, :, h, m] @ k[:, :, g, m].mT for m in range(2)) / 2 / size**0.5
+            one = logits.masked_fill(~allowed[:, h], -torch.inf).softmax(-1)
+        elif kinds == 2:
             lam = lambda_of(layer, x)[:, h, :, None]
             one = maps[0] - lam * maps[1]
             if isinstance(layer, DintAttention):
