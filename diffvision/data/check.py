@@ -1,6 +1,6 @@
-"""Checks and statistics of datasets: functions that return data, and the tables that print them.
+"""`diffvision data check`: every shard of a dataset, opened and decoded as in training, and the table of the results.
 
-The commands are in `make`.
+The commands are in `make`, statistics in `stats`.
 """
 
 import json
@@ -18,16 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import PIL
 import torch
 from PIL.Image import Image
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from diffvision.data.images.decode import MAX_IMAGE_BYTES, decode_label, open_image
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
@@ -83,26 +80,6 @@ class ShardCheck:
         return not self.problems and not self.bad
 
 
-@dataclass
-class ShardStats:
-    """Samples, bytes and the distributions of one shard, to be added up."""
-
-    samples: int = 0
-    bytes: int = 0
-    members: Counter[str] = field(default_factory=Counter)
-    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)  # (width, height)
-    modes: Counter[str] = field(default_factory=Counter)  # "PNG RGB"
-    caption_lengths: list[int] = field(default_factory=list)  # characters
-    labels: Counter[int] = field(default_factory=Counter)
-    texts: list[int] = field(default_factory=list)  # characters of each text of a language corpus
-    tokens: list[int] = field(default_factory=list)  # of each token shard
-    damaged: int = 0  # shards that are counted up to their damage
-    downloads: Downloads = field(default_factory=Downloads)  # img2dataset's notes
-
-    def __add__(self, other: "ShardStats") -> "ShardStats":
-        return ShardStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-
 @dataclass(frozen=True)
 class Keys:
     """What is read of each sample, by the settings of training; None for what the samples of a directory have.
@@ -126,16 +103,16 @@ class Keys:
         """Return how to read the shards of one directory: by the keys, else by the first shard that has samples."""
         if self.caption_key or self.label_key or self.text_key:
             return self._reading()
-        for shard in filter(_is_file, shards):
+        for shard in filter(is_file, shards):
             with suppress(OSError, ValueError):
-                index, _, samples = _open(shard)
+                index, _, samples = open_shard(shard)
                 if len(index):
                     return self._reading_of(index, samples, directory)
         return self._reading()
 
     def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
         """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
-        if language := _language_of(index):
+        if language := find_language(index):
             return _Reading(language, text=TextMember())
         if (folder := _evaluation(directory)) is not None:
             return _Reading(folder.task, folder.kind(_no_tensor))
@@ -167,7 +144,7 @@ class _Reading:
         if self.kind is not None:
             self.kind.decode(reader.read(row))
         elif self.name in _LANGUAGE:
-            _read_language(reader, row, reader.index.members(row), self.name)
+            read_language(reader, row, reader.index.members(row), self.name)
         else:
             assert self.text is not None
             for document in self.text.documents(reader.read(row)):
@@ -222,7 +199,7 @@ def check_shards(
         recheck: check anew what is noted, too: a disk may damage a file without changing its times.
     """
     keys, jobs = keys or Keys(), []
-    for directory, shards in _directories(source).items():
+    for directory, shards in list_directories(source).items():
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
         downloads = [read_downloads(shard) for shard in shards]
@@ -233,20 +210,10 @@ def check_shards(
             settings = "" if reading.kind is None or shard.remote else repr([reading.name, keys])
             jobs.append(_Job(shard, problem, reading, noted, settings, recheck))
         jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
-    return list(_in_parallel(_check, jobs, num_workers, "checking"))
+    return list(run_in_parallel(_check, jobs, num_workers, "checking"))
 
 
-def shard_stats(source: Source, num_workers: int = 2) -> dict[Path, ShardStats]:
-    """Count and measure the shards of each directory of a source; images are opened, not decoded."""
-    directories = _directories(source)
-    totals = {directory: ShardStats() for directory in directories}
-    shards = [shard for in_directory in directories.values() for shard in filter(_is_file, in_directory)]
-    for shard, stats in zip(shards, _in_parallel(_measure, shards, num_workers, "measuring"), strict=True):
-        totals[_parent(shard)] += stats
-    return totals
-
-
-def _in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator:
+def run_in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator:
     workers = min(num_workers, len(jobs))
     if workers < 2:
         yield from track(map(function, jobs), label, total=len(jobs))
@@ -265,11 +232,11 @@ def _is_directory(source: Source) -> bool:
     return isinstance(source, (str, Path)) and Path(source).is_dir()
 
 
-def _directories(source: Source) -> dict[Path, list[Shard]]:
+def list_directories(source: Source) -> dict[Path, list[Shard]]:
     """Return the shards that exist, by directory."""
     if not _is_directory(source):
         shards = find_shards(source)
-        return {part: [shard for shard in shards if _parent(shard) == part] for part in map(_parent, shards)}
+        return {part: [shard for shard in shards if find_folder(shard) == part] for part in map(find_folder, shards)}
     directories = {}
     for directory in shard_directories(cast(str, source)):
         listed = read_counts(directory)
@@ -278,12 +245,12 @@ def _directories(source: Source) -> dict[Path, list[Shard]]:
     return directories
 
 
-def _is_file(shard: Shard) -> bool:
+def is_file(shard: Shard) -> bool:
     """Return whether a shard can be opened without waiting: it is no pipe."""
     return shard.remote or Path(shard.location).is_file()
 
 
-def _parent(shard: Shard) -> Path:
+def find_folder(shard: Shard) -> Path:
     return Path(shard.location).parent
 
 
@@ -308,7 +275,7 @@ def _evaluation(directory: Path) -> EvaluationFolder | None:
     return folder if directory.name in folder.splits else None
 
 
-def _open(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
+def open_shard(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
     """Return a shard's index, read anew; what was wrong with its sidecar; and its samples as training reads them.
 
     Raises:
@@ -327,7 +294,7 @@ def _check(job: _Job) -> ShardCheck:
     """Check one shard: open it, compare it with its manifest, and decode every sample."""
     shard, path = job.shard, Path(job.shard.location)
     result = ShardCheck(shard.location)
-    if job.reading is not None and not _is_file(shard):
+    if job.reading is not None and not is_file(shard):
         result.problems.append("not a file")
     elif job.reading is not None and not job.settings:
         result = _check_anew(shard, job.reading)
@@ -361,7 +328,7 @@ def _check_anew(shard: Shard, reading: _Reading) -> ShardCheck:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is reported as problems
-            index, problems, samples = _open(shard)
+            index, problems, samples = open_shard(shard)
             result.problems += problems + _problems(shard, index)
             _decode(result, reading, index, samples)
     except ValueError as error:  # training would stop
@@ -410,7 +377,7 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     return problems
 
 
-def _language_of(index: ShardIndex) -> str:
+def find_language(index: ShardIndex) -> str:
     """Return what a shard of a language corpus holds, "text" or "tokens"; "" where it is none."""
     kinds = {name.rpartition(".")[2] for name in index.types}
     if index.other_types:
@@ -420,7 +387,7 @@ def _language_of(index: ShardIndex) -> str:
     return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
 
 
-def _read_language(reader: ShardReader, row: int, names: list[str], kind: str) -> list[int]:
+def read_language(reader: ShardReader, row: int, names: list[str], kind: str) -> list[int]:
     """Return the characters of each text member, or the tokens of the array."""
     if not names:
         raise BadSample(f"missing {kind}")
@@ -438,47 +405,9 @@ def _no_tokens(captions: list[str]) -> Tensor:
     return torch.empty(0)
 
 
-def _measure(shard: Shard) -> ShardStats:
-    """Count the samples, members, image sizes, caption lengths and labels of one shard."""
-    index, _, samples = _open(Shard(shard.location))  # up to its damage, whatever a manifest says
-    stats = ShardStats(samples=len(index), damaged=int(bool(index.damage or index.dotted)))
-    stats.downloads = read_downloads(shard) or stats.downloads
-    with samples.reader(0).hold() as path:
-        stats.bytes = (path if shard.remote else Path(shard.location)).stat().st_size
-        if index.damage and not len(index):
-            stats.samples, stats.members = count_with_webdataset(path)
-    for row in range(0 if index.dotted else len(index)):
-        reader = samples.reader(0)
-        stats.members.update(index.other_names(row))
-        for name in index.members(row):
-            stats.members[name] += 1
-            try:
-                if kind := _language_of(index):
-                    (stats.tokens if kind == "tokens" else stats.texts).extend(
-                        _read_language(reader, row, [name], kind)
-                    )
-                    continue
-                _measure_member(stats, name, reader.read_member(row, name, MAX_IMAGE_BYTES))
-            except BadSample:
-                stats.members[f"{name} (unreadable)"] += 1
-    return stats
-
-
-def _measure_member(stats: ShardStats, name: str, data: bytes) -> None:
-    kind = name.rpartition(".")[2]
-    if kind in IMAGE_KEYS:
-        image = open_image(data)
-        stats.sizes[image.size] += 1
-        stats.modes[f"{image.format} {image.mode}"] += 1
-    elif kind == "txt":
-        stats.caption_lengths += [len(line) for line in CaptionMember(name, max_chars=1 << 20).all({name: data})]
-    elif kind == "cls":
-        stats.labels[decode_label(data[:64])] += 1
-
-
 def check_tables(results: list[ShardCheck], source: Source) -> Group:
     """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
-    name = partial(_relative, source)
+    name = partial(name_shard, source)
     totals = Table(title=f"{source}")
     if noted := sum(result.noted for result in results):
         totals.caption = f"{noted:,} of {len(results):,} shards unchanged since an earlier check"
@@ -501,61 +430,7 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
     return Group(totals, problems) if problems.row_count else Group(totals)
 
 
-def stats_data(stats: dict[Path, ShardStats]) -> dict[str, dict[str, Any]]:
-    """Return the counts of each directory, and minimum, quartiles and maximum of the distributions, as plain values."""
-
-    def quartiles(values: list[int]) -> list[float]:
-        return np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist() if values else []
-
-    return {
-        str(directory): {
-            "samples": one.samples,
-            "damaged_shards": one.damaged,
-            "bytes": one.bytes,
-            "members": one.members,
-            "images": one.modes,
-            "width": quartiles([size[0] for size in one.sizes.elements()]),
-            "height": quartiles([size[1] for size in one.sizes.elements()]),
-            "captions": len(one.caption_lengths),
-            "caption_characters": quartiles(one.caption_lengths),
-            "labels": dict(sorted(one.labels.items())),
-            "texts": len(one.texts),
-            "text_characters": quartiles(one.texts),
-            "tokens": sum(one.tokens),
-            "urls": one.downloads.urls,
-            "failed_urls": one.downloads.failed,
-        }
-        for directory, one in stats.items()
-    }
-
-
-def stats_table(stats: dict[Path, ShardStats], source: Source) -> Table:
-    """Return a table of `stats_data` with a column for each directory; rows without values are left out."""
-    table = Table("", title=f"{source}")
-    for directory in stats:
-        table.add_column(_relative(source, directory), justify="right")
-    columns = list(stats_data(stats).values())
-    for name in columns[0]:
-        cells = [_describe_value(name, column[name]) for column in columns]
-        if any(cells):
-            table.add_row(name.replace("_", " "), *cells)
-    return table
-
-
-def _describe_value(name: str, value: Any) -> str:
-    """Return a number, a distribution or the commonest of some names as text; an empty one where there is nothing."""
-    if not value:
-        return ""
-    if isinstance(value, list):
-        return ", ".join(f"{quantile:.0f}" for quantile in value)
-    if name == "labels":
-        return f"{len(value):,} classes"
-    if isinstance(value, dict):
-        return escape(", ".join(f"{key} {count:,}" for key, count in Counter(value).most_common(6)))
-    return f"{value:,}"
-
-
-def _relative(source: Source, path: Path) -> str:
+def name_shard(source: Source, path: Path) -> str:
     if not _is_directory(source):
         return str(path)
     return str(path.relative_to(cast(str, source))) if path != Path(cast(str, source)) else path.name

@@ -108,7 +108,7 @@ def stats(source: str | list[str], num_workers: int = 2) -> int:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
         num_workers: processes.
     """
-    from diffvision.data.check import shard_stats, stats_data, stats_table
+    from diffvision.data.stats import shard_stats, stats_data, stats_table
 
     measured = shard_stats(source, num_workers)
     show(stats_table(measured, source), data=stats_data(measured))

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from diffvision.data import ShardSet
-from diffvision.data.check import Keys, check_shards, shard_stats
+from diffvision.data.check import Keys, check_shards
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.make import check, stats, write_manifest
 from diffvision.data.shards.writer import write_evaluation_split, write_tar
+from diffvision.data.stats import shard_stats
 from tests.data.conftest import Corpus
 
 
@@ -318,7 +319,9 @@ def test_a_note_is_of_one_file_and_never_of_a_problem(shards, tmp_path):
 
 @pytest.mark.slow
 def test_the_workers_of_a_killed_check_end(shards):
-    code = f"import time; from diffvision.data import check; list(check._in_parallel(time.sleep, [60, 60], 2, {'x'!r}))"
+    code = (
+        f"import time; from diffvision.data import check; list(check.run_in_parallel(time.sleep, [60, 60], 2, {'x'!r}))"
+    )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while len(workers := children.read_text().split()) < 2:

@@ -183,7 +183,7 @@ class DrawnCaption(CaptionMember):
                 f"json_text_key_probs is {given}: give a number from 0 to 1 for each of {', '.join(self.fields)}"
             )
         if probs is not None and abs(sum(given) - 1) > 1e-6:
-            raise ValueError(f"json_text_key_probs is {given}, which sums to {sum(given):g}: let the weights sum to 1")
+            raise ValueError(f"json_text_key_probs is {given}, the sum {sum(given):g}: give weights that sum to 1")
         super().__init__(f"json:{self.fields[0]}")
         self.weights = torch.tensor(given + [0.0] * (len(self.fields) - len(given)), dtype=torch.float64)
 
@@ -196,7 +196,9 @@ class DrawnCaption(CaptionMember):
         for field, weight in zip(self.fields, self.weights.tolist(), strict=True):
             if records and not any(field in record for record in records) and (weight or not self.weights.any()):
                 near = did_you_mean(field, {name for record in records for name in record})
-                raise ValueError(f"json_text_key: none of the first {len(records)} samples has {field!r}{near}")
+                raise ValueError(
+                    f"json_text_key: none of {len(records)} samples has {field!r}{near}: give fields of theirs"
+                )
             lacking = sum(not _has_caption(record, field) for record in records)
             if lacking and weight:
                 rank_zero_info(

@@ -3,9 +3,10 @@
 import pytest
 
 from diffvision.data import ShardSet, make
-from diffvision.data.check import check_shards, shard_stats
+from diffvision.data.check import check_shards
 from diffvision.data.made.corpus import make_stdlib, split_of
 from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
+from diffvision.data.stats import shard_stats
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
 from diffvision.data.text.tokenizers import END, load_tokenizer, train_tokenizer
 

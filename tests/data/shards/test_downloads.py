@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from diffvision.data import ImageTextData, ShardSet
-from diffvision.data.check import check_shards, check_tables, shard_stats, stats_table
+from diffvision.data.check import check_shards, check_tables
 from diffvision.data.make import check
 from diffvision.data.shards.downloads import read_downloads
 from diffvision.data.shards.sources import Shard
+from diffvision.data.stats import shard_stats, stats_table
 from tests.img2dataset_files import NOT_FOUND, write_img2dataset
 
 FAILED = {3: NOT_FOUND, 4: "Image decoding error", **dict.fromkeys(range(20, 30), NOT_FOUND)}
