@@ -73,7 +73,7 @@ def test_what_a_server_wrote_is_plain_text(tmp_path, capsys):
 def test_the_guide_converts_a_list(tmp_path, monkeypatch):
     """As a .tsv, img2dataset lost the rows after the lone quotation mark."""
     parquet = pytest.importorskip("pyarrow.parquet")
-    guide = Path(__file__).parents[3] / "docs" / "guides" / "data.md"
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "img2dataset.md"
     code = next(
         block for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "pyarrow" in block
     )
