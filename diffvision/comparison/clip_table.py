@@ -6,6 +6,7 @@ Nothing is measured here. `diffvision evaluate RUN --output RUN/evaluations` wri
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import json
 import re
 import shlex
@@ -84,7 +85,11 @@ def make_tables(folders: Sequence[str], parts: Sequence[str]) -> list[PairTable]
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"unknown part {unknown[0]!r}: choose among {', '.join(PARTS)}")
     entries, left_out = _entries(folders)
-    metrics = {entry.spec: _metrics(entry, parts) for entry in entries}
+    metrics: dict[str, dict[str, float]] = {}
+    for number, entry in enumerate(entries):
+        metrics[entry.spec], name = _metrics(entry, parts)
+        if name not in ("", Path(entry.model).name):
+            entries[number] = dataclasses.replace(entry, which=f"{name}, which is not its best")
     _refuse_missing(metrics, parts)
     notes = [f"Left out, no trained CLIPs: {', '.join(left_out)}."] if left_out else []
     tables = [_table(pair, metrics, parts) for pair in _pair(group_seeds(entries))]
@@ -115,27 +120,34 @@ def _entries(folders: Sequence[str]) -> tuple[list[Entry], list[str]]:
     return read_entries(found, fewest=1), left_out
 
 
-def _metrics(entry: Entry, parts: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of a run that the table wants, by "PART/DATASET/METRIC"."""
+def _metrics(entry: Entry, parts: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Return the metrics of a run that the table wants, by "PART/DATASET/METRIC", and the checkpoint's name."""
     metrics: dict[str, float] = {}
     read: dict[str, Path] = {}
+    twice: list[str] = []
     for file in sorted((Path(entry.spec) / FOLDER).glob("*.json")):
         for record in _records(file):
             weights = Path(record["pretrained"])
             read.setdefault(weights.name, file)
-            if record["model"] != entry.label or weights.parent.parent.name != Path(entry.spec).name:
+            own = Path(entry.model).with_name(weights.name)
+            is_other = weights.exists() and not (own.exists() and filecmp.cmp(own, weights))
+            if record["model"] != entry.label or weights.parent.parent.name != Path(entry.spec).name or is_other:
                 raise ValueError(f"{file} is of {record['model']}, {weights}, not of this run: evaluate {entry.spec}")
             for part in parts:
                 if record["task"] == PARTS[part].record and _is_of(part, record["dataset"]):
                     values = {metric: record["metrics"].get(metric) for metric in PARTS[part].metrics}
-                    metrics |= {f"{part}/{record['dataset']}/{m}": v for m, v in values.items() if v is not None}
+                    found = {f"{part}/{record['dataset']}/{m}": v for m, v in values.items() if v is not None}
+                    twice += [f"{file}: {name}" for name, value in found.items() if metrics.get(name, value) != value]
+                    metrics |= found
     if len(read) > 1:
         raise ValueError(f"{entry.spec} has evaluations of {' and '.join(read)}: leave those of one checkpoint")
+    if twice:
+        raise ValueError(f"{twice[0]} is not what another file of the folder has: leave one of them")
     for name, file in read.items():
         saved, _ = _saved(Path(entry.model).with_name(f"{name}.json"))
         if saved > file.stat().st_mtime:
             raise ValueError(f"{name} is newer than {file}: evaluate {entry.spec} again, into an empty folder")
-    return metrics
+    return metrics, next(iter(read), "")
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -296,7 +308,7 @@ def _latex(tables: Sequence[PairTable]) -> str:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"([%_&#])", r"\\\1", text).replace("±", r"$\pm$")
+    return re.sub(r"([%_&#${}])", r"\\\1", text).replace("±", r"$\pm$")
 
 
 def _csv(tables: Sequence[PairTable]) -> str:

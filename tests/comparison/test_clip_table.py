@@ -102,6 +102,14 @@ def test_one_seed_of_each_and_what_else_differs(runs, capsys):
     assert "seed0 to 9." in notes
 
 
+def test_the_evaluated_checkpoint_is_named_where_it_is_not_the_best(runs):
+    state = {"monitor": "acc1", "best_model_path": "new.ckpt", "best_model_score": torch.tensor(0.9)}
+    run = runs / "CLIP-debug" / "seed0"
+    torch.save({"global_step": 9, "callbacks": {"ModelCheckpoint": state}}, run / "checkpoints" / "new.ckpt")
+    (table,) = make_tables([str(runs)], ["zero_shot"])
+    assert f"{run} (best.ckpt, which is not its best); " in table.notes[0]
+
+
 def test_models_without_a_twin_and_runs_of_others(runs):
     evaluated(runs, "DiffCLIP-ViT-B-16", 0, 0.5)
     shutil.rmtree(runs / "CLIP-debug")
@@ -143,6 +151,18 @@ def test_what_is_refused(runs, capsys):
     assert "has evaluations of best.ckpt and last.ckpt" in refusal()
     other.write_text(other.read_text().replace("seed1", "seed2"))
     assert "not of this run" in refusal()
+    copied = record(first, "imagenet", PARTS["zero_shot"].record, acc1=0.31)
+    of_another = runs.parent / "other" / "seed1" / "checkpoints" / "best.ckpt"
+    of_another.parent.mkdir(parents=True)
+    of_another.write_bytes(b"other weights")
+    copied.write_text(copied.read_text().replace("elsewhere", str(runs.parent / "other")))
+    other.unlink()
+    assert "not of this run" in refusal()  # though both are called seed1
+    shutil.copy(first / "checkpoints" / "best.ckpt", of_another)
+    assert main(["table", "clip", str(runs), "--parts", "zero_shot"]) == 0
+    capsys.readouterr()
+    other.write_text(copied.read_text().replace("0.31", "0.32"))
+    assert "zero_shot/imagenet/acc1 is not what another file of the folder has" in refusal()
     other.write_text("[1]")
     assert "is not what `diffvision evaluate` writes" in refusal()
     shutil.rmtree(runs)
