@@ -53,6 +53,7 @@ MODULES = {
         )
     },
     "diffvision.comparison.output": "diffvision.comparison.page",
+    "diffvision.data.images.captions": "diffvision.data.images.caption_tokenizer",
     "diffvision.data.shards.batch_reader": "diffvision.data.shards.loader",
     "diffvision.data.shards.evaluation_loader": "diffvision.data.shards.loader",
     "diffvision.data.shards.expected": "diffvision.data.shards.reader",
@@ -85,6 +86,7 @@ MODULES = {
     "diffvision.export.extras": "diffvision.export.formats",
     "diffvision.export.options": "diffvision.export.formats",
     "diffvision.models.vision": "diffvision.models.vit",
+    "diffvision.nn.lambdas": "diffvision.nn.lambda_variants",
     "diffvision.ops.attention.eager": "diffvision.ops.attention.reference",
     "diffvision.training.durable": "diffvision.training.fault_tolerance",
 }
@@ -108,7 +110,10 @@ NAMES: dict[str, str] = {
             "recall_bars",
         )
     },
-    "diffvision.analysis.maps:opened": "diffvision.analysis.maps:open_call",
+    **{
+        f"diffvision.analysis.maps:{old}": "diffvision.analysis.maps:compute_layer_maps"
+        for old in ("opened", "open_call")
+    },
     "diffvision.analysis.maps:opened_layers": "diffvision.analysis.maps:open_layers",
     "diffvision.analysis.statistics:gini": "diffvision.lab.language.cache_pruning:gini",
     "diffvision.analysis.statistics:keys_for": "diffvision.lab.language.cache_pruning:keys_for",

@@ -13,7 +13,7 @@ from diffvision.analysis.figures.images import ImageAttention, Retrieved
 from diffvision.data.made import digits
 from diffvision.data.made.digits import combinations
 from diffvision.demo import demo, images, report, runs
-from diffvision.demo.pictures import Shown
+from diffvision.demo.pictures import ModelExamples
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.recipes import recipe
 
@@ -34,7 +34,7 @@ def run(model: str, seed: int) -> report.Run:
         speed=1234.0,
         metrics=dict.fromkeys(images.COLUMNS.values(), 0.5 + 0.1 * seed),
         curves={key: Curve([10, 20, 30], rng.random(3).tolist()) for key in logged},
-        shown=Shown(
+        shown=ModelExamples(
             attention=[ImageAttention(picture, maps, "seven") for picture in pictures],
             retrieved=[Retrieved("a red <seven>", list(pictures), [False, True, False, False])],
             lam=0.2 if "Diff" in model else None,
@@ -86,11 +86,11 @@ def test_a_difference_of_percentages_ends_at_100():
 
 def test_what_is_shown_is_read_back_from_json():
     content = run("DiffCLIP-debug-0.2", 0).shown
-    shown = Shown.from_json(json.loads(json.dumps(content)))
+    shown = ModelExamples.from_json(json.loads(json.dumps(content)))
     assert shown.as_json() == content
     assert shown.attention[0].maps.shape == (3, 4, 4)
     assert shown.attention[0].image.shape == (32, 32, 3)
-    assert list(shown.retrieved[0].right) == [False, True, False, False]
+    assert list(shown.retrieved[0].is_right) == [False, True, False, False]
 
 
 def test_the_recipe_is_the_debug_configuration():

@@ -287,7 +287,7 @@ def _is_plain(layer: nn.Module) -> bool:
 @contextmanager
 def _capture_plain(layers: Mapping[nn.Module, str], see: See) -> Iterator[None]:
     """Show what these layers give torch's scaled_dot_product_attention; cross-attention is left alone."""
-    active: list[nn.Module] = []
+    active: list[nn.Module] = []  # the captured layers whose forward is running, the innermost last
     functional: Any = F
     attend = F.scaled_dot_product_attention
 
@@ -302,19 +302,23 @@ def _capture_plain(layers: Mapping[nn.Module, str], see: See) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        run = partial(attend, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        """Compute torch's attention, and within a captured layer show `see` the call and use the scores it returns."""
+        unchanged = partial(
+            attend, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         if not active or query.ndim != 4 or query.shape[2] != key.shape[2]:
-            return run()
+            return unchanged()
         layer = active[-1]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         q, k = query[:, :, None], key[:, :, None]
         call = Call(layers[layer], layer, q, k, value, None, boolean_mask(attn_mask), is_causal, factor)
         scores = see(call)
         if scores is None:
-            heads = run()
+            heads = unchanged()
         else:
             applied = scores.applied()
             heads = (applied @ call.values(applied.dtype)).to(value.dtype)
+        # The output is a view of `projected`, so that gradients with respect to it can be taken.
         call.projected = heads.transpose(1, 2).flatten(2)
         return call.projected.unflatten(2, (heads.shape[1], heads.shape[3])).transpose(1, 2)
 

@@ -116,7 +116,7 @@ def open_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Layer
         run_towers(model, batch)
     while calls:
         call, hidden = calls.pop(0)
-        layer = open_call(call)
+        layer = compute_layer_maps(call)
         tokens = None if hidden is None else hidden.flatten(0, -2)
         yield layer if tokens is None or len(tokens) != call.q.shape[3] else replace(layer, hidden=tokens)
 
@@ -148,12 +148,12 @@ def _noting_inputs(model: nn.Module) -> Iterator[Callable[[nn.Module], Tensor | 
 
 
 @torch.no_grad()
-def open_call(call: Call) -> LayerMaps:
-    """Return the maps and values of the first sample of a call, without gradients."""
+def compute_layer_maps(call: Call) -> LayerMaps:
+    """Compute the maps and values of the first sample of a captured call, without gradients."""
     scores = call.scores()
-    of_all = scores.maps()
-    maps = of_all[0]
-    applied = scores.combine_maps(of_all)[0]
+    batch_maps = scores.maps()
+    maps = batch_maps[0]
+    applied = scores.combine_maps(batch_maps)[0]
     heads, _, tokens, _ = maps.shape
     lam = None if scores.lam is None else scores.lam[0].expand(heads, tokens, 1)
     values = None if call.v is None else call.values(maps.dtype)[0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured
-from diffvision.analysis.maps import Patches, find_patches, open_call
+from diffvision.analysis.maps import Patches, compute_layer_maps, find_patches
 from diffvision.models.modes import evaluating
 
 
@@ -68,7 +68,7 @@ def _weight_by_gradient(call: Call, gradient: Tensor) -> Tensor:
 
     The gradient [N, dim] is of the heads' outputs side by side, as the output projection takes them.
     """
-    layer = open_call(call)
+    layer = compute_layer_maps(call)
     applied = layer.applied.detach().requires_grad_()
     heads = layer.outputs(applied)[2]  # [H, N, V]
     width = heads.shape[0] * heads.shape[2]

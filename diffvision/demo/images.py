@@ -19,7 +19,7 @@ from diffvision.analysis.page import Section
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.demo.images_page import page
-from diffvision.demo.pictures import shown
+from diffvision.demo.pictures import collect_examples
 from diffvision.demo.report import Run, comparison
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
@@ -104,7 +104,7 @@ def evaluate_on_digits(
         metrics |= evaluate(module.model, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
     features = Features(module.model, transform, tokenizer, InferenceSettings(batch_size=256))
     pairs = features.pairs(EvaluationFolder(data / "retrieval"), "test")
-    pictures = None if seed else shown(module.model, transform, tokenizer, data).as_json()
+    pictures = None if seed else collect_examples(module.model, transform, tokenizer, data).as_json()
     return metrics | parts_right(pairs.images, pairs.texts), pictures
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diffvision.analysis import figures
 from diffvision.analysis.page import Part, Picture, Row, Section, Text, html_page
-from diffvision.demo.pictures import Shown
+from diffvision.demo.pictures import ModelExamples
 from diffvision.demo.report import (
     Rows,
     Run,
@@ -56,7 +56,7 @@ def page(runs: Sequence[Run], directory: Path, more: Sequence[Section] = ()) -> 
     """
     models = by_model(runs)
     plain, differential = list(models)[:2]
-    content = {name: Shown.from_json(same_model[0].shown) for name, same_model in models.items()}
+    content = {name: ModelExamples.from_json(same_model[0].shown) for name, same_model in models.items()}
     first, seeds = models[plain][0], len(models[plain])
     lead = (
         f"{plain} and {differential}, about {first.parameters / 1e6:.1f} million parameters each, trained by one "
@@ -85,9 +85,9 @@ def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
     return [results(models, GROUPS, speed_rows(models, "samples"), note=note)]
 
 
-def _explain(shown: Shown, run: Run) -> Section:
-    lam = 0.0 if shown.lam is None else shown.lam
-    row = shown.attention[1]
+def _explain(examples: ModelExamples, run: Run) -> Section:
+    lam = 0.0 if examples.lam is None else examples.lam
+    row = examples.attention[1]
     figure = figures.difference_of_maps(row, lam)
     text = (
         "Attention is a map: for each patch of an image it says how much of every other patch is read, and sums to "
@@ -103,11 +103,11 @@ def _explain(shown: Shown, run: Run) -> Section:
     return Section("Differential attention", [Text(text), Picture(figure, alt, caption, most=1.7)])
 
 
-def _draw_retrieved(content: Mapping[str, Shown]) -> Section:
+def _draw_retrieved(content: Mapping[str, ModelExamples]) -> Section:
     pictures: list[Part] = []
     for index, one in enumerate(next(iter(content.values())).retrieved):
-        rows = {name: shown.retrieved[index] for name, shown in content.items()}
-        ranks = ", ".join(f"{name}: {_rank(row.right)}" for name, row in rows.items())
+        rows = {name: examples.retrieved[index] for name, examples in content.items()}
+        ranks = ", ".join(f"{name}: {_rank(row.is_right)}" for name, row in rows.items())
         alt = f"The first {len(one.images)} images for “{one.caption}”. The right one is, for {ranks}."
         pictures.append(Picture(figures.retrieved_images(rows), alt))
     text = (
@@ -117,12 +117,12 @@ def _draw_retrieved(content: Mapping[str, Shown]) -> Section:
     return Section("What a caption retrieves", [Text(text), Row(pictures)])
 
 
-def _rank(right: Sequence[bool]) -> str:
-    return f"number {list(right).index(True) + 1}" if any(right) else "not among them"
+def _rank(is_right: Sequence[bool]) -> str:
+    return f"number {list(is_right).index(True) + 1}" if any(is_right) else "not among them"
 
 
-def _attention(content: Mapping[str, Shown]) -> Section:
-    figure = figures.attention_panels({name: shown.attention for name, shown in content.items()})
+def _attention(content: Mapping[str, ModelExamples]) -> Section:
+    figure = figures.attention_panels({name: examples.attention for name, examples in content.items()})
     grid = "×".join(map(str, next(iter(content.values())).attention[0].maps.shape[-2:]))
     caption = (
         f"The class token's row in the last layer, mean over heads, {grid} patches, interpolated over the image. Maps "

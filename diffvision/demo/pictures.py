@@ -26,8 +26,8 @@ TOP = 6  # retrieved images for a caption
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What the report shows of one trained model besides its numbers.
+class ModelExamples:
+    """Examples of what one trained model does, for the report: attention on images, and retrieved images.
 
     Attributes:
         attention: test images with where the class token of the image tower's last layer looks, mean over heads.
@@ -46,14 +46,14 @@ class Shown:
             for one in self.attention
         ]
         retrieved = [
-            {"caption": one.caption, "images": list(map(_encode, one.images)), "right": list(one.right)}
+            {"caption": one.caption, "images": list(map(_encode, one.images)), "right": list(one.is_right)}
             for one in self.retrieved
         ]
         return {"attention": attention, "retrieved": retrieved, "lam": self.lam}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Shown:
-        """Return what `as_json` wrote."""
+    def from_json(cls, content: dict[str, Any]) -> ModelExamples:
+        """Rebuild the examples from the dictionary that `as_json` returned."""
         attention = [
             ImageAttention(_decode(one["image"]), np.asarray(one["maps"]), one["label"]) for one in content["attention"]
         ]
@@ -64,8 +64,10 @@ class Shown:
 
 
 @torch.no_grad()
-def shown(model: Any, transform: Callable[..., Tensor], tokenizer: Callable[..., Tensor], data: Path) -> Shown:
-    """Return what the report shows of a trained image-text model.
+def collect_examples(
+    model: Any, transform: Callable[..., Tensor], tokenizer: Callable[..., Tensor], data: Path
+) -> ModelExamples:
+    """Compute the examples that the report shows of a trained image-text model.
 
     Args:
         model: an OpenCLIP model.
@@ -76,7 +78,7 @@ def shown(model: Any, transform: Callable[..., Tensor], tokenizer: Callable[...,
     with evaluating(model):
         attention, lam = _attention(model, transform, EvaluationFolder(data / "zero_shot"))
         retrieved = _retrieve(Features(model, transform, tokenizer), EvaluationFolder(data / "retrieval"))
-    return Shown(attention, retrieved, lam)
+    return ModelExamples(attention, retrieved, lam)
 
 
 def _attention(

@@ -36,8 +36,8 @@ _TRUTHS = (
 )
 
 
-class Asked(NamedTuple):
-    """What a user said of one dataset."""
+class Request(NamedTuple):
+    """Where a user has the files of one dataset, and how they are to be written."""
 
     root: Path
     table: Path | None = None  # the file with the labels or captions, where it is not in its usual place
@@ -61,7 +61,7 @@ class Dataset(NamedTuple):
 
     group: str  # the folder that `--all` writes it into
     marks: tuple[str, ...]  # patterns of paths, of which one exists in the folder that `read` takes
-    read: Callable[[Asked], Labelled | Write | None]  # None: the root has not these files
+    read: Callable[[Request], Labelled | Write | None]  # None: the root has not these files
     images: int  # of its test split
     get: str  # where its files come from
 
@@ -83,26 +83,26 @@ def _key(number: int) -> str:
 # ---- ImageNet and its variants -------------------------------------------------------------------------------------
 
 
-def _wnids(asked: Asked, variant: str, test: Sequence[str], train: Sequence[str] = ()) -> Labelled | None:
+def _wnids(request: Request, variant: str, test: Sequence[str], train: Sequence[str] = ()) -> Labelled | None:
     """Read ImageNet or a variant: folders named by wnids or by numbers in their order, or a flat val with a file."""
     every, names, numbers = list(imagenet_wnids()), imagenet_names(), variant_numbers(variant)
     splits, number = {}, {str(number): wnid for number, wnid in enumerate(every)}
     for split, places in (("test", test), ("train", train)):
-        for folder in filter(Path.is_dir, (asked.root / place for place in places)):
+        for folder in filter(Path.is_dir, (request.root / place for place in places)):
             inside = [(p.name, p) for p in sorted(folder.iterdir())]
             by_wnid = [(name, p) for name, p in inside if WNID.fullmatch(name)]
             by_number = [(number.get(name, name), p) for name, p in inside if variant == "imagenetv2" and p.is_dir()]
             flat = {int(match[1]): p for name, p in inside if (match := _IMAGE_NUMBER.search(name))}
-            if images := by_wnid or by_number or (_label(flat, folder, asked, every) if flat else []):
+            if images := by_wnid or by_number or (_label(flat, folder, request, every) if flat else []):
                 splits[split] = images
                 break
     known = {every[number]: names[number] for number in (range(len(every)) if numbers is None else numbers)}
     return Labelled(known, splits) if "test" in splits else None
 
 
-def _label(files: dict[int, Path], folder: Path, asked: Asked, wnids: list[str]) -> list[tuple[str, Path]]:
+def _label(files: dict[int, Path], folder: Path, request: Request, wnids: list[str]) -> list[tuple[str, Path]]:
     """Return ILSVRC's val as it is unpacked, files by their number, with the wnids that a file of `_TRUTHS` has."""
-    table = asked.table or _search(asked.root, *_TRUTHS)
+    table = request.table or _search(request.root, *_TRUTHS)
     if table is None:
         raise ValueError(f"{folder} has no folder for each class: give as --captions its {_TRUTHS[1]} or {_TRUTHS[0]}")
     lines = [line.replace(",", " ").split() for line in read_lines(table) if line and not line.startswith("ImageId")]
@@ -116,7 +116,7 @@ def _label(files: dict[int, Path], folder: Path, asked: Asked, wnids: list[str])
         if label not in known:
             raise ValueError(f"{table}: image {number} has the label {label!r}, not a class of ILSVRC: get it again")
         truth[int(match[1]) if match else number] = known[label]
-    if len(truth) != len(files) and not asked.subset:
+    if len(truth) != len(files) and not request.subset:
         raise ValueError(f"{table} has {len(truth):,} labels, and {folder} {len(files):,} images: get them again")
     if unknown := sorted(files.keys() - truth.keys()):
         raise ValueError(f"{len(unknown):,} images have no label in {table}, first {files[unknown[0]]}: get it again")
@@ -134,9 +134,9 @@ def _read_ids(table: Path) -> dict[int, str]:
         raise ValueError(f"{table} has ILSVRC's ids: put meta.mat next to it, pip install scipy ({error})") from None
 
 
-def _objectnet(asked: Asked) -> Labelled | None:
+def _objectnet(request: Request) -> Labelled | None:
     """Read ObjectNet's classes that ImageNet has too, by ObjectNet's names, as CLIP_benchmark does."""
-    table = _search(asked.root, "mappings/folder_to_objectnet_label.json")
+    table = _search(request.root, "mappings/folder_to_objectnet_label.json")
     if table is None:
         return None
     labels = json.loads(table.read_text("utf-8"))
@@ -148,21 +148,21 @@ def _objectnet(asked: Asked) -> Labelled | None:
     return Labelled(names, {"test": test})
 
 
-def _torchvision(asked: Asked, name: str, splits: dict[str, str]) -> Labelled:
+def _torchvision(request: Request, name: str, splits: dict[str, str]) -> Labelled:
     """Read a dataset of torchvision whose images are files; `splits` are its names of ours."""
     names: list[str] = []
     files = {}
     for split, theirs in splits.items():
-        images: Any = read_torchvision(f"{TORCHVISION}{name}:{asked.root}", theirs)
+        images: Any = read_torchvision(f"{TORCHVISION}{name}:{request.root}", theirs)
         names = names or name_classes(images.classnames)
         paths = [images.read.root / file for file in images.names]
         files[split] = list(zip(map(_key, images.labels.tolist()), paths, strict=True))
     return Labelled(dict(zip(map(_key, range(len(names))), names, strict=True)), files)
 
 
-def _caltech101(asked: Asked, name: str) -> Labelled | None:
+def _caltech101(request: Request, name: str) -> Labelled | None:
     """Read Caltech-101: of each of the 102 folders 30 images for training, the rest for the test (CLIP's appendix)."""
-    folders = sorted(filter(Path.is_dir, asked.root.glob(f"{name.lower()}/101_ObjectCategories/*")))
+    folders = sorted(filter(Path.is_dir, request.root.glob(f"{name.lower()}/101_ObjectCategories/*")))
     splits: dict[str, list[tuple[str, Path]]] = {"train": [], "test": []}
     draw = np.random.default_rng(0)
     for number, folder in enumerate(folders):
@@ -173,60 +173,61 @@ def _caltech101(asked: Asked, name: str) -> Labelled | None:
     return Labelled({_key(number): name for number, name in enumerate(names)}, splits) if folders else None
 
 
-def _sun397(asked: Asked, name: str) -> Labelled | None:
+def _sun397(request: Request, name: str) -> Labelled | None:
     """Read SUN397 by the first of its authors' ten partitions, which torchvision does not have."""
-    root = asked.root / name
+    root = request.root / name
     folders = [line.lstrip("/") for line in read_lines(root / "ClassName.txt")]  # a/abbey
     keys = {folder: _key(number) for number, folder in enumerate(folders)}
     splits = {}
     for split, file in (("train", "Training_01.txt"), ("test", "Testing_01.txt")):
-        if (table := _search(asked.root, file)) is None or not folders:
+        if (table := _search(request.root, file)) is None or not folders:
             return None
         files = [line.lstrip("/") for line in read_lines(table)]
         splits[split] = [(keys.get(os.path.dirname(file), file), root / file) for file in files]
     return Labelled({keys[folder]: re.sub("[/_]", " ", folder[2:]) for folder in folders}, splits)
 
 
-def _arrays(asked: Asked, name: str) -> Write:
+def _arrays(request: Request, name: str) -> Write:
     """Return what packs a dataset of torchvision that has its images in arrays."""
-    source = f"{TORCHVISION}{name}:{asked.root}"
-    return partial(packing.make_evaluation, source=source, num_workers=asked.num_workers)
+    source = f"{TORCHVISION}{name}:{request.root}"
+    return partial(packing.make_evaluation, source=source, num_workers=request.num_workers)
 
 
-def _captions(asked: Asked, tables: Sequence[str], count: int) -> Write | None:
+def _captions(request: Request, tables: Sequence[str], count: int) -> Write | None:
     """Return what packs the test images of a file of captions, which may be two folders below the root."""
-    table = asked.table or _search(asked.root, *tables)
+    table = request.table or _search(request.root, *tables)
     if table is None:
         return None
-    parts = read_caption_file(asked.root, table)
+    parts = read_caption_file(request.root, table)
     if not (part := parts.get("test") or parts.get("")):
         raise ValueError(f"{table} has no split test, but {', '.join(parts)}: give the file with all splits")
     images = part()
     assert isinstance(images.read, ImageFiles)
-    _check([images.read.root / name for name in images.names], count, asked, table)
-    settings: dict[str, Any] = {"num_workers": asked.num_workers, "dataset_type": ["retrieval"]}
+    _check_files([images.read.root / name for name in images.names], count, request, table)
+    settings: dict[str, Any] = {"num_workers": request.num_workers, "dataset_type": ["retrieval"]}
     return lambda target: packing.pack_split(images, target / "test", **settings).summary()
 
 
 # ---- checking and writing ------------------------------------------------------------------------------------------
 
 
-def _check(files: Sequence[Path], count: int, asked: Asked, where: Path) -> None:
+def _check_files(files: Sequence[Path], count: int, request: Request, where: Path) -> None:
+    """Raise a ValueError if files are missing, or are not as many as the dataset has; a count of 0 is not compared."""
     if lost := [file for file in files if not file.exists()]:
         raise ValueError(f"{len(lost):,} of {len(files):,} images of {where} are missing, first {lost[0]}: add them")
-    if count not in (0, len(files)) and not asked.subset:
+    if count not in (0, len(files)) and not request.subset:
         raise ValueError(f"{where} has {len(files):,} test images, not {count:,}: get it again, or give --subset")
 
 
-def _check_labelled(labelled: Labelled, asked: Asked, row: Dataset) -> str:
-    """Return what there is of a dataset; raise ValueError if classes or images are missing."""
+def _check_labelled(labelled: Labelled, request: Request, dataset: Dataset) -> str:
+    """Return a line with the number of images and classes; raise a ValueError if any are missing."""
     names, splits = labelled
     tested = {key for key, _ in splits["test"]}
     for split, images in sorted(splits.items()):
-        where, found = f"{asked.root}, {split},", {key for key, _ in images}
+        where, found = f"{request.root}, {split},", {key for key, _ in images}
         if unknown := sorted(found - names.keys()):
             raise ValueError(f"{where} has class {unknown[0]}, not one of {len(names):,}: move it elsewhere")
-        if (missing := sorted(names.keys() - found)) and not asked.subset:
+        if (missing := sorted(names.keys() - found)) and not request.subset:
             first = f"{missing[0]} ({names[missing[0]]})"
             raise ValueError(f"{where} has {len(found):,} of {len(names):,} classes, not {first}: add it or --subset")
         if other := sorted(found ^ tested):
@@ -234,10 +235,12 @@ def _check_labelled(labelled: Labelled, asked: Asked, row: Dataset) -> str:
         if empty := [p for _, p in images if p.is_dir() and not next(_images(p), None)]:
             raise ValueError(f"{empty[0]} has no images: get them again, or remove the class and give --subset")
     tests = [file for _, p in splits["test"] for file in (_images(p) if p.is_dir() else [p])]
-    _check([p for split, images in splits.items() if split != "test" for _, p in images], 0, asked, asked.root)
-    _check(tests, row.images, asked, asked.root)
+    _check_files(
+        [p for split, images in splits.items() if split != "test" for _, p in images], 0, request, request.root
+    )
+    _check_files(tests, dataset.images, request, request.root)
     also = "".join(f", {split}" for split in splits if split != "test")
-    return f"{len(tests):,} test images of {len(tested):,} classes{also}, in {asked.root}"
+    return f"{len(tests):,} test images of {len(tested):,} classes{also}, in {request.root}"
 
 
 def _link(labelled: Labelled, target: Path, templates: Sequence[str]) -> None:
@@ -255,12 +258,12 @@ def _link(labelled: Labelled, target: Path, templates: Sequence[str]) -> None:
         write_lines(target / "zeroshot_classification_templates.txt", templates)
 
 
-def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
+def _make_one(target: Path, request: Request, row: Dataset) -> str:
     """Write a folder, which gets its name only once it is whole; return a line on it."""
-    content = row.read(asked)
+    content = row.read(request)
     if content is None:
-        raise ValueError(f"{asked.root} lacks {' or '.join(row.marks[:2])}, or what belongs to it: get {row.get}")
-    described = _check_labelled(content, asked, row) if isinstance(content, Labelled) else ""
+        raise ValueError(f"{request.root} lacks {' or '.join(row.marks[:2])}, or what belongs to it: get {row.get}")
+    described = _check_labelled(content, request, row) if isinstance(content, Labelled) else ""
     templates = imagenet_templates() if row.group == "zero_shot" else []
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -268,10 +271,10 @@ def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
     try:
         if not isinstance(content, Labelled):
             said = f"packed {content(part)}"
-        elif asked.copy:
+        elif request.copy:
             with TemporaryDirectory() as folder:
                 _link(content, Path(folder), templates)
-                said = f"packed {packing.make_evaluation(part, folder, num_workers=asked.num_workers)}"
+                said = f"packed {packing.make_evaluation(part, folder, num_workers=request.num_workers)}"
         else:
             _link(content, part, templates)
             said = f"linked {described}"
@@ -281,9 +284,9 @@ def _make_one(target: Path, asked: Asked, row: Dataset) -> str:
     return "; ".join(line.strip() for line in said.splitlines())
 
 
-def _make_all(directory: Path, asked: Asked) -> str:
+def _make_all(directory: Path, request: Request) -> str:
     """Write every dataset that is there; print a line on each."""
-    folders = [asked.root, *sorted(asked.root.glob("*/")), *sorted(asked.root.glob("*/*/"))]
+    folders = [request.root, *sorted(request.root.glob("*/")), *sorted(request.root.glob("*/*/"))]
     made, refused = 0, []
     for name, row in DATASETS.items():
         target, said = directory / row.group / name, f"not found: {row.get}"
@@ -291,9 +294,9 @@ def _make_all(directory: Path, asked: Asked) -> str:
         if target.exists():
             said = f"made already, {target}"
         # Captions and their images may be in folders next to each other.
-        for root in [] if target.exists() else [asked.root] if roots and row.group == "retrieval" else roots:
+        for root in [] if target.exists() else [request.root] if roots and row.group == "retrieval" else roots:
             try:
-                said = _make_one(target, asked._replace(root=root), row)
+                said = _make_one(target, request._replace(root=root), row)
                 break
             except (ValueError, OSError) as error:
                 said = f"refused: {error}"
@@ -354,7 +357,7 @@ DATASETS = {
         "OxfordIIITPet", "oxford-iiit-pet/annotations", 3_669, _torchvision, splits={**_TWO, "train": "trainval"}
     ),
     "sun397": _probe("SUN397", "SUN397/ClassName.txt", 19_850, _sun397, _SUN),
-    "mmvp": Dataset("pairs", ("Questions.csv",), lambda asked: partial(make_mmvp, source=asked.root), 0, _MMVP),
+    "mmvp": Dataset("pairs", ("Questions.csv",), lambda request: partial(make_mmvp, source=request.root), 0, _MMVP),
 }
 """The datasets of DiffCLIP's tables, in their order: name -> how it is found, read and checked."""
 
@@ -402,13 +405,13 @@ def make_evaluation(
         raise ValueError("columns and templates are for your own images, captions and dataset not for --all: leave out")
     if dataset is not None and dataset not in DATASETS:
         raise ValueError(f"dataset is {dataset!r}{did_you_mean(dataset, DATASETS)}: choose among {', '.join(DATASETS)}")
-    asked = Asked(Path(all or source or ""), Path(captions) if captions else None, subset, copy, num_workers)
-    if not asked.root.is_dir():
-        raise ValueError(f"{asked.root} is not a folder: give the one with the files of {dataset or 'the datasets'}")
+    request = Request(Path(all or source or ""), Path(captions) if captions else None, subset, copy, num_workers)
+    if not request.root.is_dir():
+        raise ValueError(f"{request.root} is not a folder: give the one with the files of {dataset or 'the datasets'}")
     if captions and not Path(captions).is_file():
         raise ValueError(f"captions is {captions!r}: there is no such file, give the one with captions or labels")
     if dataset is None:
-        return _make_all(Path(directory), asked)
+        return _make_all(Path(directory), request)
     if Path(directory).exists():
         raise ValueError(f"{directory} is there already: remove it, or choose another directory")
-    return _make_one(Path(directory), asked, DATASETS[dataset])
+    return _make_one(Path(directory), request, DATASETS[dataset])

@@ -21,14 +21,16 @@ def check_output(folder: Path) -> None:
     check_folder(folder)
     if folder.resolve() == Path.cwd():
         raise ValueError(f"output is {folder}, the current folder, which would be replaced: name a folder in it")
-    if folder.is_dir() and (others := sorted({file.name for file in folder.iterdir()} - set(_earlier(folder)))):
+    if folder.is_dir() and (
+        others := sorted({file.name for file in folder.iterdir()} - set(_list_earlier_files(folder)))
+    ):
         raise ValueError(
             f"output is {folder}, which holds something else ({', '.join(others[:3])}): name a new folder, or one of "
             "an earlier inspection"
         )
 
 
-def _earlier(folder: Path) -> list[str]:
+def _list_earlier_files(folder: Path) -> list[str]:
     """Return the files that an earlier inspection wrote to the folder."""
     try:
         content = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
@@ -42,7 +44,7 @@ def write(folder: Path, files: Mapping[str, bytes], models: Mapping[str, Any]) -
     """Write all files, or none: they are written next to an earlier inspection's folder, and then replace it."""
     folder = folder.resolve()  # if the folder is a link, its target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
-    old = _earlier(folder) if folder.is_dir() else []
+    old = _list_earlier_files(folder) if folder.is_dir() else []
     with tempfile.TemporaryDirectory(prefix=".inspecting-", dir=folder.parent) as scratch:
         new = Path(scratch) / folder.name
         for name, content in files.items():

@@ -53,7 +53,7 @@ def architecture(model: nn.Module, model_cfg: Mapping[str, Any] | None = None) -
     built: dict[str, Any] = {"layers": dict(_layers(model))}
     config, arguments = getattr(model, "config", None), getattr(model, "_model_args", None)
     if model_cfg is not None:
-        built["config"] = _architectural(_whole(model_cfg))
+        built["config"] = _architectural(_fill_defaults(model_cfg))
     elif dataclasses.is_dataclass(config) and not isinstance(config, type):
         built["config"] = _architectural(dataclasses.asdict(config))
     elif arguments is not None:
@@ -164,8 +164,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, known
 
 
-def _whole(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an OpenCLIP configuration with every field of its towers."""
+def _fill_defaults(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an OpenCLIP configuration with every field of its towers, at its default where it is not set."""
     from open_clip import CLIPTextCfg, CLIPVisionCfg
 
     towers: dict[str, Any] = {"vision_cfg": CLIPVisionCfg, "text_cfg": CLIPTextCfg}

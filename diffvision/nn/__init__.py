@@ -15,7 +15,7 @@ from diffvision.nn.gated import GatedAttention, GatedDiffAttention, GatedDiffAtt
 from diffvision.nn.grouped import GroupedDiffAttention
 from diffvision.nn.integral import IntegralAttention
 from diffvision.nn.lambda_init import depth_lambda_init
-from diffvision.nn.lambdas import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
+from diffvision.nn.lambda_variants import DualLambda, HeadLambda, TokenHeadLambda, TokenLambda
 from diffvision.nn.sink import SinkAttention
 from diffvision.plugins import PluginTable
 

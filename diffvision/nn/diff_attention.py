@@ -1,6 +1,6 @@
 """Differential attention layers: the paper's (V1) and its successor (V2).
 
-lambda_init by depth is in `lambda_init.py`, other forms of V1's lambda are in `lambdas.py`, grouped heads in
+lambda_init by depth is in `lambda_init.py`, other forms of V1's lambda are in `lambda_variants.py`, grouped heads in
 `grouped.py`, DINT in `dint.py`.
 """
 

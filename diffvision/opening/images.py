@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from diffvision.data.images.captions import text_only
+from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.models import int8
 from diffvision.models.architecture import check
 from diffvision.models.bounds import bounded, check_sizes

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
-from diffvision.data.images.captions import text_only
+from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.module import ImageTextData
 from diffvision.evaluation.options import Options, Precision

@@ -35,7 +35,7 @@ class Distillation:
             )
         if not 0 < self.weight <= 1:
             raise ValueError(
-                f"distill.weight is {self.weight}: it must be above 0, and 1 at most, for no data's tokens"
+                f"distill.weight is {self.weight}: give more than 0 and at most 1; 1 ignores the data's tokens"
             )
 
 

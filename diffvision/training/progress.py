@@ -68,7 +68,7 @@ class ProgressLine(ProgressBar):
         self._screen: Screen | CellScreen | None = None
         self._clock = Clock()
         self._parts: list[str] = []  # metrics, formatted
-        self._doing, self._within = "", 0.0  # the current evaluation, and how much of it is done
+        self._doing, self._share_done = "", 0.0  # the current evaluation, and how much of it is done
         self._shown, self._step = 0.0, -1  # the time of the last line, and the step that a validation has shown
 
     def enable(self) -> None:
@@ -123,9 +123,9 @@ class ProgressLine(ProgressBar):
         self._doing = "evaluating"
         if isinstance(batch, EvaluationFolder):
             self._doing += f" {batch.task}/{batch.name}"
-            self._within = 0.0
+            self._share_done = 0.0
         else:
-            self._within = (sum(batches[:dataloader_idx]) + batch_idx) / total if math.isfinite(total) else 0.0
+            self._share_done = (sum(batches[:dataloader_idx]) + batch_idx) / total if math.isfinite(total) else 0.0
         if self._is_line_due():
             self._show(trainer)
 
@@ -133,22 +133,22 @@ class ProgressLine(ProgressBar):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._doing, self._within = "", 0.0
+        self._doing, self._share_done = "", 0.0
         if not trainer.sanity_checking:
             self._clock.validation_ended()
             if trainer.state.fn == "fit":
                 self._show(trainer, metrics=True)
                 self._step = trainer.global_step
 
-    def evaluated(self, share: float, what: str) -> None:
-        """Note how much of one evaluation is done.
+    def show_evaluation(self, share: float, what: str) -> None:
+        """Show how much of the current evaluation is done, in a line that is drawn at most every few seconds.
 
         Args:
             share: of the evaluation, from 0 to 1.
             what: what is encoded; "classes" for the prompts of a zero-shot evaluation, which come before its images.
         """
         doing = self._doing.removesuffix(" classes")
-        self._doing, self._within = (f"{doing} classes" if what == "classes" else doing), share
+        self._doing, self._share_done = (f"{doing} classes" if what == "classes" else doing), share
         if self._is_line_due():
             self._show(self.trainer)
 
@@ -178,16 +178,16 @@ class ProgressLine(ProgressBar):
             head = describe_position(trainer, total)
             share = None if total is None else trainer.global_step / max(total, 1)
             left = self._seconds_left(trainer, total)
-            parts = [f"{self._doing} {self._within:.0%}", *self._parts] if self._doing else self._parts
+            parts = [f"{self._doing} {self._share_done:.0%}", *self._parts] if self._doing else self._parts
         else:
-            head, share, left, parts = self._doing or "evaluating", self._within, None, []
+            head, share, left, parts = self._doing or "evaluating", self._share_done, None, []
         if self._screen is None:
             print(format_line(head, share, left, parts).plain, flush=True)
         else:
             self._screen.draw(format_line(head, share, left, parts, self._screen.width, self._screen.bar))
 
     def _seconds_left(self, trainer: pl.Trainer, total: int | None) -> float | None:
-        limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._within)]
+        limits = [] if total is None else [self._clock.left(total, validations_per_step(trainer), self._share_done)]
         limits += [timer.time_remaining() for timer in find_callbacks(trainer, Timer)]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -203,7 +203,7 @@ def follow(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
         for number, batch in enumerate(watch_signals(trainer, batches)):
             yield batch
             if isinstance(bar, ProgressLine):
-                bar.evaluated((number + 1) / len(batches), description)
+                bar.show_evaluation((number + 1) / len(batches), description)
 
     return through
 

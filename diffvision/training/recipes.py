@@ -38,20 +38,20 @@ def recipes() -> list[str]:
 
 
 def resolve_recipes(args: Sequence[str]) -> list[str]:
-    """Return a command line with the path of each recipe instead of its name. A file of that path comes first.
+    """Return a command line with the path of each recipe instead of its name. A file of that name takes precedence.
 
     Raises:
         FileNotFoundError: a configuration file that is neither a file nor a recipe.
         ValueError: a configuration file that is not YAML, or not a mapping.
     """
-    paths: list[str] = []
+    resolved: list[str] = []
     for arg in args:
         flag, equals, value = arg.partition("=")
-        if paths and paths[-1] in _FLAGS:
-            paths.append(_configuration(arg))
+        if resolved and resolved[-1] in _FLAGS:
+            resolved.append(_configuration(arg))
         else:
-            paths.append(f"{flag}={_configuration(value)}" if equals and flag in _FLAGS else arg)
-    return paths
+            resolved.append(f"{flag}={_configuration(value)}" if equals and flag in _FLAGS else arg)
+    return resolved
 
 
 def _configuration(value: str) -> str:

@@ -22,12 +22,13 @@ class Screen:
     """The last line of a terminal, which stays there while other output appears above it."""
 
     def __init__(self, console: Console) -> None:
+        """Replace stdout, stderr and the streams of log handlers by ones that write above the line, until `close`."""
         self.console = console
         self.bar = ("=", "-") if console.options.ascii_only else ("━", "─")
         self._drawn = ""
         self._terminal = sys.stdout
         self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr") if getattr(sys, name).isatty()}
-        above = {stream: Above(stream, self) for stream in self._streams.values()}
+        above = {stream: StreamAbove(stream, self) for stream in self._streams.values()}
         for name, stream in self._streams.items():
             setattr(sys, name, above[stream])
         self._handlers = {handler: handler.stream for handler in stream_handlers() if handler.stream in above}
@@ -93,7 +94,7 @@ class CellScreen:
         """Leave the line as it is."""
 
 
-class Above:
+class StreamAbove:
     """A stream that writes complete lines above a screen's last line."""
 
     def __init__(self, stream: Any, screen: Screen) -> None:

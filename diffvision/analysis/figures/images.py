@@ -40,7 +40,7 @@ class Retrieved(NamedTuple):
 
     caption: str
     images: Sequence[Any]  # [h, w, 3] each, the best first
-    right: Sequence[bool]  # for each image, whether the caption is its own
+    is_right: Sequence[bool]  # for each image, whether the caption is its own
 
 
 class ModelAttention(NamedTuple):
@@ -125,7 +125,7 @@ def retrieved_images(models: Mapping[str, Retrieved]) -> Figure:
     figure.suptitle(caption, x=0.01, ha="left", fontsize=10)
     colours = colours_of(models)
     for axes, (name, one) in zip(grid, models.items(), strict=True):
-        for ax, image, right in zip(axes, one.images, one.right, strict=False):
+        for ax, image, right in zip(axes, one.images, one.is_right, strict=False):
             ax.imshow(np.asarray(image), interpolation="nearest")
             if right:
                 _frame(ax, image)

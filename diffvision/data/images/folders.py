@@ -105,7 +105,7 @@ class EvaluationFolder:
             raise ValueError(f"{self.path} has no split {split!r} to evaluate on: it has {', '.join(self.splits)}")
 
     def kind(self, transform: Transform) -> SampleKind:
-        """Return what is made of its samples."""
+        """Return how a sample becomes a row of a batch: which members are read for the folder's task, and as what."""
         image = ImageMember(transform)
         if self.task == "zero_shot":
             return ImageLabel(image)

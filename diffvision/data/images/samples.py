@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate  # a worker's goes straight into shared memory
 
 from diffvision.data.batches import ImageTextBatch, RetrievalBatch
-from diffvision.data.images.captions import text_only
+from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.data.images.decode import (
     MAX_CAPTION,
     MAX_JSON_BYTES,

@@ -35,7 +35,7 @@ from diffvision.data.text.tokens import (
     TOKENS,
     TOKENS_FORMAT,
     TokenAccount,
-    find_accounts,
+    read_accounts,
     token_dtype,
 )
 from diffvision.files import locked, scratch, sweep, user_cache
@@ -176,7 +176,7 @@ def cached_tokens(
                 shutil.rmtree(directory)
             directory.unlink(missing_ok=True)
             tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
-    for account in find_accounts(ShardSet(directory).shards).values():
+    for account in read_accounts(ShardSet(directory).shards).values():
         assert account is not None
         check_limits(account, limits)  # the shards may have been made with other limits
     return directory
@@ -187,7 +187,7 @@ def _is_whole(directory: Path) -> bool:
     try:
         shards = find_shards(directory)
         sizes = [os.path.getsize(shard.location) for shard in shards]
-        return sizes == [shard.bytes for shard in shards] and None not in find_accounts(shards).values()
+        return sizes == [shard.bytes for shard in shards] and None not in read_accounts(shards).values()
     except (OSError, ValueError):
         return False
 

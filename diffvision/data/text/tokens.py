@@ -40,7 +40,7 @@ _READ_TOKENS = 1 << 16  # at a time, where documents are read one after another
 
 @dataclass
 class TokenAccount(DocumentAccount):
-    """What a corpus became: `tokens.json`.
+    """The content of a `tokens.json`: the tokenizer, and counts of documents and tokens, of the shards next to it.
 
     Attributes:
         vocab_size, eos_id: of the tokenizer.
@@ -84,8 +84,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def find_accounts(shards: Iterable[Shard]) -> dict[str, TokenAccount | None]:
-    """Return {directory: its tokens.json, or None where there is none}.
+def read_accounts(shards: Iterable[Shard]) -> dict[str, TokenAccount | None]:
+    """Return the tokens.json of each directory of shards, or None where there is none.
 
     Raises:
         ValueError: a file of another format.
@@ -105,7 +105,7 @@ def are_tokens(source: Any) -> bool:
     Raises:
         ValueError: some do and others do not.
     """
-    accounts = find_accounts(find_shards(source))
+    accounts = read_accounts(find_shards(source))
     without = [parent for parent, account in accounts.items() if account is None]
     if without and len(without) < len(accounts):
         raise ValueError(f"{source} joins token shards and {without[0]}, which has no {TOKENS}: give either kind alone")
@@ -115,7 +115,7 @@ def are_tokens(source: Any) -> bool:
 def are_conversations(source: Any) -> bool:
     """Return whether token shards hold conversations, some of whose tokens are learned; of mixed ones, if any does."""
     return any(
-        account is not None and account.chat is not None for account in find_accounts(find_shards(source)).values()
+        account is not None and account.chat is not None for account in read_accounts(find_shards(source)).values()
     )
 
 
@@ -144,7 +144,7 @@ def check_tokens(data: bytes, shard: Shard) -> int:
         BadSample: it is not, or there is no tokens.json.
         ValueError: tokens.json is of another format.
     """
-    account = find_accounts([shard])[_parent_of(shard)]
+    account = read_accounts([shard])[_parent_of(shard)]
     if account is None:
         raise BadSample(f"token array without a {TOKENS}")
     try:
@@ -177,7 +177,7 @@ class TokenShards(ShardSet):
             raise ValueError(f"length is {length} tokens: it must be at least 1")
         super().__init__(source, cache)
         self.length = length
-        accounts = find_accounts(self.shards)
+        accounts = read_accounts(self.shards)
         self.account = _join(accounts, str(source))
         self._tokens = np.array([_count_listed(s, accounts[_parent_of(s)]) for s in self.shards], dtype=np.int64)
         self._starts: dict[tuple[int, str], int] = {}  # shard, member -> byte in the tar at which its numbers begin

@@ -42,7 +42,7 @@ from diffvision.models.language.transformers_decoder import (
     DiffTransformerConfig,
     DiffTransformerModel,
     DiffTransformerPreTrainedModel,
-    keep_weights,
+    mark_as_initialised,
     record,
 )
 from diffvision.nn.linear import Linear
@@ -74,6 +74,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012  (as the base class has it)
 
     def __init__(self, config: DiffTransformerConfig, body: LanguageModel | None = None) -> None:
+        """Wrap a language model of ours, or one created from the configuration; its weights stay as they are."""
         super().__init__(config)
         body = LanguageModel(config.to_diffvision()) if body is None else body
         self.model = DiffTransformerModel(config, body)
@@ -82,7 +83,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             self.lm_head.weight = body.head_weight
         else:
             self.lm_head = body.head
-        keep_weights(self)
+        mark_as_initialised(self)
         self.post_init()
 
     @classmethod

@@ -257,7 +257,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         # Of a layer of the model's own variant: others count theirs otherwise.
         own = (layer.num_kv_heads for layer in body.attention_layers() if layer.variant == config.variant)
         config.num_key_value_heads = next(own, config.num_key_value_heads or config.num_attention_heads)
-        keep_weights(self)
+        mark_as_initialised(self)
         self.post_init()
 
     @capture_outputs
@@ -354,7 +354,7 @@ class _HostLayer:
         return keys.unflatten(3, (k.shape[2], k.shape[4])).transpose(2, 3), values
 
 
-def keep_weights(model: PreTrainedModel) -> None:
+def mark_as_initialised(model: PreTrainedModel) -> None:
     """Mark weights that are drawn or loaded already, so that `post_init` leaves them; those on "meta" are neither."""
     if next(model.parameters()).device.type != "meta":
         for module in model.modules():

@@ -86,10 +86,10 @@ class _Rows(NamedTuple):
     keys: int  # up to the last that any row may attend to
     masked_from: int = 0  # every row may attend to the columns before this one
     forbidden: Tensor | None = None  # broadcastable to [S, heads, rows, columns from masked_from]
-    may_be_dead: bool = False  # a row without any key is possible
+    may_lack_keys: bool = False  # a row without any key is possible
 
     def with_mask(self, mask: Tensor | None, part: _Heads, group: int) -> "_Rows":
-        """Return these rows of some samples and heads, with what a mask forbids there as well."""
+        """Restrict the rows to some samples and heads, and forbid the keys that a mask forbids there too."""
         if mask is None:
             return self
         forbidden = ~mask[part.samples if mask.shape[0] > 1 else slice(None)]
@@ -99,7 +99,7 @@ class _Rows(NamedTuple):
         forbidden = forbidden[..., : self.keys] if mask.shape[3] > 1 else forbidden.expand(-1, -1, -1, self.keys)
         if self.forbidden is not None:
             forbidden = forbidden | F.pad(self.forbidden, (self.masked_from, 0))
-        return self._replace(masked_from=0, forbidden=forbidden, may_be_dead=True)
+        return self._replace(masked_from=0, forbidden=forbidden, may_lack_keys=True)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> tuple[list[_Heads], list[_Rows]]:
@@ -175,7 +175,7 @@ def _fill_maps(maps: Tensor, q: Tensor, k: Tensor, samples: int, block: _Rows) -
     by_head = maps.view(2, samples, maps.shape[1] * maps.shape[2] // (samples * rows), rows, block.keys)
     by_head[..., block.masked_from :].masked_fill_(block.forbidden, -torch.inf)
     torch.softmax(scores, -1, out=scores)
-    if block.may_be_dead and (dead := block.forbidden.all(-1, keepdim=True)).any():
+    if block.may_lack_keys and (dead := block.forbidden.all(-1, keepdim=True)).any():
         by_head.masked_fill_(dead, 0.0)
 
 

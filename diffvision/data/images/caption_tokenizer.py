@@ -1,7 +1,8 @@
 """A model's tokenizer made safe for captions from the internet: no special tokens in text, and bounded memory.
 
-Two kinds of OpenCLIP's tokenizers are recognised by their attributes, for `data` imports no host: `SimpleTokenizer`
-(CLIP's, byte pairs in Python) and those that wrap one of Hugging Face. Any other callable is left as it is.
+Two kinds of OpenCLIP's tokenizers are recognised by their attributes, because `data` does not import OpenCLIP:
+`SimpleTokenizer` (CLIP's, byte pairs in Python) and those that wrap one of Hugging Face. Any other callable is left as
+it is.
 """
 
 from copy import copy

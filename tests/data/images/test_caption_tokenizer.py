@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from diffvision.data import ImageText
-from diffvision.data.images.captions import BoundedCache, text_only
+from diffvision.data.images.caption_tokenizer import BoundedCache, text_only
 from diffvision.data.images.decode import MAX_CAPTION, clean_caption, is_blank
 from diffvision.data.shards.sample import BadSample
 
