@@ -135,8 +135,8 @@ def _use_attention(transformer: Any, heads: int, variant: str, settings: dict[st
     variants = variants_by_layer(by_layer, variant, len(transformer.resblocks))
     if any(extra_queries(one, variant) for one in variants):
         raise ValueError(
-            f"variant_by_layer is {by_layer!r} in a tower of {variant!r}, whose layers share one MLP: mix variants "
-            "without second queries and gates, or use timm"
+            f"variant_by_layer is {by_layer!r} in a tower of {variant!r}, whose layers share one MLP: mix variants of "
+            "equal size, or use timm"
         )
     for depth, block in enumerate(transformer.resblocks):
         counted = matched_heads(variants[depth], variant, heads, kv_heads)

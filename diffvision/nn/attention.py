@@ -322,11 +322,7 @@ class AttentionLayer(nn.Module):
     def extra_rows(cls, head_dim: int, **settings: Any) -> float:
         """Return how many more rows than the plain layer's its projections have per head of it: 0 in V1.
 
-        A twin of equal parameters has an MLP that is so much narrower.
-
-        Args:
-            head_dim: D.
-            **settings: of the variant.
+        A twin of equal parameters has an MLP that is so much narrower. The settings are the variant's.
         """
         return (cls.query_maps // cls.value_maps - 1) * head_dim
 
