@@ -216,7 +216,7 @@ def test_fields_and_weights_that_cannot_be_are_refused_and_partial_ones_are_told
         drawn(corpus, captioned)
     assert "lack 'alt'" in caplog.text
     for key, probs, words in (
-        ("alt;synthetic", [0.5, 0.4], "sums to 0.9"),
+        ("alt;synthetic", [0.5, 0.4], "sum 0.9"),
         ("alt;synthetic", [0.5, 0.25, 0.25], "for each of alt, synthetic"),
         ("alt;synthetic", [1.5, -0.5], "from 0 to 1"),
         ("alt;alt", [0.5, 0.5], "different fields"),
