@@ -259,6 +259,12 @@ def _list_absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Jo
     names = {shard.name for shard in shards}
     absent = [Shard(str(directory / name)) for name in listed if name not in names]
     jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
+    for note in sorted(directory.glob("*_stats.json")):
+        shard = Shard(str(note)[: -len("_stats.json")] + ".tar")
+        if shard.name not in {*names, *listed} and read_downloads(shard):
+            jobs.append(
+                _Job(shard, f"img2dataset finished it, but it is not there: remove {note.name} and run it again")
+            )
     count = directory / "nshards.txt"
     number = (read_small_file(directory, count.name) or "").strip()
     if count.is_file() and number != str(len(shards)):

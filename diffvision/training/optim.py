@@ -73,6 +73,10 @@ class OptimizerSettings:
             object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
+        if self.weight_decay < 0:
+            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}; it must be 0 or more")
+        if self.name == "adamw" and self.betas and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
+            raise ValueError(f"optimizer.betas is {self.betas}: give two numbers from 0 to below 1 for adamw")
         for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
             if (warmup := getattr(self, name)) is not None and warmup < 0:
                 raise ValueError(f"optimizer.{name} is {warmup}; it must be 0 or more, or null for the default")

@@ -64,6 +64,9 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
         ({"name": "lion", "args": {"lr": 1}}, "optimizer.args", "optimizer.lr"),
         ({"name": "muon", "args": {"adjust_lr_fn": "x"}}, "muon", "adjust_lr_fn"),
         ({"name": "lion", "betas": (2.0, 3.0)}, "lion", "beta"),
+        ({"betas": (0.9,)}, "optimizer.betas", "two numbers"),
+        ({"betas": (0.9, 1.5)}, "optimizer.betas", "below 1"),
+        ({"name": "lion", "weight_decay": -0.1}, "optimizer.weight_decay", "0 or more"),
     ],
 )
 def test_optimizers_and_arguments_that_cannot_work_are_refused(settings, setting, remedy):

@@ -50,6 +50,12 @@ def test_a_shard_that_was_not_finished_is_a_problem(folder):
     assert "did not finish this shard" in problems[1][0]
     assert problems[3] == ["5 samples, img2dataset noted 4"]
     assert not problems[0] + problems[2]
+    (folder / "00001.tar").unlink()
+    (folder / "00001_stats.json").write_text(json.dumps(stats))
+    (folder / "own_stats.json").write_text("{}")
+    *_, lost = check_shards(folder, 0)
+    assert (lost.path.name, len(lost.problems)) == ("00001.tar", 1)
+    assert "remove 00001_stats.json" in lost.problems[0]
 
 
 @pytest.mark.parametrize("text", ["[]", '{"count": 1e999, "successes": 1}', "[" * 100_000, '{"count": 1}', "\xff"])
