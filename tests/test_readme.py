@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from diffvision import data, training
-from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names
+from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names, main
 from diffvision.training.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +100,27 @@ def parsers():
     """The parser of each command but the trainer's, made once."""
     made = script("commands")
     return {name: made.command_parser(name) for name in command_names()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+def test_commands_of_fine_tuning_run(tmp_path, monkeypatch):
+    page = ROOT / "docs/guides/finetune.md"
+    monkeypatch.chdir(tmp_path)
+    make, *others = commands(page)
+    assert main([*make, "--copies=1"]) == 0
+    executed("\n".join(blocks(page, "python")), tmp_path)
+    short = {"fit": ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2"], "evaluate": ["--num_workers=0"]}
+    for words in others:
+        assert main([*words, *short.get(words[0], [])]) == 0, shlex.join(words)
+
+
+def test_the_numbers_of_fine_tuning_are_those_of_its_file():
+    found = json.loads((ROOT / "docs/benchmarks/finetune.json").read_text())
+    text = (ROOT / "docs/guides/finetune.md").read_text()
+    for row in (found["pretrained"], *found["seeds"]["0"].values()):
+        assert f"| {row['photos']:.3f} | {row['digits']:.3f} |" in text
+    assert f"the probe reaches {found['linear_probe']['photos']:.3f}" in text
 
 
 def test_commands_are_found():

@@ -32,9 +32,9 @@ def run(*arguments: str) -> None:
         raise SystemExit(f"diffvision {' '.join(arguments)} failed")
 
 
-def measure(model: str) -> dict[str, float]:
-    """Return the zero-shot accuracies of a model."""
-    run("evaluate", model, "--data", EVALUATED, "--tasks", "zero_shot", "--num_workers=0", "--output=measured.json")
+def measure(model: str, data: str = EVALUATED, task: str = "zero_shot") -> dict[str, float]:
+    """Return a model's top-1 accuracy on each set."""
+    run("evaluate", model, "--data", data, "--tasks", task, "--num_workers=0", "--output=measured.json")
     records = json.loads(Path("measured.json").read_text())
     return {record["dataset"]: record["metrics"]["acc1"] for record in records}
 
@@ -78,5 +78,7 @@ if __name__ == "__main__":
     prepare()
     results = {seed: {way: of_way(way, seed) for way in given.ways} for seed in given.seeds}
     if output:
-        content = {"pretrained": measure("CLIP-nano.digits"), "seeds": results, "torch": torch.__version__}
-        output.write_text(json.dumps({**content, "threads": torch.get_num_threads()}, indent=1) + "\n")
+        probe = measure("CLIP-nano.digits", "photos", "linear_probe")
+        content = {"pretrained": measure("CLIP-nano.digits"), "linear_probe": probe, "seeds": results}
+        about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        output.write_text(json.dumps({**content, **about}, indent=1) + "\n")

@@ -145,6 +145,15 @@ def test_settings_that_the_blocks_would_not_read_are_refused():
         text_tower("diffvision:v1", hf_model_name="roberta-base")
 
 
+def test_the_modern_text_tower_of_openclip_4_is_refused():
+    cfg = open_clip.CLIPTextCfg(**TEXT, block_type="diffvision:v1")
+    cfg.text_arch = "modern"  # which OpenCLIP 3.3 does not have
+    with pytest.raises(ValueError, match=r"leave it out for 'modern'"):
+        open_clip.model._build_text_tower(16, cfg)
+    cfg.text_arch = "clip"
+    assert isinstance(open_clip.model._build_text_tower(16, cfg), TextTransformer)
+
+
 def test_blocks_take_the_settings():
     blocks = text_tower("diffvision:v1:lambda_init=depth,head_norm=false,qk_norm=true").transformer.resblocks
     assert [type(block.attn) for block in blocks] == [ATTENTION["v1"]] * 2
