@@ -51,10 +51,10 @@ def measure_sinks(layer: LayerMaps) -> Sinks:
     return Sinks(share, value, statistics.common_part(layer.outputs(layer.applied)[0].float()))
 
 
-def outlier_tokens(hidden: Tensor) -> Tensor:
-    """Return which tokens [N] of hidden states [N, C] have a norm over `OUTLIER` times the median."""
+def relative_norms(hidden: Tensor) -> Tensor:
+    """Return the norms [N] of hidden states [N, C] over their median; tokens over `OUTLIER` are outliers."""
     norms = hidden.float().norm(dim=-1)
-    return norms > OUTLIER * norms.median()
+    return norms / norms.median()
 
 
 def count_sinks(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:

@@ -19,13 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.heads import highest_entropy
+from diffvision.analysis.registers import MIN_IMAGES, find_register_neurons
+from diffvision.data.images.decode import decode_image
 from diffvision.data.images.samples import CaptionMember, ImageMember, ImageText
+from diffvision.data.images.sources import IMAGE_SUFFIXES, walk
 from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.module import TextData
 from diffvision.export.folders import save_folder
 from diffvision.models import hub, language
-from diffvision.models.adapt import ENTRYPOINT, Heads
+from diffvision.models.adapt import ENTRYPOINT, Heads, register_trunk
 from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.bounds import bounded
 from diffvision.models.convert.state import check_finite, few
@@ -39,6 +43,7 @@ TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.index.json")
 _HEADS = "heads is {!r}: give all, entropy:0.5, or numbers as 0,3,5"
+IMAGES = 100  # of a folder, in which register neurons are looked for, as in the authors' notebook
 MEASURED = 64  # samples for the choice of heads by entropy
 # Weights of a BERT file that its class may leave out: heads of pretraining, a pooler, a buffer of older versions.
 _LEFT_OUT = re.compile(r"^cls\.|^(bert\.)?(pooler\.dense\.|embeddings\.position_ids$)")
@@ -57,11 +62,13 @@ def write_adapted(
     """Write a pretrained model made differential, as `diffvision.export.command.adapt_to_folder` describes."""
     target = Path(destination)
     check_free(target)
-    if method != "dex" and (heads != "all" or data):
+    if method != "dex" and (heads != "all" or (data and method != "registers")):
         raise ValueError(f"heads and data choose the heads of method 'dex'; {method!r} changes all")
-    if data and not heads.startswith("entropy"):
+    if method == "registers" and not data:
+        raise ValueError(f"method {method!r} finds neurons in images: give --data FOLDER, of {MIN_IMAGES} or more")
+    if data and method == "dex" and not heads.startswith("entropy"):
         raise ValueError(f"data is for choosing heads by entropy, but heads is {heads!r}: set heads to entropy:0.5")
-    if checkpoint is None and (folder := _bert_folder(model)):
+    if method != "registers" and checkpoint is None and (folder := _bert_folder(model)):
         _write_bert(folder, target, method, heads)
         return
     opened = open_ours(model, checkpoint)
@@ -71,7 +78,7 @@ def write_adapted(
     inputs = _random_inputs(opened)
     chosen = _heads(heads, opened, data, tokenizer, inputs)
     before = copy.deepcopy(module)
-    adapt_model(module, method, heads=chosen)
+    adapt_model(module, _find_register(opened, Path(str(data))) if method == "registers" else method, heads=chosen)
     _compare(before, module, inputs, method)
     with written_whole(target) as made:
         _write(opened, method, made)
@@ -82,6 +89,21 @@ def write_adapted(
                 "save its state_dict"
             )
     print(f"wrote {target}: {_how_to_load(module, target)}")
+
+
+def _find_register(opened: Model, folder: Path) -> str:
+    """Return the method for the neurons that make outliers in a folder's images, and print the numbers."""
+    register_trunk(opened.module)
+    paths = sorted(walk(folder, IMAGE_SUFFIXES))
+    paths = paths[:: max(1, len(paths) // IMAGES)][:IMAGES]
+    try:
+        images = [opened.transform(decode_image((path := one).read_bytes())) for one in paths]
+    except BadSample as error:
+        raise ValueError(f"{path}: {error}: repair the image, or remove it from the folder") from None
+    found = find_register_neurons(opened.module, images)
+    print(f"{found.method}: of {len(images)} images' patches {found.before:.2%} are outliers, then {found.after:.2%}")
+    print(f"the register's norm is {found.norm:.1f} times the median")
+    return found.method
 
 
 # ---- model and heads -----------------------------------------------------------------------------------------------
@@ -293,7 +315,7 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
         raise ValueError(
             f"{report}, above {TOLERANCE}: check that the weights are finite and that no layer was changed"
         )
-    print(report if method in EXACT else f"{report}: it is another function, to be trained")
+    print(report if method in EXACT else f"{report}: it is another function")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -328,12 +350,12 @@ def open_clip_config(config: Mapping[str, Any], model: nn.Module, method: Method
     vision, text = changed["vision_cfg"], changed["text_cfg"]
     args = getattr(getattr(adapted.visual, "trunk", None), "_model_args", {})
     if "base" in args:
-        vision |= {"timm_model_name": f"{ENTRYPOINT}.{method}.{args['base']}", "timm_model_pretrained": False}
+        vision |= {"timm_model_name": f"{ENTRYPOINT}.{args['method']}.{args['base']}", "timm_model_pretrained": False}
     elif hasattr(adapted.visual, "transformer"):
         vision["block_type"] = _block_type(vision.get("block_type"), method)
         if method == "v1":
             vision["head_width"] = 2 * vision.get("head_width", 64)
-    if not text.get("hf_model_name"):
+    if method != "registers" and not text.get("hf_model_name"):
         text["block_type"] = _block_type(text.get("block_type"), method)
         if method == "v1":
             text["heads"] = text.get("heads", 8) // 2

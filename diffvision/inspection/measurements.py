@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diffvision.analysis import statistics
 from diffvision.analysis.maps import LayerMaps, find_patches, open_layers
 from diffvision.analysis.relevance import caption_relevance
-from diffvision.analysis.sinks import SINK, measure_sinks, outlier_tokens
+from diffvision.analysis.sinks import OUTLIER, SINK, measure_sinks, relative_norms
 from diffvision.inspection.inputs import Passage, TransformedPicture, share_by_patch
 
 THUMBNAIL = 32  # tokens a side of a single head's map of a text
@@ -207,9 +207,9 @@ def _of_sinks(layer: LayerMaps, focus: Focus) -> Numbers:
         numbers["common"] = sinks.common.tolist()
         numbers["output_rank"] = statistics.effective_rank(outputs).tolist()
     if layer.hidden is not None:
-        norms = layer.hidden.float().norm(dim=-1)
-        outliers = outlier_tokens(layer.hidden)
-        numbers["norm_ratio"] = [(norms.max() / norms.median()).item()]
+        norms = relative_norms(layer.hidden)
+        outliers = norms > OUTLIER
+        numbers["norm_ratio"] = [norms.max().item()]
         numbers["outliers"] = [outliers.float().mean().item()]
         numbers["on_outliers"] = received[:, outliers].sum(-1).tolist()
         numbers["kurtosis"] = [statistics.kurtosis(layer.hidden.float()).item()]

@@ -6,6 +6,7 @@ Layers are replaced in place; timm builds such a model again by the name in `ada
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -43,6 +44,8 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     "v2" and "dex" give every new matrix a gradient from the first step. For "dex" this needs a lambda above zero, which
     the default (the layer's lambda_init) and the paper's `diffvision.training.callbacks.LambdaAnnealing` give.
 
+    "registers=5-17,6-3" (block-neuron each, found by `analysis.registers`) only adds a token, in timm's image towers.
+
     "gated" adds a gate of 1/2 and doubles the output projection, which computes the same. Layers that have a gate keep
     it: "v2" then makes "v2_gated", and "v1" "v1_gated".
 
@@ -62,6 +65,9 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         ValueError: there is no standard attention, or it has further parts (norms of all heads, cross-attention,
             adapters such as LoRA), only some layers of a tower have it, or for "v1" the number of heads is odd.
     """
+    if re.fullmatch(r"registers=\d+-\d+(,\d+-\d+)*", method) and not (heads or only_new):
+        _add_register(model, method)
+        return model
     if method not in ATTENTION or not ATTENTION[method].new_parameters:
         methods = [name for name, kind in ATTENTION.items() if kind.new_parameters]
         raise ValueError(f"method is {method!r}: choose one of {', '.join(methods)}")
@@ -143,6 +149,66 @@ def merge_dex(model: nn.Module) -> nn.Module:
 
 def _merge(variant: str) -> str:
     return "standard" if ATTENTION[variant].mergeable else variant
+
+
+# ---- test-time registers -------------------------------------------------------------------------------------------
+
+
+class RegisterNeurons(nn.Module):
+    """An MLP's activation, with some neurons zero at the patches and of their largest absolute value at the register.
+
+    Those of tokens before the register, such as the class token, are unchanged; the patches come after it.
+    """
+
+    neurons: Tensor
+
+    def __init__(self, act: nn.Module, neurons: Sequence[int], register: int) -> None:
+        super().__init__()
+        self.act, self.register = act, register
+        self.register_buffer("neurons", torch.tensor(neurons), persistent=False)  # they are in the configuration
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activations [B, N, hidden] of x."""
+        activations: Tensor = self.act(x)
+        values = activations.index_select(-1, self.neurons)
+        largest = values.gather(1, values.abs().argmax(dim=1, keepdim=True))
+        patches = torch.zeros_like(values[:, self.register + 1 :])
+        moved = torch.cat([values[:, : self.register], largest, patches], dim=1)
+        return activations.index_copy(-1, self.neurons, moved)
+
+
+def register_trunk(model: nn.Module) -> Any:
+    """Return the timm vision transformer of a model that can be given a register; ValueError if there is none."""
+    trunk: Any = next((part for part in model.modules() if isinstance(part, VisionTransformer)), None)
+    if trunk is None or type(trunk)._pos_embed is not VisionTransformer._pos_embed:
+        raise ValueError(f"{type(trunk or model).__name__} takes no register: give a VisionTransformer of timm's")
+    if trunk.reg_token is not None:
+        raise ValueError(f"the model has register tokens already ({trunk.num_reg_tokens}): give one without them")
+    if "base" in getattr(trunk, "_model_args", {}):
+        raise ValueError("the model is adapted already, so it gets no register: give the one that it was made of")
+    if others := {type(getattr(block, "mlp", None)).__name__ for block in trunk.blocks} - {"Mlp"}:
+        raise ValueError(f"the model has {others.pop()} for an MLP: give one with timm's Mlp in every block")
+    return trunk
+
+
+@torch.no_grad()
+def _add_register(model: nn.Module, method: str) -> None:
+    """Add a token of zeros after the class token, and move the neurons' activations to it."""
+    trunk = register_trunk(model)
+    register = trunk.num_prefix_tokens
+    neurons = [(int(block), int(neuron)) for block, neuron in re.findall(r"(\d+)-(\d+)", method)]
+    for number, block in enumerate(trunk.blocks):  # a model for features only may lack the last
+        if chosen := [neuron for its_block, neuron in neurons if its_block == number]:
+            if max(chosen) >= (width := block.mlp.fc1.out_features):
+                raise ValueError(f"method has neuron {number}-{max(chosen)}: choose below {width}, a block's neurons")
+            block.mlp.act = RegisterNeurons(block.mlp.act, chosen, register).to(block.mlp.fc1.weight.device)
+    trunk.reg_token = nn.Parameter(zeros := trunk.patch_embed.proj.weight.new_zeros(1, 1, trunk.embed_dim))
+    if trunk.pos_embed is not None and not trunk.no_embed_class:
+        rows = [trunk.pos_embed[:, :register], zeros, trunk.pos_embed[:, register:]]
+        trunk.pos_embed = nn.Parameter(torch.cat(rows, dim=1), trunk.pos_embed.requires_grad)
+    trunk.num_reg_tokens, trunk.num_prefix_tokens = 1, register + 1
+    trunk.patch_drop.num_prefix_tokens = register + 1
+    _rename(model, method)
 
 
 # ---- finding the attention -------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
     Args:
         pretrained: load the weights that the configuration names, as a folder's does.
-        **kwargs: base (a timm model's name), method ("v2", "dex" or "v1"), and whatever that model takes.
+        **kwargs: base (a timm model's name), method (as `adapt`), and whatever that model takes.
 
     Raises:
         ValueError: base or method is missing, pretrained is set without a folder, or `adapt` refuses the model.

@@ -22,7 +22,7 @@ from PIL import Image
 
 from diffvision import open_model
 from diffvision.analysis.maps import open_layers
-from diffvision.analysis.sinks import measure_sinks, outlier_tokens
+from diffvision.analysis.sinks import OUTLIER, measure_sinks, relative_norms
 from diffvision.analysis.statistics import received
 
 TOKENS = 256
@@ -59,9 +59,9 @@ def measure(folder: str) -> dict[str, Any]:
             counts.setdefault("on_first_token", []).append(received(layer.applied.float())[:, 0])
             of_input.append(sinks.kinds()["sink"].float().mean().item())
             if layer.hidden is not None:
-                norms = layer.hidden.float().norm(dim=-1)
-                ratios.append((norms.max() / norms.median()).item())
-                outliers.append(outlier_tokens(layer.hidden).float().mean().item())
+                norms = relative_norms(layer.hidden)
+                ratios.append(norms.max().item())
+                outliers.append((norms > OUTLIER).float().mean().item())
         by_layer.append(of_input)
     shares = {name: round(torch.cat(values).mean().item(), 4) for name, values in counts.items()}
     return shares | {

@@ -178,14 +178,14 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str]) -> d
     folders, index = [p.name for p in _class_folders(path)], _find_index_table(path)
     if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
-        folders = [name for name in folders if splits_in(name) or any(_files(path / name, _SAMPLE_SUFFIXES))]
+        folders = [name for name in folders if splits_in(name) or any(walk(path / name, _SAMPLE_SUFFIXES))]
     are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
     if folders and all(map(splits_in, folders)) and (are_called_so or index is None):
         named = named_splits(folders, path)
         return {split: partial(_read_split, path, named, name, columns) for split, name in named.items()}
     if index is not None:
         return _open_table(path, index, columns)
-    nested = [] if any(_files(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in _files(path, _ROWS)]
+    nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
     if splits := by_split(nested, path):
         return _open_tables(path, splits, columns)
     return {"": partial(_read_folder, path, columns)}
@@ -270,8 +270,8 @@ def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
         return read_saved(path, None, columns)
     if (index := _find_index_table(path)) is not None:
         return _open_table(path, index, columns)[""]()
-    images = list(_files(path, IMAGE_SUFFIXES))
-    if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(_files(path, (".txt",)))):
+    images = list(walk(path, IMAGE_SUFFIXES))
+    if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(walk(path, (".txt",)))):
         return _read_texts(path)
     if images:
         if others := sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES):
@@ -280,7 +280,7 @@ def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
                 "source, or move it elsewhere if none does"
             )
         return _read_classes(path, images)
-    if parquet := sorted(_files(path, (".parquet",))):
+    if parquet := sorted(walk(path, (".parquet",))):
         return read_parquet(str(path), parquet, columns, path)
     raise ValueError(f"no images in {path}: give a folder, table or archive with images")
 
@@ -307,7 +307,7 @@ def _check_undivided(path: Path, names: Iterable[str]) -> None:
         )
 
 
-def _files(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+def walk(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     """Yield files of these kinds at any depth, in no order; hidden ones are left out."""
     for folder, folders, names in os.walk(path, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -328,7 +328,7 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
     folders = _class_folders(path)
     used = {file.parts[0] for file in files}
     empty = [folder.name for folder in folders if folder.name not in used]
-    if others := [p.relative_to(path).as_posix() for name in empty for p in _files(path / name, ("",))]:
+    if others := [p.relative_to(path).as_posix() for name in empty for p in walk(path / name, ("",))]:
         tables = [name for name in others if name.lower().endswith(TABLES)]
         hint = f"give {tables[0]} as the source" if tables else "move it elsewhere, or put images into it"
         raise ValueError(f"{path} has no image in its folder {empty[0]}: use one folder for each class{hint}")
