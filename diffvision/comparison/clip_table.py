@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import filecmp
 import json
+import os
 import re
 import shlex
 import statistics
@@ -128,7 +129,7 @@ def _metrics(entry: Entry, parts: Sequence[str]) -> tuple[dict[str, float], str]
     for file in sorted((Path(entry.spec) / FOLDER).glob("*.json")):
         for record in _records(file):
             weights = Path(record["pretrained"])
-            read.setdefault(weights.name, file)
+            read[weights.name] = min(read.get(weights.name, file), file, key=os.path.getmtime)  # the oldest
             own = Path(entry.model).with_name(weights.name)
             is_other = weights.exists() and not (own.exists() and filecmp.cmp(own, weights))
             if record["model"] != entry.label or weights.parent.parent.name != Path(entry.spec).name or is_other:

@@ -146,6 +146,9 @@ def test_what_is_refused(runs, capsys):
     saved = first / "checkpoints" / "best.ckpt.json"
     saved.write_text(json.dumps({"schema": 1, "records": [{"step": 3, "saved": os.path.getmtime(lost) + 1}]}))
     assert "best.ckpt is newer than" in refusal()
+    for file in first.glob("evaluations/*.json"):  # all others were evaluated again
+        os.utime(file, (os.path.getmtime(lost) + 2 * (file != lost),) * 2)
+    assert f"best.ckpt is newer than {lost}" in refusal()
     saved.unlink()
     other = record(first, "imagenet", PARTS["zero_shot"].record, weights="last.ckpt", acc1=0.3)
     assert "has evaluations of best.ckpt and last.ckpt" in refusal()
