@@ -46,7 +46,9 @@ def layer_panels(panels: Sequence[LayerPanel]) -> Figure:
         if panel.log:
             _logarithmic(ax)
         ax.xaxis.get_major_locator().set_params(integer=True, nbins=6)
-        ax.margins(x=0.06)
+        last = max((len(layers) for lines in panel.runs.values() for layers in lines.values()), default=1) - 1
+        if last:  # layers without the number too
+            ax.set_xlim(-0.06 * last, 1.06 * last)
     for ax in axes[max(0, len(panels) - columns) : len(panels)]:
         ax.set_xlabel("layer")
     for ax in axes[len(panels) :]:
@@ -71,10 +73,14 @@ def _handles(colours: Mapping[str, str], kinds: set[str]) -> list[Any]:
 
 
 def _draw_line(ax: Any, layers: Sequence[Sequence[float]], kind: str, colour: str) -> None:
-    """Draw the mean over heads by layer; for a solid line also a point for each head. `layers` has heads' values."""
-    means = [float(np.mean(heads)) for heads in layers]
+    """Draw the mean over heads by layer; for a solid line also a point for each head. `layers` has heads' values.
+
+    Heads without the number have NaN and are left out of the mean.
+    """
+    finite = [[head for head in heads if math.isfinite(head)] for heads in layers]
+    means = [float(np.mean(heads)) if heads else math.nan for heads in finite]
     style, colour = _LINES.get(kind, "-"), SOFT if kind == "chance" else colour
-    marker = "o" if len(layers) == 1 else None
+    marker = "o" if sum(map(math.isfinite, means)) == 1 else None
     ax.plot(range(len(layers)), means, linestyle=style, color=colour, linewidth=1.7, marker=marker)
     if style == "-":
         for layer, heads in enumerate(layers):
