@@ -46,8 +46,8 @@ def find_register_neurons(model: nn.Module, images: Sequence[Tensor]) -> Found:
         ValueError: too few images, no outliers or none that neurons make, or a model with registers or adapted.
     """
     trunk = register_trunk(model)
-    first = trunk.num_prefix_tokens
-    if (size := len(images)) < MIN_IMAGES:
+    first, size = trunk.num_prefix_tokens, len(images)
+    if size < MIN_IMAGES:
         raise ValueError(f"{size} images are too few, as neurons of what they show score as high: give {MIN_IMAGES}")
     with evaluating(trunk):
         norms = _norms(trunk, images)[..., first:]
@@ -69,8 +69,7 @@ def find_register_neurons(model: nn.Module, images: Sequence[Tensor]) -> Found:
         number = 1 + bisect_left(range(1, len(ranked)), True, key=lambda number: measure(number)[1] <= LEFT * most)
         method, left, register = measure(number)
     if left > LEFT * most:
-        found = f"{number} neurons of blocks 0 to {last} moved to a register leave {left} of {most} outliers"
-        raise ValueError(f"{found}: leave the model as it is")
+        raise ValueError(f"{number} neurons moved leave {left} of {most} outliers: leave the model as it is")
     return Found(method, most / norms[:, 0].numel(), left / norms[:, 0].numel(), register)
 
 

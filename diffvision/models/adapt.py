@@ -172,8 +172,8 @@ class RegisterNeurons(nn.Module):
         activations: Tensor = self.act(x)
         values = activations.index_select(-1, self.neurons)
         largest = values.gather(1, values.abs().argmax(dim=1, keepdim=True))
-        patches = torch.zeros_like(values[:, self.register + 1 :])
-        moved = torch.cat([values[:, : self.register], largest, patches], dim=1)
+        before, patches = values[:, : self.register], values[:, self.register + 1 :]
+        moved = torch.cat([before, largest, torch.zeros_like(patches)], dim=1)
         return activations.index_copy(-1, self.neurons, moved)
 
 
@@ -206,8 +206,7 @@ def _add_register(model: nn.Module, method: str) -> None:
     if trunk.pos_embed is not None and not trunk.no_embed_class:
         rows = [trunk.pos_embed[:, :register], zeros, trunk.pos_embed[:, register:]]
         trunk.pos_embed = nn.Parameter(torch.cat(rows, dim=1), trunk.pos_embed.requires_grad)
-    trunk.num_reg_tokens, trunk.num_prefix_tokens = 1, register + 1
-    trunk.patch_drop.num_prefix_tokens = register + 1
+    trunk.num_reg_tokens, trunk.num_prefix_tokens, trunk.patch_drop.num_prefix_tokens = 1, register + 1, register + 1
     _rename(model, method)
 
 
