@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,9 @@ def test_imagenet_by_wnid_is_linked_with_the_names_of_its_classes(tmp_path, caps
     assert named(out) == {f"{wnid}_{number}.png": name for wnid, name in NAMES.items() for number in (0, 1)}
     assert len(prompts_of(folder).templates) == 80
     assert main([*command, "--subset"]) == 1  # it is there already
+    shutil.rmtree(tmp_path / "imagenet/val/n02119789")
+    with pytest.raises(ValueError, match="n02119789, which is gone"):  # not one class fewer
+        named(out)
 
 
 @pytest.mark.parametrize("kind", ["devkit", "kaggle", "tensorflow", "caffe"])

@@ -326,6 +326,8 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
         )
     _check_undivided(path, (file.as_posix() for file in files))
     folders = _class_folders(path)
+    if lost := sorted(p for p in path.iterdir() if p.is_symlink() and not p.exists()):
+        raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")
     used = {file.parts[0] for file in files}
     empty = [folder.name for folder in folders if folder.name not in used]
     if others := [p.relative_to(path).as_posix() for name in empty for p in walk(path / name, ("",))]:
