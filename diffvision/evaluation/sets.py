@@ -107,7 +107,7 @@ def _label(files: dict[int, Path], folder: Path, request: Request, wnids: list[s
         raise ValueError(f"{folder} has no folder for each class: give as --captions its {_TRUTHS[1]} or {_TRUTHS[0]}")
     lines = [line.replace(",", " ").split() for line in read_lines(table) if line and not line.startswith("ImageId")]
     # The devkit's ids are not in the order of the wnids.
-    numbers = _read_ids(table) if all(words[0].isdecimal() for words in lines) else dict(enumerate(wnids))
+    numbers = _read_ids(table) if lines and all(words[0].isdecimal() for words in lines) else dict(enumerate(wnids))
     known = {str(number): wnid for number, wnid in numbers.items()} | {wnid: wnid for wnid in wnids}
     truth = {}
     for number, (first, *others) in enumerate(lines, start=1):

@@ -27,8 +27,8 @@ def write_interpolated(pretrained: str, finetuned: str, destination: str, alpha:
     if unequal := few(differences(*states)) or difference(*built) or difference(*images):
         raise ValueError(f"{finetuned} is not {pretrained} after fine-tuning, with {unequal}: give one model's weights")
     with torch.no_grad():
-        for start, end in zip(*(state.values() for state in states), strict=True):
-            end.copy_(torch.lerp(start.double(), end.double(), alpha))  # exact at 0 and 1
+        for name, end in states[1].items():
+            end.copy_(torch.lerp(states[0][name].double(), end.double(), alpha))  # exact at 0 and 1
     origin = {"interpolated": {"pretrained": pretrained, "finetuned": finetuned, "alpha": alpha}}
     save_folder(
         second.module,

@@ -114,7 +114,7 @@ def test_a_ground_truth_of_another_length_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(DATASETS, "imagenet", DATASETS["imagenet"]._replace(images=12))
     wnids = flat(tmp_path / "in/val")
     table = text(tmp_path / "in/LOC_val_solution.csv", "ImageId,PredictionString")
-    for lines, message in ((wnids[:-1], "11 labels.*12 images"), (["n1"] * 12, "label 'n1'")):
+    for lines, message in ((wnids[:-1], "11 labels.*12 images"), ([], "0 labels"), (["n1"] * 12, "label 'n1'")):
         text(table, *lines)
         with pytest.raises(ValueError, match=message):
             make_evaluation(tmp_path / "out", str(tmp_path / "in"), "imagenet")
