@@ -194,12 +194,13 @@ class DrawnCaption(CaptionMember):
             with suppress(BadSample):
                 records.append(_record(members) or {})
         for field, weight in zip(self.fields, self.weights.tolist(), strict=True):
-            if records and not any(field in record for record in records) and (weight or not self.weights.any()):
-                near = did_you_mean(field, {name for record in records for name in record})
-                raise ValueError(
-                    f"json_text_key: none of {len(records)} samples has {field!r}{near}: give fields of theirs"
-                )
             lacking = sum(not _has_caption(record, field) for record in records)
+            is_absent = not any(field in record for record in records) and not self.weights.any()
+            if records and (is_absent or (weight and lacking == len(records))):
+                near = did_you_mean(field, {name for record in records for name in record} - {field})
+                raise ValueError(
+                    f"json_text_key: none of {len(records)} samples has text in {field!r}{near}: give fields of theirs"
+                )
             if lacking and weight:
                 rank_zero_info(
                     f"json_text_key: {lacking} of the first {len(records)} samples lack {field!r} and take another"

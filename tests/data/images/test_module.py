@@ -222,6 +222,7 @@ def test_fields_and_weights_that_cannot_be_are_refused_and_partial_ones_are_told
         ("alt;alt", [0.5, 0.5], "different fields"),
         (" ; ", [1.0], "different fields"),
         ("alt;syntetic", [0.5, 0.5], "did you mean synthetic"),
+        ("alt;blank", [0.5, 0.5], "none of 10 samples has text in 'blank': give"),
         (None, [1.0], "json_text_key"),
     ):
         with pytest.raises(ValueError, match="json_text_key") as refused:
