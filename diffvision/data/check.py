@@ -191,7 +191,7 @@ def check_shards(
 
     Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch. The result
     of a local shard of images that has no problem as a whole is noted as soon as it is known, and taken from there as
-    long as the file, its manifest's entry and the keys are the same: so a check that was killed goes on where it was.
+    long as the file, its manifest's entry and the keys are the same: so a check that was killed resumes.
 
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.

@@ -80,7 +80,7 @@ def check(
 ) -> int:
     """Verify shards and decode every sample of them as training does. Return 1 if there are problems.
 
-    A check that was interrupted goes on where it was.
+    A check that was interrupted resumes.
 
     Args:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision import ops
-from diffvision.nn.attention import Attention, Inputs
+from diffvision.nn.attention import Attention, Inputs, boolean_mask
 
 _PAD = 8  # channels, so that sizes stay those of torch's kernels
 
@@ -27,7 +27,7 @@ class SinkAttention(Attention):
     Source: the sinks of gpt-oss; evanmiller.org "Attention is off by one" for s = 0.
     """
 
-    variant, telling_weight, reads_mask = "sink", "sink", True
+    variant, telling_weight = "sink", "sink"
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make s [H]."""
@@ -46,7 +46,7 @@ class SinkAttention(Attention):
         key = F.pad(k.new_ones(1), (self.head_dim, _PAD - 1)).expand(*k.shape[:2], 1, wide)
         k = torch.cat((key, F.pad(k, (0, _PAD))), dim=2)
         v = F.pad(v, (0, 0, 1, 0))
-        if mask is not None:
+        if (mask := boolean_mask(mask)) is not None:  # of packed documents too, each of which sees the sink
             mask = F.pad(mask.expand(*mask.shape[:-1], count), (1, 0), value=True)
         # With a query of the sink as well, torch takes the causal mask by name.
         is_square = is_causal and mask is None and q.shape[2] == count
