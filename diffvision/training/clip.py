@@ -43,10 +43,10 @@ CAUTIONS = {
 }
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-# Metrics of an evaluation that the progress bar shows.
 NEAR_DUPLICATES = 0.02  # the share of a batch from which a run says so
 LOOKS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is told
 AT_CHANCE = 0.98  # of ln(batch)
+# Metrics of an evaluation that the progress bar shows.
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
 
 

@@ -395,7 +395,8 @@ def test_a_checkpoint_is_all_that_a_module_needs(kind, tmp_path):
     made.fit(module, loader(kind))
     made.save_checkpoint(tmp_path / "x.ckpt")
     loaded = type(module).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    assert loaded.settings == settings
+    assert loaded.settings == module.settings
+    assert loaded.settings.betas == settings.betas
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.state_dict().items())
     assert f"model: {module.name}" in Path(made.log_dir, "hparams.yaml").read_text()
     changed = type(module).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True, optimizer={"lr": 2e-3})

@@ -78,7 +78,7 @@ def _find_folder(root: Path, table: Path, names: list[str]) -> Path:
     """
     near = [root, *sorted(root.glob("*/")), *sorted(root.glob("*/*/"))]
     if root == table.parent:
-        near += [root.parent, *sorted(root.parent.glob("*/"))]
+        near += [root.parent, root.parent / "images", *sorted(root.parent.glob("*20[0-9][0-9]/"))]
     for folder in near:
         if any((folder / name).is_file() for name in names):
             return folder
