@@ -166,7 +166,7 @@ def test_the_miniature_changes_what_is_on_the_page():
     assert [text for text in MINIATURE if text not in PAGE.read_text()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_command_of_the_page_on_a_miniature(tmp_path, bash):
     names = imagenet_names()[:CLASSES]
     captions = [f"a photo of a {names[number % CLASSES]}" for number in range(SHARDS * PER_SHARD)]

@@ -118,8 +118,9 @@ def test_a_run_from_its_first_line_to_the_command_it_ends_with(
 @pytest.mark.slow
 def test_overfitting_says_if_the_batch_was_learned(data, tmp_path, capfd):
     quick = ["--trainer.overfit_batches=1", "--model.optimizer.lr=3e-3", "--model.optimizer.weight_decay=0"]
-    quick += ["--trainer.limit_val_batches=0", "--model.augmentation={scale: [1, 1], ratio: [1, 1]}"]
-    run(data, tmp_path / "long", *CLASSIFICATION, *quick, epochs=60)
+    quick += ["--trainer.limit_val_batches=0"]
+    still = "--model.augmentation={scale: [1, 1], ratio: [1, 1]}"
+    run(data, tmp_path / "long", *CLASSIFICATION, *quick, still, epochs=60)
     assert "overfit_batches: learned" in (out := capfd.readouterr().out), out
     run(data, tmp_path / "short", *CONTRASTIVE, *quick, epochs=2)
     assert "overfit_batches: not learned" in capfd.readouterr().out
