@@ -135,22 +135,19 @@ def check_written(results, home, tasks):
         assert min(image.size) > 200
 
 
+def make_llama(name, **settings):
+    """A small model of transformers, "Llama" or "DiffLlama"."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"intermediate_size": 24, "num_hidden_layers": 2, "initializer_range": 0.5, **settings}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).eval()
+
+
 @pytest.fixture(params=["Llama", "DiffLlama"])
 def llama(request):
     """A model of transformers, plain and differential."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{request.param}Config")(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-    )
-    return getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+    sizes = {"vocab_size": 64, "hidden_size": 16, "max_position_embeddings": 64}
+    return make_llama(request.param, **sizes, num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Attention sinks: the tokens that heads look at whatever the query, and what they are for.
 
 A head has a sink if one token receives `SINK` or more of its attention, mean over the queries (Gu et al. 2024, arXiv
-2410.10781, who count the first token of texts). Two uses are told apart (arXiv 2606.08105; the thresholds are ours):
+2410.10781, who count the first token of texts). Its use is one of two (arXiv 2606.08105; the thresholds are ours):
 
 - NOP: the token's value is small, so that a head that looks at it adds next to nothing.
 - broadcast: the token's value counts, and the head adds the same to every token.
@@ -28,11 +28,17 @@ OUTLIER = 3.0  # times the median norm of tokens (arXiv 2309.16588 shows norms o
 
 
 class Sinks(NamedTuple):
-    """The sinks of one layer; values and outputs are NaN where a layer's values are not captured."""
+    """The sinks of one layer; `value` and `common` are NaN where a layer's values are not captured."""
 
-    share: Tensor  # [H], of the attention on the token that has most
-    value: Tensor  # [H], that token's value norm over the median of the head's
+    received: Tensor  # [H, N], each token's share of the attention
+    value: Tensor  # [H], the norm of the value of the token that has most, over the median of the head's
     common: Tensor  # [H], part of the output that all queries share
+    outputs: Tensor | None  # [H, N, V], of the heads, before a norm
+
+    @property
+    def share(self) -> Tensor:
+        """Share of the attention on the token that has most, [H]."""
+        return self.received.amax(dim=-1)
 
     def kinds(self) -> dict[str, Tensor]:
         """Return which heads have a sink, and of which kind, [H] each; a sink may be of both kinds, or of neither."""
@@ -43,12 +49,14 @@ class Sinks(NamedTuple):
 @torch.no_grad()
 def measure_sinks(layer: LayerMaps) -> Sinks:
     """Return the sinks of one layer."""
-    share, token = statistics.received(layer.applied.float()).max(dim=-1)
+    received = statistics.received(layer.applied.float())
     if layer.values is None:
-        return Sinks(share, torch.full_like(share, math.nan), torch.full_like(share, math.nan))
+        unknown = torch.full_like(received[:, 0], math.nan)
+        return Sinks(received, unknown, unknown, None)
     norms = layer.values.float().norm(dim=-1)  # [H, N]
-    value = norms.gather(1, token[:, None])[:, 0] / norms.median(dim=-1).values
-    return Sinks(share, value, statistics.common_part(layer.outputs(layer.applied)[0].float()))
+    value = norms.gather(1, received.argmax(dim=-1, keepdim=True))[:, 0] / norms.median(dim=-1).values
+    outputs = layer.outputs(layer.applied)[0].float()
+    return Sinks(received, value, statistics.common_part(outputs), outputs)
 
 
 def relative_norms(hidden: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class _Reading:
 class _Job:
     """A shard to check and what is known before it is read; `reading` is None where it cannot be read.
 
-    `settings` are those that a result depends on besides the shard, as text; "" where it is not to be noted.
+    `settings`: what a result depends on besides the shard, as text; "" where it is not to be noted.
     """
 
     shard: Shard
@@ -196,7 +196,7 @@ def check_shards(
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
         keys: what is read of each sample; by default what the samples of each directory have.
-        recheck: check anew what is noted, too: a disk may damage a file without changing its times.
+        recheck: check again what is noted, too: a disk may damage a file without changing its times.
     """
     keys, jobs = keys or Keys(), []
     for directory, shards in list_directories(source).items():
@@ -303,12 +303,12 @@ def _check(job: _Job) -> ShardCheck:
     if job.reading is not None and not is_file(shard):
         result.problems.append("not a file")
     elif job.reading is not None and not job.settings:
-        result = _check_anew(shard, job.reading)
+        result = _read_shard(shard, job.reading)
     elif job.reading is not None:
         since = stamp(path)
         of = [job.settings, shard.samples, shard.bytes, shard.sha256, _NOTE_FORMAT, PIL.__version__]
         noted = None if job.recheck else _read_result(path, of)
-        result = noted or _check_anew(shard, job.reading)
+        result = noted or _read_shard(shard, job.reading)
         if noted is None and not result.problems:
             fields = {name: getattr(result, name) for name in ("read", "samples", "good", "bad", "examples")}
             with suppress(OSError):  # it is gone now
@@ -329,7 +329,7 @@ def _read_result(path: Path, of: list) -> ShardCheck | None:
     return None
 
 
-def _check_anew(shard: Shard, reading: _Reading) -> ShardCheck:
+def _read_shard(shard: Shard, reading: _Reading) -> ShardCheck:
     result = ShardCheck(shard.location, reading.name)
     try:
         with warnings.catch_warnings():

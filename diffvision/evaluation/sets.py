@@ -409,7 +409,7 @@ def make_evaluation(
     if not request.root.is_dir():
         raise ValueError(f"{request.root} is not a folder: give the one with the files of {dataset or 'the datasets'}")
     if captions and not Path(captions).is_file():
-        raise ValueError(f"captions is {captions!r}: there is no such file, give the one with captions or labels")
+        raise ValueError(f"captions is {captions!r}, which does not exist: give the file with captions or labels")
     if dataset is None:
         return _make_all(Path(directory), request)
     if Path(directory).exists():

@@ -197,20 +197,17 @@ def _of_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
 def _of_sinks(layer: LayerMaps, focus: Focus) -> Numbers:
     """Return where the attention goes, what its sinks are for, and how far the block's input has outliers."""
     sinks = measure_sinks(layer)
-    has_sink = sinks.share >= SINK
-    received = statistics.received(layer.applied.float())
-    numbers = {f"on_{name}": received[:, tokens].sum(-1).tolist() for name, tokens in focus.places.items()}
+    numbers = {f"on_{name}": sinks.received[:, tokens].sum(-1).tolist() for name, tokens in focus.places.items()}
     numbers |= {f"heads_{kind}": heads.float().tolist() for kind, heads in sinks.kinds().items()}
-    if layer.values is not None:
-        outputs = layer.outputs(layer.applied)[0].float()
-        numbers["sink_value"] = sinks.value.where(has_sink, torch.nan).tolist()
+    if sinks.outputs is not None:
+        numbers["sink_value"] = sinks.value.where(sinks.share >= SINK, torch.nan).tolist()
         numbers["common"] = sinks.common.tolist()
-        numbers["output_rank"] = statistics.effective_rank(outputs).tolist()
+        numbers["output_rank"] = statistics.effective_rank(sinks.outputs).tolist()
     if layer.hidden is not None:
         norms = relative_norms(layer.hidden)
         outliers = norms > OUTLIER
         numbers["norm_ratio"] = [norms.max().item()]
         numbers["outliers"] = [outliers.float().mean().item()]
-        numbers["on_outliers"] = received[:, outliers].sum(-1).tolist()
+        numbers["on_outliers"] = sinks.received[:, outliers].sum(-1).tolist()
         numbers["kurtosis"] = [statistics.kurtosis(layer.hidden.float()).item()]
     return numbers

@@ -44,7 +44,7 @@ CAUTIONS = {
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 NEAR_DUPLICATES = 0.02  # the share of a batch from which a run says so
-LOOKS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is told
+LOOKS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is reported
 AT_CHANCE = 0.98  # of ln(batch)
 # Metrics of an evaluation that the progress bar shows.
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
@@ -123,7 +123,7 @@ class ContrastiveModule(TrainingModule):
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         self.layer_decays = {"image": image_layer_decay, "text": text_layer_decay}
         self.prompts: list[str] = []
-        self._told_duplicates = False
+        self._has_warned = False
         self._looks: int | None = 0  # logged steps after the warm-up; None once that is settled
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
@@ -220,8 +220,8 @@ class ContrastiveModule(TrainingModule):
         if "digest" in batch:
             repeated = pairs - len(cast(Tensor, self.all_gather(batch["digest"])).unique())
             self.log("train/near_duplicates", torch.tensor(float(repeated)))
-            if repeated > NEAR_DUPLICATES * pairs and not self._told_duplicates:
-                self._told_duplicates = True
+            if repeated > NEAR_DUPLICATES * pairs and not self._has_warned:
+                self._has_warned = True
                 rank_zero_info(
                     f"{repeated} of {pairs} captions in a batch repeat another one, as false negatives: drop such pairs"
                 )

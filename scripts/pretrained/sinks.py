@@ -23,7 +23,6 @@ from PIL import Image
 from diffvision import open_model
 from diffvision.analysis.maps import open_layers
 from diffvision.analysis.sinks import OUTLIER, measure_sinks, relative_norms
-from diffvision.analysis.statistics import received
 
 TOKENS = 256
 TEXT = topics["types"]
@@ -56,7 +55,7 @@ def measure(folder: str) -> dict[str, Any]:
             sinks = measure_sinks(layer)
             for kind, heads in sinks.kinds().items():
                 counts.setdefault(kind, []).append(heads.float())
-            counts.setdefault("on_first_token", []).append(received(layer.applied.float())[:, 0])
+            counts.setdefault("on_first_token", []).append(sinks.received[:, 0])
             of_input.append(sinks.kinds()["sink"].float().mean().item())
             if layer.hidden is not None:
                 norms = relative_norms(layer.hidden)

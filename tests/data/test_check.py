@@ -281,14 +281,14 @@ def test_members_that_are_not_read_are_counted(tmp_path):
 
 
 def checked(directory, **settings):
-    """The names of the shards that are checked anew."""
+    """The names of the shards that are checked again."""
     return [result.path.name for result in check_shards(directory, 1, **settings) if not result.noted]
 
 
 def test_unchanged_shards_are_not_checked_again(shards, monkeypatch, capsys):
     first = check_shards(shards, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("diffvision.data.check._check_anew", None)
+        patch.setattr("diffvision.data.check._read_shard", None)
         second = check_shards(shards, 2)
     assert [{**vars(one), "noted": True} for one in first] == [vars(one) for one in second]
     assert check(str(shards)) == 0

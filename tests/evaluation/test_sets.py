@@ -252,7 +252,7 @@ def test_missing_images_of_captions_are_counted_and_named(tmp_path):
     for number in (3, 5):
         (tmp_path / f"images/{number}.jpg").unlink()
     for folder in (tmp_path, tmp_path / "images"):
-        with pytest.raises(ValueError, match=r"2 of 3 images of .*flickr30k.json are missing, first .*images/3\.jpg"):
+        with pytest.raises(ValueError, match=r"2 of 3 .*flickr30k.*images/3\.jpg"):
             make_evaluation(tmp_path / "out", str(folder), "flickr30k", captions=str(table), subset=True)
     assert not (tmp_path / "out").exists()
 

@@ -52,7 +52,7 @@ def test_unequal_models_and_other_bad_input_are_refused(tmp_path, capsys):
     model = open_model(nano)
     other = {"mean": [0.5, 0.5, 0.5]}
     save_folder(model.module, tmp_path / "mean", config=model.config, preprocess={**model.preprocess, **other})
-    with pytest.raises(ValueError, match=r"preprocess.mean \[0.33, 0.33, 0.33\] there and"):
+    with pytest.raises(ValueError, match=r"preprocess.mean \[0.33"):
         interpolate(nano, str(tmp_path / "mean"), str(target))
     nano = "DiffCLIP-nano.digits"
     model = open_model(nano)

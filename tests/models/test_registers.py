@@ -140,7 +140,7 @@ def test_what_has_no_register_neurons_is_refused():
     images = draw()
     plain = small()
     torch.nn.init.normal_(plain.pos_embed)
-    with pytest.raises(ValueError, match=r"a patch is 1\.\d\d times the median \(32 images\)"):
+    with pytest.raises(ValueError, match=r"1\.\d\d times .*\(32 images\)"):
         find_register_neurons(plain, images)
     with pytest.raises(ValueError, match="2 images are too few"):
         find_register_neurons(plant(small()), images[:2])

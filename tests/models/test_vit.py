@@ -308,10 +308,10 @@ def test_registers_of_any_family(family, tmp_path):
     with_registers, without = (timm.create_model(f"{family}_debug", reg_tokens=count) for count in (4, 0))
     with_registers(torch.randn(1, 3, 32, 32)).sum().backward()
     assert with_registers.reg_token.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match="the weights have 4 registers and the model 0: create it with reg_tokens=4"):
+    with pytest.raises(ValueError, match=r"4 registers .*0.*reg_tokens=4"):
         without.load_state_dict(with_registers.state_dict())
     torch.save(without.state_dict(), tmp_path / "without.pt")
-    with pytest.raises(ValueError, match="the weights have 0 registers and the model 4"):
+    with pytest.raises(ValueError, match=r"0 registers .*model 4"):
         timm.create_model(f"{family}_debug", reg_tokens=4, checkpoint_path=str(tmp_path / "without.pt"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.images.image_set import Captions
-from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, find_caption_key
+from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, digest, find_caption_key
 from diffvision.data.images.tables import read_captions
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.storage import ShardSet
@@ -32,10 +32,10 @@ class FilteredCaptions(Sequence):
             raise ValueError(f"language is {language!r}: choose one of {', '.join(known)}")
         self.captions, self.words, self.language = captions, words, language
         self.repeated = np.zeros(len(captions), dtype=bool)
-        seen = Counter[int]()
+        seen = Counter[tuple[int, ...]]()
         for row in track(range(len(captions) if max_repeats else 0), "comparing captions"):
             with suppress(BadSample):  # it is counted when it is packed
-                key = hash(tuple(" ".join(caption.split()).casefold() for caption in captions[row]))
+                key = tuple(map(digest, captions[row]))
                 self.repeated[row] = seen[key] >= (max_repeats or 0)
                 seen[key] += 1
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from language_fixtures import make_llama
 
 from diffvision.lab.language.cache_pruning import cache_pruning, sparsity
 from diffvision.lab.language.low_bit import SCHEMES, low_bit, low_bit_attention
@@ -30,17 +31,8 @@ def test_evaluations_take_them(llama):
 @torch.no_grad()
 def test_pruned_as_ours(name, method):
     """Whose keys are captured for each query head: the heads of a group have one kept set all the same."""
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        initializer_range=0.5,
-        rms_norm_eps=1e-5,
-    )
-    theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    theirs = make_llama(name, vocab_size=97, hidden_size=32, rms_norm_eps=1e-5, **heads)
     ours_config, state = from_hugging_face(theirs.config.to_dict(), theirs.state_dict())
     ours = LanguageModel(ours_config).eval()
     ours.load_state_dict(state)
