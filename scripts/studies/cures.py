@@ -7,8 +7,7 @@
 
 Factors: a sigmoid gate by channel in both towers (arXiv 2505.06708), four register tokens in the image tower (arXiv
 2309.16588), and V2 in both towers. All cells have equal parameters up to the registers' own: gates and second queries
-narrow the MLP. Everything else is `clip.py`'s, whose runs of plain and V2 are two of the cells, since repeated ones are
-equal.
+narrow the MLP. Everything else is `clip.py`'s.
 
 Declared before the first run:
 
@@ -22,7 +21,10 @@ Declared before the first run:
   learning rates or seeds, and a cell that lacks some is not reported.
 - Sinks are secondary. If the plain model has none, the study is of accuracy, and its page says so.
 
-Each run is one JSON, with the processor. Weights are left in the folder `--models`, for measurements to come.
+Each run is one JSON in a folder of its kind of processor. Repeated runs are equal on one kind, and not on two, so
+cells are compared within a folder. Plain's and V2's runs of `clip.py` are reused where the repeated ones are equal;
+elsewhere they are trained again at the same learning rates. Weights are left in the folder `--models`, for measurements
+to come.
 """
 
 import argparse
@@ -75,20 +77,48 @@ WITHOUT_REGISTERS = tuple(CELLS)[:4]
 
 
 class Cells(Grid):
-    """The grid, two of whose cells may be those of `clip.py`."""
+    """The grid on one kind of processor, two of whose cells are those of `clip.py` where a repeated run is equal.
+
+    Plain's and V2's learning rates are those of `clip.py` everywhere.
+    """
+
+    def tuning(self) -> list[Run]:
+        """Return the runs that choose the other cells' learning rates."""
+        return [run for run in super().tuning() if run.family not in REUSED]
+
+    def chosen(self, family: str) -> float | None:
+        """Return a cell's learning rate; None before all its rates were tried."""
+        return clip.GRID.chosen(family) if family in REUSED else super().chosen(family)
 
     def numbers(self, run: Run) -> Numbers | None:
         """Return what a run measured, here or in `clip.py`'s study."""
         found = super().numbers(run)
-        if found is None and run.family in REUSED and self.epochs == clip.GRID.epochs:
+        if found is None and run.family in REUSED and self.epochs == clip.GRID.epochs and self.repeats_clip():
             return clip.GRID.numbers(run)
         return found
 
+    def first(self, family: str) -> tuple[Run, Numbers | None, Numbers]:
+        """Return the first fresh run of plain or V2, what it measured here, and in `clip.py`'s study."""
+        rate = clip.GRID.chosen(family)
+        assert rate is not None
+        run = Run(family, rate, self.seeds[0])
+        theirs = clip.GRID.numbers(run)
+        assert theirs is not None
+        return run, super().numbers(run), theirs
 
-def grid_of(cells: tuple[str, ...]) -> Cells:
-    """Return the grid of some cells."""
-    folder = clip.GRID.results.with_name("cures")
-    return Cells(folder, cells, clip.GRID.rates, PRIMARY, clip.GRID.seeds, clip.GRID.epochs)
+    def repeats_clip(self) -> bool:
+        """Return whether the repeated runs of plain and V2 are there and equal those of `clip.py`."""
+        return all(ours is not None and not differing(ours, theirs) for _, ours, theirs in map(self.first, REUSED))
+
+
+def differing(ours: Numbers, theirs: Numbers) -> list[str]:
+    """Return what a repeated run measured differently from `clip.py`'s, but for its time."""
+    return [name for name, value in theirs.items() if name != "seconds" and ours[name] != value]
+
+
+def grid_of(cells: tuple[str, ...], results: Path) -> Cells:
+    """Return the grid of some cells with its runs in a folder."""
+    return Cells(results, cells, clip.GRID.rates, PRIMARY, clip.GRID.seeds, clip.GRID.epochs)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
@@ -156,6 +186,11 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def processor_folder() -> str:
+    """Return the processor's name as a folder's."""
+    return "_".join(re.findall(r"\w+", processor()))
+
+
 def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
     """Return the function that trains and measures a run, and saves its weights."""
     models.mkdir(parents=True, exist_ok=True)
@@ -170,11 +205,11 @@ def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
     return train
 
 
-def run_all(data: Data, models: Path, hours: float, quick: bool) -> None:
+def run_all(data: Data, results: Path, models: Path, hours: float, quick: bool) -> None:
     """Train the runs that are not done, the cells without registers first; start none after so many hours."""
     end = time.monotonic() + 3600 * hours
     for cells in (WITHOUT_REGISTERS, tuple(CELLS)):
-        grid = grid_of(cells).quick() if quick else grid_of(cells)
+        grid = grid_of(cells, results).quick() if quick else grid_of(cells, results)
         train = trainer(data, grid.epochs, models)
         for runs in (grid.tuning, grid.confirming):
             for run in runs():
@@ -184,18 +219,15 @@ def run_all(data: Data, models: Path, hours: float, quick: bool) -> None:
                     grid.train([run], train)
 
 
-def repeat(data: Data, models: Path) -> None:
+def repeat(data: Data, results: Path, models: Path) -> None:
     """Train the first seed of plain and V2 again, compare it with that of `clip.py`, and print the sinks."""
-    grid = grid_of(WITHOUT_REGISTERS)
+    grid = grid_of(WITHOUT_REGISTERS, results)
     for family in REUSED:
-        rate = clip.GRID.chosen(family)
-        assert rate is not None
-        run = Run(family, rate, 1)
+        run, *_ = grid.first(family)
         grid.train([run], trainer(data, grid.epochs, models))
-        file = f"{run.name}.json"
-        ours, theirs = (json.loads((folder / file).read_text()) for folder in (grid.results, clip.GRID.results))
-        differing = [name for name, value in theirs.items() if name != "seconds" and ours[name] != value]
-        print(f"{run.name} differs from clip.py's in: {', '.join(differing) or 'nothing'}")
+        run, ours, theirs = grid.first(family)
+        assert ours is not None
+        print(f"{run.name} differs from clip.py's in: {', '.join(differing(ours, theirs)) or 'nothing'}")
         print(json.dumps(ours["sinks"]), flush=True)
 
 
@@ -220,9 +252,9 @@ def contrasts(values: Mapping[tuple[bool, ...], Mapping[int, float]]) -> dict[st
     return {name: Difference(mean, width, corrected[name]) for name, (mean, width, _) in intervals.items()}
 
 
-def report() -> None:
-    """Print the tables, in Markdown."""
-    whole = grid_of(tuple(CELLS))
+def report(results: Path) -> None:
+    """Print the tables of a folder's runs, in Markdown."""
+    whole = grid_of(tuple(CELLS), results)
     print(whole.describe(), end="\n\n")
     complete = {
         name for name in CELLS if whole.chosen(name) and len(whole.by_seed(name, PRIMARY[0])) == len(whole.seeds)
@@ -230,7 +262,7 @@ def report() -> None:
     cells = tuple(CELLS) if complete == set(CELLS) else WITHOUT_REGISTERS
     if not complete >= set(cells):
         raise SystemExit(f"{len(complete)} of {len(CELLS)} cells are whole: {', '.join(sorted(complete))}")
-    grid = grid_of(cells)
+    grid = grid_of(cells, results)
     for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
         print(grid.means(metrics), end="\n\n")
     print("| contrast, points of image R@1 | |\n|---|---|")
@@ -255,16 +287,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("runs", "clip", "data.pt"))
     parser.add_argument("--models", type=Path, default=Path("runs", "cures"), help="the folder of weights")
     parser.add_argument("--hours", type=float, default=math.inf, help="start no run after so many")
+    parser.add_argument("--processor", help="the folder of a kind of processor's runs; by default this machine's")
     parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
     options = parser.parse_args()
+    results = clip.GRID.results.with_name("cures") / (options.processor or processor_folder())
     if options.what == "report":
-        report()
+        report(results)
         return
     data = Data(options.data)
     if options.what == "repeat":
-        repeat(data, options.models)
+        repeat(data, results, options.models)
     else:
-        run_all(data, options.models, options.hours, options.quick)
+        run_all(data, results, options.models, options.hours, options.quick)
 
 
 if __name__ == "__main__":
