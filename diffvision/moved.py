@@ -76,12 +76,12 @@ MODULES = {
             "outliers",
             "quantization",
             "recall_errors",
-            "records",
             "rounding",
         )
     },
     "diffvision.evaluation.language.faithfulness": "diffvision.lab.faithfulness",
     "diffvision.evaluation.language.mathematics": "diffvision.lab.mathematics",
+    "diffvision.evaluation.language.records": "diffvision.evaluation.records",
     "diffvision.export.citations": "diffvision.export.card",
     "diffvision.export.extras": "diffvision.export.formats",
     "diffvision.export.options": "diffvision.export.formats",

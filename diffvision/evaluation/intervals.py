@@ -136,18 +136,21 @@ def bootstrap_interval(
     """
     generator = np.random.default_rng(seed)
     a, b = first.values.double().numpy(), other.values.double().numpy()
-    counts = np.ones(len(a)) if first.weights is None else first.weights.double().numpy()
+    counts = [
+        np.ones(len(a)) if one.weights is None else one.weights.double().numpy()
+        for one in ([first, other] if first.ratio else [first])
+    ]
     classes = np.zeros(len(a), dtype=int) if first.classes is None else first.classes.numpy()
     means = np.zeros((2, resamples))
     present = np.unique(classes)
     for label in present:
         members = classes == label
         units = np.unique(first.units.numpy()[members], return_inverse=True)[1]
-        sums = np.stack([np.bincount(units, values[members]) for values in (a, b, counts)])
+        sums = np.stack([np.bincount(units, values[members]) for values in (a, b, *counts)])
         means += _draw_means(sums, generator, resamples) / len(present)
     if first.exponential:
         means = np.exp(np.minimum(means, 700))
-    low, high = np.quantile(means[1] - means[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.nanquantile(means[1] - means[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -160,7 +163,8 @@ def _draw_means(sums: np.ndarray, generator: np.random.Generator, resamples: int
     """Return both models' means over drawn units, [2, resamples].
 
     Args:
-        sums: of the two models' values, and of the weights, of each unit: [3, units]. Equal units are drawn together.
+        sums: of each unit: the two models' values, and their weights, one row if both have the same: [3 or 4, units].
+            Equal units are drawn together.
     """
     kinds, repeats = np.unique(sums, axis=1, return_counts=True)
     share, total = repeats / repeats.sum(), int(repeats.sum())
@@ -168,8 +172,9 @@ def _draw_means(sums: np.ndarray, generator: np.random.Generator, resamples: int
     means = []
     for start in range(0, resamples, rows):
         draws = generator.multinomial(total, share, size=min(rows, resamples - start))
-        value_a, value_b, count = kinds @ draws.T
-        means.append(np.stack([value_a, value_b]) / count)
+        drawn = kinds @ draws.T
+        with np.errstate(invalid="ignore"):  # a draw in which nothing counts is NaN
+            means.append(drawn[:2] / drawn[2:])
     return np.concatenate(means, axis=1)
 
 

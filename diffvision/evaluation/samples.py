@@ -19,6 +19,7 @@ class PerSample(NamedTuple):
         classes: int64 [N]: the metric is the mean of the classes' means; None: the mean of all samples.
         weights: [N]: what the values are divided by, such as the tokens of each sum; None: 1 each.
         exponential: the metric is exp of the mean.
+        ratio: the weights are of what a model did, such as the objects that it named, not of the samples.
     """
 
     values: Tensor
@@ -26,6 +27,7 @@ class PerSample(NamedTuple):
     classes: Tensor | None = None
     weights: Tensor | None = None
     exponential: bool = False
+    ratio: bool = False
 
     @property
     def size(self) -> int:
@@ -45,7 +47,11 @@ class PerSample(NamedTuple):
         """Return whether another model's samples are the same ones, in the same order."""
         return all(
             (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-            for a, b in ((self.units, other.units), (self.classes, other.classes), (self.weights, other.weights))
+            for a, b in (
+                (self.units, other.units),
+                (self.classes, other.classes),
+                *([] if self.ratio and other.ratio else [(self.weights, other.weights)]),
+            )
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.records import Records, fingerprint
 from diffvision.evaluation.samples import PerSample
 from diffvision.lab.faithfulness.judges import Judge
 from diffvision.lab.faithfulness.prompts import STOPS, fit_prompt
@@ -23,7 +24,6 @@ from diffvision.lab.faithfulness.rules import Judgement
 from diffvision.lab.language.chats import asking, ends_of
 from diffvision.lab.language.generations import Generation, generate_rows, room_for
 from diffvision.lab.language.recall_errors import unit
-from diffvision.lab.language.records import Records, fingerprint
 from diffvision.opening import Model
 
 EMPTY = Judgement(False, "the output is empty")

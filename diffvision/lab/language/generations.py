@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.lab.language.records import Records, fingerprint
+from diffvision.evaluation.records import Records, fingerprint
 from diffvision.models.language.generation import generate
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model

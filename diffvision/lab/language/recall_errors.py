@@ -16,9 +16,9 @@ import torch
 from diffvision.data.made.needle_text import Form, as_form
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.records import fingerprint
 from diffvision.evaluation.samples import PerSample
 from diffvision.lab.language.generations import continued
-from diffvision.lab.language.records import fingerprint
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 

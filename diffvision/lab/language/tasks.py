@@ -17,6 +17,7 @@ from diffvision.evaluation.language.needle import needle_samples
 from diffvision.evaluation.language.options import needle_pair
 from diffvision.evaluation.language.scoring import unseen
 from diffvision.evaluation.language.tasks import LanguageEvaluation, Request, Work, model_identity, needles, reading_of
+from diffvision.evaluation.records import fingerprint
 from diffvision.evaluation.samples import PerSample
 from diffvision.lab.faithfulness import judges
 from diffvision.lab.faithfulness.options import JudgeOptions
@@ -36,7 +37,6 @@ from diffvision.lab.language.options import LabOptions, lab_options
 from diffvision.lab.language.outliers import outliers
 from diffvision.lab.language.quantization import quantization
 from diffvision.lab.language.recall_errors import recall_errors
-from diffvision.lab.language.records import fingerprint
 from diffvision.lab.mathematics.answers import has_math_verify
 from diffvision.lab.mathematics.sets import Question, read_questions
 from diffvision.lab.mathematics.task import Prompting, mathematics

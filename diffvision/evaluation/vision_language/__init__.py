@@ -1,0 +1,1 @@
+"""Evaluations of vision-language models: questions about images and a model's answers -> {metric: value}."""
