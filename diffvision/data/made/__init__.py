@@ -13,6 +13,7 @@ GROUP = "diffvision.datasets"
 MADE = {
     "digits": "diffvision.data.made.digits:make_digits",
     "fashion": "diffvision.data.made.fashion:make_fashion",
+    "scenes-vqa": "diffvision.data.made.scenes_vqa:make_scenes_vqa",
     "stdlib": "diffvision.data.made.corpus:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
     "evaluation": "diffvision.evaluation.sets:make_evaluation",

@@ -1,6 +1,6 @@
 """Scenes of one to three drawings with colours and positions among clutter, and the sentences that describe them.
 
-`digit_scenes` and `fashion_scenes` write datasets of them.
+`scenes_vqa`, `digit_scenes` and `fashion_scenes` write datasets of them.
 """
 
 from __future__ import annotations
@@ -135,18 +135,18 @@ def _exchange(values: tuple) -> tuple:
     return (second, first, *rest)
 
 
-def compose(drawings: Drawings, numbers: Sequence[int], rng: np.random.Generator, first: int | None = None) -> Scene:
+def compose(drawings: Drawings, numbers: Sequence[int], rng: np.random.Generator, first: Sequence[int] = ()) -> Scene:
     """Return a scene of drawings with different kinds and colours.
 
     Args:
         drawings: those to choose from, of at least as many kinds as a scene has drawings.
         numbers: how many drawings a scene may have; one of these numbers is drawn.
         rng: makes all random choices.
-        first: the row of a drawing that must be in the scene; None: any.
+        first: rows of drawings of different kinds that must be in the scene.
     """
     number = int(rng.choice(numbers))
     layout = BY_NUMBER[number][rng.integers(len(BY_NUMBER[number]))]
-    chosen = [int(rng.integers(len(drawings))) if first is None else first]
+    chosen = list(first) or [int(rng.integers(len(drawings)))]
     while len(chosen) < number:
         other = int(rng.integers(len(drawings)))
         if drawings.labels[other] not in drawings.labels[chosen]:

@@ -50,14 +50,14 @@ def _caption_pair(scene: Scene) -> str:
 
 def _training(digits: Drawings, count: int, rng: np.random.Generator) -> Iterator[Sample]:
     for number, position in enumerate(rng.permutation(count)):
-        scene = compose(digits, (1, 2, 3), rng, first=int(position) % len(digits))
+        scene = compose(digits, (1, 2, 3), rng, first=[int(position) % len(digits)])
         caption = scene.caption(colours=rng.random() >= _PLAIN_FRACTION)
         yield {"__key__": key(number, scene, digits), "png": draw_scene(scene, digits, rng), "txt": caption}
 
 
 def _classified(digits: Drawings, rng: np.random.Generator) -> Iterator[Sample]:
     for which in range(len(digits)):
-        scene = compose(digits, (1,), rng, first=which)
+        scene = compose(digits, (1,), rng, first=[which])
         image = draw_scene(scene, digits, rng)
         yield {"__key__": key(which, scene, digits), "png": image, "cls": str(digits.labels[which])}
 

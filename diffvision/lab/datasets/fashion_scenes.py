@@ -219,7 +219,8 @@ class Scenes:
         return np.random.default_rng([*self.seed, _STREAMS.index(folder), *([] if index is None else [index])])
 
     def _scene(self, rng: Rng, numbers: tuple[int, ...], first: int | None = None) -> Scene:
-        return replace(compose(self.garments, numbers, rng, first), background=_background(rng))
+        required = () if first is None else (first,)
+        return replace(compose(self.garments, numbers, rng, required), background=_background(rng))
 
     def _group(self, rng: Rng, first: int | None = None, number: int | None = None) -> Group:
         """Return garments of one kind and colour, two or three by default."""

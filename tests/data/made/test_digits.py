@@ -169,7 +169,7 @@ def test_scenes_have_one_to_three_digits_of_different_labels_and_colours():
     scenes = [compose(train, (1, 2, 3), rng) for _ in range(200)]
     assert {len(scene.drawings) for scene in scenes} == {1, 2, 3}
     assert all(len(set(s.kinds)) == len(set(s.colours)) == len(s.drawings) for s in scenes)
-    assert all(compose(train, (2,), rng, first=5).drawings.count(5) == 1 for _ in range(20))
+    assert all(compose(train, (2,), rng, first=[5]).drawings.count(5) == 1 for _ in range(20))
 
 
 @pytest.mark.quick("digits")

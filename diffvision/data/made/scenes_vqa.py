@@ -1,0 +1,255 @@
+"""`scenes-vqa`: scenes of one to three coloured shapes, with conversations to train on and questions to test with.
+
+The training scenes tempt to hallucinate: the two shapes of a pair come mostly together, and some pairs far more often
+than others. In the test scenes shapes are independent and equally frequent. Negatives are drawn as POPE draws them (Li
+et al., 2023, arXiv 2305.10355), by the counts of the training scenes.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from diffvision.data.made.drawings import Drawings, with_article
+from diffvision.data.made.scenes import COLOURS, Scene, compose, draw_scene
+from diffvision.data.shards.writer import Sample, refuse_existing, write_lines, write_shards
+from diffvision.progress import track
+
+SHAPES = ("circle", "star", "square", "heart", "triangle", "moon", "cross", "ring", "diamond", "arrow")
+"""Circle and star are a pair, then square and heart, and so on."""
+FREQUENCIES = (5, 4, 3, 2, 1)
+"""How often the first shape of a training scene is of each pair."""
+TOGETHER = 0.75
+"""How often, in a training scene of several shapes, the first one comes with the other shape of its pair."""
+HELD_OUT = frozenset(zip(SHAPES, 2 * tuple(COLOURS), strict=False))
+"""Shapes and colours that no training scene combines: one colour of each shape."""
+DESCRIBE = "Describe the image."
+_NUMBERS = (1, 2, 3)  # of shapes in a scene, in turns
+_SIDE, _FINE = 48, 4  # of a drawing in pixels; it is drawn larger by this factor and scaled down
+_VARIANTS = 8  # of each shape, in training and in testing
+_TILT = 8  # degrees, at most: a square never becomes a diamond
+
+Row = dict[str, Any]
+Rng = np.random.Generator
+
+
+def make_scenes_vqa(directory: str | Path, *, scenes: int = 4_000, evaluated: int = 300, seed: int = 0) -> str:
+    """Write scenes of coloured shapes, with conversations for training and questions of POPE, VQA and CHAIR.
+
+    `train` and `validation` are shards of images and conversations. `test` has images and files of questions, as JSON
+    lines: `pope_random.json`, `pope_popular.json`, `pope_adversarial.json`, `vqa.json` and `captions.json`. In these,
+    `held_out` says whether the image has a shape in a colour that no training scene shows it in.
+
+    Args:
+        directory: the folder to write.
+        scenes: how many there are for training.
+        evaluated: how many there are for validation, and for testing.
+        seed: determines all random choices.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: fewer than 100 scenes for training, or none for testing; shards or questions in the directory.
+    """
+    if scenes < 100 or evaluated < 1:
+        raise ValueError(f"scenes is {scenes} and evaluated {evaluated}: give at least 100 and at least 1")
+    directory = Path(directory)
+    if (directory / "test").exists():
+        raise ValueError(f"{directory / 'test'} is there already: remove it, or choose another directory")
+    for split in ("train", "validation"):
+        refuse_existing(directory / split)
+    drawings = draw_shapes(np.random.default_rng(30))
+    frequencies: Counter[str] = Counter()
+    pairs: Counter[tuple[str, ...]] = Counter()
+    for number, (split, count) in enumerate({"validation": evaluated, "train": scenes}.items()):
+        rng = np.random.default_rng([seed, 40 + number])
+        planned = [_compose_training(_NUMBERS[index % 3], drawings, rng) for index in range(count)]
+        frequencies = Counter(kind for scene in planned for kind in scene.kinds)
+        pairs = Counter(pair for scene in planned for pair in permutations(scene.kinds, 2))
+        samples = (_sample(planned[row], index, drawings, rng) for index, row in enumerate(rng.permutation(count)))
+        write_shards(directory / split, track(samples, f"{split} scenes", count))
+    rng, drawings = np.random.default_rng([seed, 42]), draw_shapes(np.random.default_rng(31))
+    tested = [compose(drawings, [_NUMBERS[index % 3]], rng) for index in range(evaluated)]
+    (directory / "test" / "images").mkdir(parents=True)
+    for index, scene in enumerate(tested):
+        (directory / "test" / "images" / _image(index)).write_bytes(draw_scene(scene, drawings, rng))
+    files = {
+        "pope_random": _pope(tested, lambda present, absent: rng.random()),
+        "pope_popular": _pope(tested, lambda present, absent: frequencies[absent]),
+        "pope_adversarial": _pope(tested, lambda present, absent: pairs[present, absent]),
+        "vqa": _vqa(tested, rng),
+        "captions": [_about(index, scene, DESCRIBE) | _truth(scene) for index, scene in enumerate(tested)],
+    }
+    for name, rows in files.items():
+        lines = [json.dumps({"question_id": number, **row}) for number, row in enumerate(rows, start=1)]
+        write_lines(directory / "test" / f"{name}.json", lines)
+    write_lines(directory / "test" / "objects.txt", SHAPES)
+    questions = ", ".join(f"{len(rows):,} in {name}" for name, rows in files.items())
+    return f"{scenes:,} scenes for training, {evaluated:,} for testing; questions: {questions}"
+
+
+def draw_shapes(rng: Rng) -> Drawings:
+    """Return drawings of each of `SHAPES`, which differ a little in their proportions and angles."""
+    images = [_draw(shape, rng) for shape in SHAPES for _ in range(_VARIANTS)]
+    labels = np.repeat(np.arange(len(SHAPES)), _VARIANTS)
+    return Drawings(np.stack(images), labels, np.arange(len(labels)), SHAPES)
+
+
+def _draw(shape: str, rng: Rng) -> np.ndarray:
+    """Return one shape in white on black, uint8 [_SIDE, _SIDE]."""
+    size = _SIDE * _FINE
+    image = Image.new("L", (size, size))
+    pen = ImageDraw.Draw(image)
+    centre, radius = size / 2, size / 2 * 0.94
+
+    def fill(points: np.ndarray, colour: int = 255) -> None:
+        pen.polygon([tuple(point) for point in centre + radius * points], fill=colour)
+
+    def disc(x: float, y: float, r: float, colour: int = 255) -> None:
+        left, top, reach = centre + radius * x, centre + radius * y, radius * r
+        pen.ellipse((left - reach, top - reach, left + reach, top + reach), fill=colour)
+
+    thin = 0.3 + rng.uniform(-0.04, 0.04)  # half of a stroke's width, or what a shape has like it
+    match shape:
+        case "circle":
+            disc(0, 0, 0.95)
+        case "ring":
+            disc(0, 0, 1)
+            disc(0, 0, 0.8 - thin, 0)
+        case "moon":
+            disc(-0.1, 0, 1)
+            disc(0.25 + thin, 0, 0.8, 0)
+        case "heart":
+            t = np.linspace(0, 2 * np.pi, 100)
+            y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
+            fill(np.stack([16 * np.sin(t) ** 3, -y - 2], 1) / 16)
+        case "star":
+            fill(_regular(10, np.where(np.arange(10) % 2, thin + 0.12, 1)))
+        case "triangle":
+            fill(np.add(_regular(3, 1.1), (0, 0.25)))
+        case "square":
+            fill(_regular(4, 1.2, turn=45))
+        case "diamond":
+            fill(_regular(4, 1) * (0.55 + thin / 3, 1))
+        case "cross":
+            fill(np.array([(-thin, -1), (thin, -1), (thin, 1), (-thin, 1)]))
+            fill(np.array([(-1, -thin), (1, -thin), (1, thin), (-1, thin)]))
+        case "arrow":
+            fill(np.array([(-1, -thin), (0, -thin), (0, thin), (-1, thin)]))
+            fill(np.array([(0, -0.85), (1, 0), (0, 0.85)]))
+    turned = image.rotate(rng.uniform(-_TILT, _TILT), Image.Resampling.BICUBIC)
+    return np.asarray(turned.resize((_SIDE, _SIDE), Image.Resampling.BOX))
+
+
+def _regular(corners: int, radius: float | np.ndarray, turn: float = 0) -> np.ndarray:
+    """Return the corners of a polygon around the origin [corners, 2], the first one at the top, then turned."""
+    angles = np.arange(corners) * 2 * np.pi / corners + np.radians(turn)
+    return np.stack([np.sin(angles), -np.cos(angles)], 1) * np.reshape(radius, (-1, 1))
+
+
+def _compose_training(number: int, drawings: Drawings, rng: Rng) -> Scene:
+    """Return a scene that prefers some shapes, has pairs together, and none of `HELD_OUT`."""
+    pair = rng.choice(len(FREQUENCIES), p=np.divide(FREQUENCIES, sum(FREQUENCIES)))
+    kinds = [2 * pair + rng.integers(2)]
+    if number > 1 and rng.random() < TOGETHER:
+        kinds.append(kinds[0] ^ 1)
+    rows = [int(rng.choice(np.flatnonzero(drawings.labels == kind))) for kind in kinds]
+    while True:
+        scene = compose(drawings, [number], rng, rows)
+        if not _is_held_out(scene):
+            return scene
+
+
+def _is_held_out(scene: Scene) -> bool:
+    return not HELD_OUT.isdisjoint(zip(scene.kinds, scene.colours, strict=True))
+
+
+def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
+    """Return a scene with a conversation: is it there, twice; two other questions; and the caption.
+
+    Answers do not follow from earlier ones: each of the first two is yes or no by the toss of a coin.
+    """
+    turns = []
+    present, absent = (list(rng.permutation(kinds)) for kinds in (scene.kinds, sorted({*SHAPES} - {*scene.kinds})))
+    for _ in range(2):
+        is_yes = bool(present) and rng.random() < 0.5
+        turns.append((_is_there((present if is_yes else absent).pop()), "yes" if is_yes else "no"))
+    kinds = list(_QUESTIONS)
+    for number in rng.choice(len(kinds), 2, replace=False):
+        turns.append(_ask(kinds[number], scene, int(rng.integers(len(scene.kinds)))))
+    turns.append((DESCRIBE, scene.caption()))
+    conversations = [
+        {"from": speaker, "value": text} for turn in turns for speaker, text in zip(("human", "gpt"), turn, strict=True)
+    ]
+    conversations[0]["value"] = "<image>\n" + conversations[0]["value"]
+    record = {"conversations": conversations}
+    return {"__key__": f"scene{index:06d}", "png": draw_scene(scene, drawings, rng), "json": json.dumps(record)}
+
+
+_QUESTIONS: dict[str, tuple[str, Callable[[Scene, int], str]]] = {
+    "count": ("How many shapes are there?", lambda scene, which: str(len(scene.kinds))),
+    "colour": ("What colour is the {kind}?", lambda scene, which: scene.colours[which]),
+    "place": ("Where is the {kind}?", lambda scene, which: scene.layout.positions[which]),
+    "shape": ("What shape is {colour}?", lambda scene, which: scene.kinds[which]),
+}
+
+
+def _ask(kind: str, scene: Scene, which: int) -> tuple[str, str]:
+    """Return a question of `_QUESTIONS` about a drawing of a scene, and its answer."""
+    question, answer = _QUESTIONS[kind]
+    return question.format(kind=scene.kinds[which], colour=scene.colours[which]), answer(scene, which)
+
+
+def _is_there(kind: str) -> str:
+    return f"Is there {with_article(kind)} in the image?"
+
+
+def _pope(scenes: list[Scene], tempting: Callable[[str, str], float]) -> list[Row]:
+    """Return POPE's questions: for each shape in a scene one yes, and one no, the most tempting of the absent shapes.
+
+    Args:
+        scenes: to ask about.
+        tempting: how much an absent shape tempts where another one is present; the first of equal ones is taken.
+    """
+    rows = []
+    for index, scene in enumerate(scenes):
+        absent = [kind for kind in SHAPES if kind not in scene.kinds]
+        for present in scene.kinds:
+            absent.remove(other := max(absent, key=lambda kind: tempting(present, kind)))  # called here
+            rows += [
+                _about(index, scene, _is_there(kind), answer) for kind, answer in ((present, "yes"), (other, "no"))
+            ]
+    return rows
+
+
+def _vqa(scenes: list[Scene], rng: Rng) -> list[Row]:
+    """Return one question of each kind about each scene, of the drawing whose answer is the rarest so far."""
+    rows = []
+    given: Counter[tuple[str, str]] = Counter()
+    for index, scene in enumerate(scenes):
+        for kind in _QUESTIONS:
+            choices = [_ask(kind, scene, int(which)) for which in rng.permutation(len(scene.kinds))]
+            question, answer = min(choices, key=lambda choice: given[kind, choice[1]])  # called here
+            given[kind, answer] += 1
+            rows.append(_about(index, scene, question, answer) | {"kind": kind})
+    return rows
+
+
+def _truth(scene: Scene) -> Row:
+    return {"objects": list(scene.kinds), "caption": scene.caption()}
+
+
+def _about(index: int, scene: Scene, question: str, answer: str | None = None) -> Row:
+    """Return a row with a question about a scene."""
+    row: Row = {"image": _image(index), "text": question}
+    return row | ({} if answer is None else {"label": answer}) | {"held_out": _is_held_out(scene)}
+
+
+def _image(index: int) -> str:
+    return f"{index:06d}.png"

@@ -1,0 +1,176 @@
+"""Scenes of shapes with questions: what they promise of the truth, of balance, and of what tempts to hallucinate."""
+
+import json
+import re
+from collections import Counter
+from itertools import permutations
+
+import numpy as np
+import pytest
+import webdataset
+
+from diffvision.data.images.decode import decode_image
+from diffvision.data.made.scenes import COLOURS, LAYOUTS
+from diffvision.data.made.scenes_vqa import HELD_OUT, SHAPES, draw_shapes, make_scenes_vqa
+from diffvision.data.make import make
+
+SCENES, EVALUATED = 400, 90
+POPE = ("pope_random", "pope_popular", "pope_adversarial")
+POSITIONS = {position for layout in LAYOUTS for position in layout.positions}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("made") / "scenes-vqa"
+    make_scenes_vqa(directory, scenes=SCENES, evaluated=EVALUATED)
+    return directory
+
+
+def conversations(directory):
+    tars = sorted(map(str, directory.glob("*.tar")))
+    return [json.loads(one["json"])["conversations"] for one in webdataset.WebDataset(tars, shardshuffle=False)]
+
+
+def rows(made, name):
+    return [json.loads(line) for line in (made / "test" / f"{name}.json").read_text().splitlines()]
+
+
+def truth(caption):
+    """(shape, colour) of each drawing that a caption names."""
+    return {(kind, colour) for colour, kind in re.findall(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})", caption)}
+
+
+def questions(conversation):
+    texts = [turn["value"] for turn in conversation]
+    return list(zip(texts[::2], texts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_every_answer_of_a_conversation_follows_from_its_caption(made, split):
+    given = Counter()
+    for conversation in conversations(made / split):
+        assert [turn["from"] for turn in conversation] == ["human", "gpt"] * 5
+        assert conversation[0]["value"].startswith("<image>\n")
+        assert sum(turn["value"].count("<image>") for turn in conversation) == 1
+        *asked, (describe, caption) = questions(conversation)
+        assert describe == "Describe the image."
+        shown = dict(truth(caption))
+        assert not HELD_OUT & set(shown.items())
+        for question, answer in asked:
+            if match := re.fullmatch(r"(?:<image>\n)?Is there an? (\w+) in the image\?", question):
+                assert answer == ("yes" if match[1] in shown else "no")
+            elif question == "How many shapes are there?":
+                assert int(answer) == len(shown)
+            elif match := re.fullmatch(r"What colour is the (\w+)\?", question):
+                assert answer == shown[match[1]]
+            elif match := re.fullmatch(r"What shape is (\w+)\?", question):
+                assert shown[answer] == match[1]
+            else:
+                assert re.fullmatch(r"Where is the (\w+)\?", question)[1] in shown
+                assert answer in POSITIONS
+            given[answer] += 1
+    assert abs(given["yes"] / (given["yes"] + given["no"]) - 0.5) < 0.07
+
+
+def test_training_scenes_have_pairs_together_and_some_far_more_often(made):
+    scenes = [dict(truth(conversation[-1]["value"])) for conversation in conversations(made / "train")]
+    counts = Counter(kind for scene in scenes for kind in scene)
+    several = [scene for scene in scenes if len(scene) > 1]
+    for kind, partner in zip(SHAPES[::2], SHAPES[1::2], strict=True):
+        other = {other: sum(kind in scene and other in scene for scene in several) for other in SHAPES if other != kind}
+        assert max(other, key=other.get) == partner
+    assert min(counts["circle"], counts["star"]) > 2 * max(counts["diamond"], counts["arrow"])
+    tested = Counter(kind for row in rows(made, "captions") for kind in row["objects"])
+    assert max(tested.values()) < 0.2 * tested.total()
+
+
+@pytest.mark.parametrize("name", POPE)
+def test_pope_asks_as_often_for_what_is_there_as_for_what_is_not(made, name):
+    objects = {row["image"]: row["objects"] for row in rows(made, "captions")}
+    asked = {}
+    for number, row in enumerate(rows(made, name), start=1):
+        assert row["question_id"] == number
+        kind = re.fullmatch(r"Is there an? (\w+) in the image\?", row["text"])[1]
+        assert row["label"] == ("yes" if kind in objects[row["image"]] else "no")
+        asked.setdefault(row["image"], []).append((kind, row["label"]))
+    assert asked.keys() == objects.keys()
+    for image, questions_of in asked.items():
+        labels = Counter(label for _, label in questions_of)
+        assert labels == {"yes": len(objects[image]), "no": len(objects[image])}
+        assert len({kind for kind, _ in questions_of}) == len(questions_of)
+
+
+def test_negatives_are_those_that_training_makes_likely(made):
+    scenes = [sorted(dict(truth(conversation[-1]["value"]))) for conversation in conversations(made / "train")]
+    counts = Counter(kind for scene in scenes for kind in scene)
+    pairs = Counter(pair for scene in scenes for pair in permutations(scene, 2))
+    objects = {row["image"]: row["objects"] for row in rows(made, "captions")}
+    negatives = {}
+    for name in POPE:
+        negatives[name] = {}
+        for row in rows(made, name):
+            if row["label"] == "no":
+                negatives[name].setdefault(row["image"], []).append(row["text"].split()[3])
+    for image, present in objects.items():
+        absent = [kind for kind in SHAPES if kind not in present]
+        by_count = sorted(absent, key=lambda kind: -counts[kind])
+        assert negatives["pope_popular"][image] == by_count[: len(present)]
+        first = negatives["pope_adversarial"][image][0]
+        assert pairs[present[0], first] == max(pairs[present[0], kind] for kind in absent)
+    chosen = Counter(kind for kinds in negatives["pope_random"].values() for kind in kinds)
+    assert max(chosen.values()) < 3 * min(chosen.values())
+
+
+def test_no_answer_is_frequent_enough_to_guess(made):
+    given = {}
+    for row in rows(made, "vqa"):
+        given.setdefault(row["kind"], Counter())[row["label"]] += 1
+    assert {kind: len(answers) for kind, answers in given.items()} == {
+        "count": 3, "colour": len(COLOURS), "place": len(POSITIONS), "shape": len(SHAPES)
+    }  # fmt: skip
+    for answers in given.values():
+        assert max(answers.values()) / EVALUATED < 2 / len(answers)
+
+
+def test_rows_say_which_images_have_a_combination_that_training_lacks(made):
+    held_out = {row["image"]: bool(truth(row["caption"]) & HELD_OUT) for row in rows(made, "captions")}
+    assert 0.1 < sum(held_out.values()) / EVALUATED < 0.6
+    for name in (*POPE, "vqa", "captions"):
+        assert all(row["held_out"] is held_out[row["image"]] for row in rows(made, name))
+    assert {kind for kind, _ in HELD_OUT} == set(SHAPES)
+
+
+def test_images_have_the_colours_that_their_truth_names(made):
+    for row in rows(made, "captions")[:30]:
+        image = decode_image((made / "test" / "images" / row["image"]).read_bytes())
+        assert image.size == (64, 64)
+        pixels = np.asarray(image, dtype=int).reshape(-1, 3)
+        for kind, colour in truth(row["caption"]):
+            near = (np.abs(pixels - COLOURS[colour]).max(1) < 30).sum()
+            assert near > 40, (kind, colour, near)
+    assert (made / "test" / "objects.txt").read_text().split() == list(SHAPES)
+
+
+def test_shapes_differ_more_than_their_drawings_do():
+    train, test = (draw_shapes(np.random.default_rng(seed)).images / 255.0 for seed in (1, 2))
+    distance = np.abs(test[:, None] - train[None]).mean((2, 3))
+    nearest = distance.argmin(1) // 8
+    assert (nearest == np.arange(len(test)) // 8).all()
+
+
+def test_the_seed_determines_all_of_it(tmp_path):
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        assert make("scenes-vqa", tmp_path / name, scenes=100, evaluated=9, seed=seed) == 0
+    one = tmp_path / "one"
+    for path in [*one.rglob("*.tar"), *one.rglob("test/*.json"), *one.rglob("*.png")]:
+        inside = path.relative_to(one)
+        assert (tmp_path / "same" / inside).read_bytes() == path.read_bytes()
+        assert (tmp_path / "other" / inside).read_bytes() != path.read_bytes()
+
+
+def test_what_is_there_is_not_overwritten(made, tmp_path):
+    with pytest.raises(ValueError, match="test is there already"):
+        make_scenes_vqa(made)
+    with pytest.raises(ValueError, match="scenes is 3"):
+        make_scenes_vqa(tmp_path / "few", scenes=3)
+    assert not (tmp_path / "few").exists()
