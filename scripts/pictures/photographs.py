@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -93,19 +94,19 @@ def as_tensor(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1
 
 
-def train(output: Path, model: str, seed: int, epochs: int) -> None:
-    """Train on new pictures in each epoch and write the weights and the test accuracy."""
+def train(output: Path, model: str, seed: int, epochs: int, label: str = "", **model_args: Any) -> None:
+    """Train on new pictures in each epoch; write the weights and the test accuracy to LABEL-SEED, or MODEL-SEED."""
     pl.seed_everything(seed)
     training, testing = load_split()
     module = ClassificationModule(
         model,
         num_classes=len(INKS),
-        model_args=SIZES,
+        model_args={**SIZES, **model_args},
         optimizer=OptimizerSettings(lr=1e-3, weight_decay=0.05, betas=(0.9, 0.999), eps=1e-6, clip_norm=1.0),
     )
     pictures = DigitsOnPhotographs(training, training=True, length=len(training) * epochs, seed=seed)
     held_out = DigitsOnPhotographs(testing, training=False, length=len(testing), seed=TEST_SEED)
-    folder = output / f"{model}-{seed}"
+    folder = output / f"{label or model}-{seed}"
     trainer = pl.Trainer(
         max_epochs=1,
         val_check_interval=0.1,
@@ -129,9 +130,9 @@ def train(output: Path, model: str, seed: int, epochs: int) -> None:
     (folder / "test.json").write_text(json.dumps(about))
 
 
-def load(output: Path, model: str, seed: int) -> torch.nn.Module:
-    built = timm.create_model(model, num_classes=len(INKS), **SIZES)
-    built.load_state_dict(torch.load(output / f"{model}-{seed}" / "weights.pt", weights_only=True))
+def load(output: Path, model: str, seed: int, label: str = "", **model_args: Any) -> torch.nn.Module:
+    built = timm.create_model(model, num_classes=len(INKS), **SIZES, **model_args)
+    built.load_state_dict(torch.load(output / f"{label or model}-{seed}" / "weights.pt", weights_only=True))
     return built.eval()
 
 
@@ -219,10 +220,7 @@ def panels(layers: dict[torch.nn.Module, int], held_out: DigitsOnPhotographs, sh
         maps = [*of_plain, *of_diff]
         limit = np.abs(maps).max()
         for ax, grid in zip(row[1:], maps, strict=True):
-            ax.imshow(0.5 * np.asarray(picture.convert("L")), cmap="gray", vmin=0, vmax=255)
-            smooth = np.asarray(Image.fromarray(grid).resize(picture.size, Image.Resampling.BICUBIC))
-            opacity = np.clip(0.35 + 0.65 * np.abs(smooth) / limit, 0, 1)
-            ax.imshow(smooth, alpha=opacity, **scale(signed=True, limit=limit))
+            lay_over(ax, picture, grid, limit)
     titles = ("picture", "plain ViT", "map 1", "map 2", "map 1 − λ map 2")
     for ax, title in zip(axes[0], titles, strict=True):
         ax.set_title(title, color=ink, fontsize=13)
@@ -230,6 +228,14 @@ def panels(layers: dict[torch.nn.Module, int], held_out: DigitsOnPhotographs, sh
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
     return figure
+
+
+def lay_over(ax: Any, picture: Image.Image, grid: np.ndarray, limit: float) -> None:
+    """Draw a map over a darkened picture, up to a limit; negative entries are blue."""
+    ax.imshow(0.5 * np.asarray(picture.convert("L")), cmap="gray", vmin=0, vmax=255)
+    smooth = np.asarray(Image.fromarray(grid).resize(picture.size, Image.Resampling.BICUBIC))
+    opacity = np.clip(0.35 + 0.65 * np.abs(smooth) / limit, 0, 1)
+    ax.imshow(smooth, alpha=opacity, **scale(signed=True, limit=limit))
 
 
 def main() -> None:
