@@ -71,7 +71,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = weight.to(product)  # once, rather than for every chunk
         loss, nll = torch.zeros(2, dtype=dtype, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wanted else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted else None
+        # None for a frozen projection, as where a vision-language model's projector is trained alone.
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted and weight.requires_grad else None
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
@@ -87,19 +88,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     labels, shares = _join_targets(labels, soft, rows)
                     cross_entropy = ((log_z - (logits.gather(1, labels) * shares).sum(dim=1)) * valid).sum()
                 loss += cross_entropy if not z_loss else cross_entropy + z_loss * (log_z.square() * valid).sum()
-                if grad_hidden is not None and grad_weight is not None:
+                if grad_hidden is not None:
                     grad = _logits_to_gradient(logits, log_z, labels, shares, valid, z_loss).to(product)
                     grad_hidden[rows] = grad @ narrow
-                    grad_weight += grad.T @ h
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+                    if grad_weight is not None:
+                        grad_weight += grad.T @ h
+        if grad_hidden is not None:
+            ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(nll)
         return loss, nll
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd refuses a second backward pass, which would scale them twice.
-        grad_hidden, grad_weight = (saved.mul_(grads[0]) for saved in ctx.saved_tensors)
+        grad_hidden, grad_weight = (None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 

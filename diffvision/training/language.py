@@ -1,19 +1,15 @@
 """Next-token training of our language models: one LightningModule.
 
-What it shares with others is in `module`, its loss in `cross_entropy`, its optimizer in `optim`.
+What it shares with others is in `next_token` and `module`, its optimizer in `optim`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from diffvision import ops
 from diffvision.data.batches import TokenBatch
@@ -22,19 +18,18 @@ from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
-from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.cross_entropy import SoftTargets
 from diffvision.training.distillation import Distillation, Teacher
-from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.module import TrainingModule, of_any_size
+from diffvision.training.module import of_any_size
+from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings
-from diffvision.training.sharding import is_sharded
 
 # Fields of the configuration in which a model may differ from the one whose weights it starts from.
 EXTENDED = ("max_length", "rotary_theta")
 PAPER_3B = OptimizerSettings(lr=3.2e-4, end_lr=1.28e-5, weight_decay=0.1, default_warmup_steps=1000, decay="linear")
 
 
-class LanguageModule(TrainingModule):
+class LanguageModule(NextTokenModule):
     """A model of `diffvision.models.language` that learns to predict the next token.
 
     A step's loss is the mean over its predictions, of all its batches and on all ranks together; that of a batch is
@@ -52,7 +47,6 @@ class LanguageModule(TrainingModule):
 
     keys: ClassVar = ("tokens", "documents", "learned")
     needed: ClassVar = ("tokens",)
-    computing: ClassVar = ("hidden",)
     adamw: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     def __init__(
@@ -98,7 +92,6 @@ class LanguageModule(TrainingModule):
         self.name, self.tokenizer = model, tokenizer
         self.z_loss, self.loss_chunk, self.distill = z_loss, loss_chunk, distill
         self._teacher: Teacher | None = None
-        self._predictions: Tensor | None = None  # of this rank, in the batches of a step
         try:
             if model.startswith(FOLDER):
                 pretrained = pretrained or model.removeprefix(FOLDER)
@@ -175,142 +168,39 @@ class LanguageModule(TrainingModule):
             batch["ends"] = ops.document_ends(numbers[:, :-1])
         return batch
 
-    def sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
+    def read(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return final hidden states [B, N, dim] and their targets [B, N]; attention stays inside documents."""
         inputs, targets, documents = shift(batch)
         ends = batch.get("ends")
         packed = documents if documents is None or ends is None else ops.Documents(documents, of_any_size(ends))
-        hidden = self.model.hidden(inputs, documents=packed)
-        penalty = self.z_loss if self.training else 0.0
-        teacher = self._teacher if self.training else None
-        soft = None if teacher is None else teacher.soft_targets(inputs, targets, documents)
-        loss, nll = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            self.model.head_weight,
-            targets.flatten(),
-            z_loss=penalty,
-            chunk=self.loss_chunk,
-            soft=soft,
-        )
-        return loss, nll, (targets != IGNORED).sum()
+        return self.model.hidden(inputs, documents=packed), targets
 
-    def on_train_start(self) -> None:
-        """Begin the schedule, and the count of a step's predictions."""
-        super().on_train_start()
-        self._predictions = None
+    def soft_targets(self, batch: TokenBatch) -> SoftTargets | None:
+        """Return the teacher's distributions, in training."""
+        return None if self._teacher is None or not self.training else self._teacher.soft_targets(*shift(batch))
 
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
-        if self.in_fabric:
-            return self._mean_loss(self.as_read(batch))
-        loss, nll, count = self.sums(batch)
-        nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
-        self.log_step(self.rate, loss=nats / predictions.clamp(min=1))
+    def log_excess(self, nats: Tensor, excess: Tensor) -> None:
+        """Log the objective with a teacher, or the penalty."""
         if self.distill is not None:
-            self.log("train/objective", (nats + excess) / predictions.clamp(min=1))
+            self.log("train/objective", nats + excess)
         elif self.z_loss:
-            self.log("train/z_loss", excess / predictions.clamp(min=1))
-        if "documents" not in batch and "learned" not in batch:
-            return loss / count
-        self._predictions = count if self._predictions is None else self._predictions + count
-        return loss / self._share
+            self.log("train/z_loss", excess)
 
     def _mean_loss(self, batch: TokenBatch) -> Tensor:
-        """Return the mean loss of a batch's predictions on this rank, for a loop without a Trainer."""
+        """Return the mean loss, with the teacher, which `setup` opens where there is a Trainer."""
         if self.distill is not None and self._teacher is None:
             self._teacher = self._open_teacher(self.distill, batch["tokens"].shape[1] - 1)
-        loss, nll, count = self.sums(batch)
-        self.log("train/loss", nll.detach() / count.clamp(min=1))
-        return loss / count.clamp(min=1)
+        return super()._mean_loss(batch)
 
     @property
     def _share(self) -> int:
-        """What a batch's sum is divided by before its backward pass: the same for all, near their predictions."""
         return self.model.config.max_length
-
-    def on_after_backward(self) -> None:
-        """Divide the gradients by the predictions of the step's batches on all ranks, once it has them all.
-
-        The mean of the batches' means would weigh a token by how few are learned in its batch.
-        """
-        if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
-            return
-        total = self._sum_over_ranks(self._predictions).clamp(min=1)
-        divided = self._share * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(divided / total)
-        self._predictions = None
-
-    def _on_all_ranks(self, sums: Tensor) -> Tensor:
-        """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
-        is_logged = lightning_internals.is_logging_step(self.trainer, self.trainer.global_step + 1)
-        return self._sum_over_ranks(sums) if is_logged else sums
-
-    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Sum in place; a strategy's `reduce` has a barrier before it, which waits for the device."""
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(sums)
-        return sums
 
     def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the metrics of TextData's evaluation, if it has one."""
         if not isinstance(data, TextData):
             return None
         return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
-
-    def on_validation_epoch_start(self) -> None:
-        self.begin_sums(2)  # nats, predictions
-
-    def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._in_step(working=True)
-        with self._plain_tensors():
-            _, nll, count = self.sums(batch)
-        self.add_sums(dataloader_idx, nll, count)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log loss and perplexity, from sums over all ranks."""
-        while self._in_step(working=False):
-            with self._plain_tensors():
-                self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        for stage, loader, (nats, predictions) in self.all_sums():
-            if not predictions:
-                raise ValueError(f"the data for {stage}loss{loader} is empty: give some, or no such split")
-            loss = nats / predictions
-            perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
-            self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
-            self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
-
-    def predict_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return log-probabilities of a batch's tokens [B, L + 1] after the first, in float32: [B, L].
-
-        They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
-        """
-        inputs, targets, documents = shift(batch)
-        hidden = self.model.hidden(inputs, documents=documents)
-        pieces = zip(hidden.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
-        weight = self.model.head_weight
-        scores = [
-            -F.cross_entropy((h @ weight.t()).float(), t, reduction="none", ignore_index=IGNORED) for h, t in pieces
-        ]
-        return torch.cat(scores).view_as(targets)
-
-    def _in_step(self, working: bool) -> bool:
-        """Return whether any rank has a batch to validate.
-
-        Sharded layers are gathered by all ranks together, so a rank with fewer batches than others takes part until all
-        are done. Without sharding, ranks need not know of each other.
-        """
-        if not is_sharded(self.model):
-            return working
-        flag = torch.tensor(float(working), device=self.device)
-        return bool(self.trainer.strategy.reduce(flag, reduce_op="sum"))
-
-    @contextmanager
-    def _plain_tensors(self) -> Iterator[None]:
-        """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
-        with torch.inference_mode(False), torch.no_grad():
-            yield
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""
@@ -335,17 +225,6 @@ class LanguageModule(TrainingModule):
         if not self.name.startswith(FOLDER):
             return {"pretrained": None, "config": config}
         return {"pretrained": None, "config": config, "model": language.model_names()[0], "model_args": config}
-
-
-def shift(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a batch's inputs, their targets (or IGNORED), and the documents of the inputs."""
-    tokens, documents, learned = batch["tokens"], batch.get("documents"), batch.get("learned")
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if learned is not None:
-        targets = targets.masked_fill(~learned[:, 1:], IGNORED)
-    if documents is None:
-        return inputs, targets, None
-    return inputs, targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED), documents[:, :-1]
 
 
 def _differing_fields(saved: dict[str, Any], current: dict[str, Any], ignored: tuple[str, ...]) -> list[str]:

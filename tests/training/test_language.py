@@ -155,6 +155,15 @@ def test_a_second_backward_pass_is_refused_and_none_costs_no_gradients():
         assert linear_cross_entropy(hidden, weight, torch.randint(0, 9, (4,)))[0].grad_fn is None
 
 
+def test_a_frozen_projection_gets_no_gradient_and_leaves_the_others():
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(9, 8)
+    targets = torch.randint(0, 9, (6,))
+    linear_cross_entropy(hidden, weight, targets, chunk=4)[0].backward()
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets, reduction="sum"), [hidden])
+    torch.testing.assert_close(hidden.grad, expected)
+    assert weight.grad is None
+
+
 # --- a step ---
 
 
@@ -224,7 +233,7 @@ def test_documents_ends_are_found_before_a_batch_goes_to_a_device(monkeypatch):
     monkeypatch.setattr(LanguageModule, "device", torch.device("meta"))
     batch = module.as_read(batch)
     assert batch["ends"].tolist() == [0, 3, 6, 9, 12]
-    monkeypatch.setattr("diffvision.training.language.linear_cross_entropy", lambda *args, **settings: (0, 0))
+    monkeypatch.setattr("diffvision.training.next_token.linear_cross_entropy", lambda *args, **settings: (0, 0))
     module.sums(batch)
     assert torch.equal(given[0].numbers, batch["documents"][:, :-1])
     assert given[0].ends is batch["ends"]

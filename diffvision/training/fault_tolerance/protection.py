@@ -9,7 +9,7 @@ A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the 
                                 StepGuard         note the batch
     training_step               TrainingModule    the loss; ContrastiveModule makes its step here
     on_before_backward          StepGuard         a loss that is not finite makes every gradient NaN, on all ranks
-    on_after_backward           LanguageModule    divide by the step's predictions
+    on_after_backward           NextTokenModule   divide by the step's predictions
     on_before_optimizer_step    StepGuard         clip the gradient, or skip the step
     the optimizer's step, and the schedule's
     on_train_batch_end          ProgressLine      redraw the line

@@ -1,0 +1,179 @@
+"""What modules that predict the next token share: the loss over the predictions of a step, validation, prediction.
+
+The loss itself is in `cross_entropy`; the modules are in `language` and `vision_language`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from diffvision.data.batches import TokenBatch
+from diffvision.training.cross_entropy import IGNORED, SoftTargets, linear_cross_entropy
+from diffvision.training.fault_tolerance import lightning_internals
+from diffvision.training.module import TrainingModule
+from diffvision.training.sharding import is_sharded
+
+
+class NextTokenModule(TrainingModule):
+    """A module that learns to predict the next token.
+
+    A step's loss is the mean over its predictions, of all its batches and on all ranks together; that of a batch is
+    logged.
+
+    Attributes:
+        model: has `hidden`, the input of the output projection, and `head_weight`, the weight of that projection.
+        loss_chunk: tokens whose logits are in memory together.
+        z_loss: weight of the penalty log(Z)^2, for training only.
+    """
+
+    computing: ClassVar = ("hidden",)
+    loss_chunk = 1024
+    z_loss = 0.0
+    _predictions: Tensor | None = None  # of this rank, in the batches of a step
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the final hidden states [B, N, dim] of a batch, and their targets [B, N] or IGNORED."""
+        raise NotImplementedError
+
+    def soft_targets(self, batch: Any) -> SoftTargets | None:
+        """Return distributions that are learned besides the targets; none by default."""
+        return None
+
+    def log_excess(self, nats: Tensor, excess: Tensor) -> None:
+        """Log, a prediction, what the loss has besides its cross entropy; nothing by default."""
+
+    def sums(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
+        hidden, targets = self.read(batch)
+        loss, nll = linear_cross_entropy(
+            hidden.flatten(0, 1),
+            self.model.head_weight,
+            targets.flatten(),
+            z_loss=self.z_loss if self.training else 0.0,
+            chunk=self.loss_chunk,
+            soft=self.soft_targets(batch),
+        )
+        return loss, nll, (targets != IGNORED).sum()
+
+    def on_train_start(self) -> None:
+        """Begin the schedule, and the count of a step's predictions."""
+        super().on_train_start()
+        self._predictions = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
+        if self.in_fabric:
+            return self._mean_loss(self.as_read(batch))
+        loss, nll, count = self.sums(batch)
+        nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
+        self.log_step(self.rate, loss=nats / predictions.clamp(min=1))
+        self.log_excess(nats / predictions.clamp(min=1), excess / predictions.clamp(min=1))
+        if "documents" not in batch and "learned" not in batch:
+            return loss / count
+        self._predictions = count if self._predictions is None else self._predictions + count
+        return loss / self._share
+
+    def _mean_loss(self, batch: Any) -> Tensor:
+        """Return the mean loss of a batch's predictions on this rank, for a loop without a Trainer."""
+        loss, nll, count = self.sums(batch)
+        self.log("train/loss", nll.detach() / count.clamp(min=1))
+        return loss / count.clamp(min=1)
+
+    @property
+    def _share(self) -> int:
+        """What a batch's sum is divided by before its backward pass: the same for all, near their predictions."""
+        raise NotImplementedError
+
+    def on_after_backward(self) -> None:
+        """Divide the gradients by the predictions of the step's batches on all ranks, once it has them all.
+
+        The mean of the batches' means would weigh a token by how few are learned in its batch.
+        """
+        if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
+            return
+        total = self._sum_over_ranks(self._predictions).clamp(min=1)
+        divided = self._share * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(divided / total)
+        self._predictions = None
+
+    def _on_all_ranks(self, sums: Tensor) -> Tensor:
+        """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
+        is_logged = lightning_internals.is_logging_step(self.trainer, self.trainer.global_step + 1)
+        return self._sum_over_ranks(sums) if is_logged else sums
+
+    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
+        """Sum in place; a strategy's `reduce` has a barrier before it, which waits for the device."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
+
+    def on_validation_epoch_start(self) -> None:
+        self.begin_sums(2)  # nats, predictions
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._in_step(working=True)
+        with self._plain_tensors():
+            _, nll, count = self.sums(batch)
+        self.add_sums(dataloader_idx, nll, count)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log loss and perplexity, from sums over all ranks."""
+        while self._in_step(working=False):
+            with self._plain_tensors():
+                self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        for stage, loader, (nats, predictions) in self.all_sums():
+            if not predictions:
+                raise ValueError(f"the data for {stage}loss{loader} is empty: give some, or no such split")
+            loss = nats / predictions
+            perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
+            self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
+            self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return log-probabilities of a batch's tokens [B, L + 1] after the first, in float32: [B, L].
+
+        They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
+        """
+        hidden, targets = self.read(batch)
+        pieces = zip(hidden.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
+        weight = self.model.head_weight
+        scores = [
+            -F.cross_entropy((h @ weight.t()).float(), t, reduction="none", ignore_index=IGNORED) for h, t in pieces
+        ]
+        return torch.cat(scores).view_as(targets)
+
+    def _in_step(self, working: bool) -> bool:
+        """Return whether any rank has a batch to validate.
+
+        Sharded layers are gathered by all ranks together, so a rank with fewer batches than others takes part until all
+        are done. Without sharding, ranks need not know of each other.
+        """
+        if not is_sharded(self.model):
+            return working
+        flag = torch.tensor(float(working), device=self.device)
+        return bool(self.trainer.strategy.reduce(flag, reduce_op="sum"))
+
+    @contextmanager
+    def _plain_tensors(self) -> Iterator[None]:
+        """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+
+def shift(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a batch's inputs, their targets (or IGNORED), and the documents of the inputs."""
+    tokens, documents, learned = batch["tokens"], batch.get("documents"), batch.get("learned")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if learned is not None:
+        targets = targets.masked_fill(~learned[:, 1:], IGNORED)
+    if documents is None:
+        return inputs, targets, None
+    return inputs, targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED), documents[:, :-1]
