@@ -24,7 +24,7 @@ from torch import nn
 from diffvision import __version__
 from diffvision.analysis.figures import lambda_curves, png, run_curves
 from diffvision.analysis.lambdas import layer_lambdas
-from diffvision.export.describe import attention_layers, code, describe, fence, text, variants
+from diffvision.export.describe import PLAIN, attention_layers, code, describe, fence, text, variants
 from diffvision.export.history import History, read_history
 from diffvision.models import language
 from diffvision.models.convert.transformers import is_llama_with_v2
@@ -42,6 +42,7 @@ _PAPERS = {
     "gated": "qiu2025gated",
     "v1_gated": "qiu2025gated",
     "v2_gated": "qiu2025gated",
+    "integral": "kobyzev2025integral",
     "vca": "pu2025linear",
     "dex": "kong2025understanding",
 }
@@ -77,7 +78,7 @@ def model_card(
     towers = attention_layers(model.module)
     kinds = variants(towers)
     head: dict[str, Any] = {"library_name": LIBRARY[model.host], "pipeline_tag": TASK[model.host]}
-    head["tags"] = ["diffvision", *(["differential-attention"] if kinds - {"standard"} else [])]
+    head["tags"] = ["diffvision", *(["differential-attention"] if kinds - PLAIN else [])]
     if license is not None:
         head["license"] = license
     origin = language.origin_of(model.weights) if model.host == "language" and model.weights else None
@@ -170,8 +171,8 @@ def bibtex(kinds: Iterable[str], name: str, host: str) -> str:
     known = {key: entry for entry, key in entries}
     keys: list[str] = []
     for variant in kinds:
-        if variant != "standard":
-            keys += ["ye2025differential", *([_PAPERS[variant]] if variant in _PAPERS else [])]
+        keys += [] if variant in PLAIN else ["ye2025differential"]
+        keys += [_PAPERS[variant]] if variant in _PAPERS else []
     if host == "open_clip":
         keys += ["hammoud2025diffclip"] if keys and "diffclip" in name.lower() else []
         keys.append("radford2021learning")

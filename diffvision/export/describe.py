@@ -13,6 +13,7 @@ from torch import nn
 from diffvision.nn import AttentionLayer
 from diffvision.opening import Model
 
+PLAIN = {"standard", "gated", "sink", "integral"}  # variants without a difference
 KIND = {"open_clip": "A CLIP model", "timm": "An image classifier", "language": "A language model"}
 
 
@@ -41,7 +42,7 @@ def fence(content: str, least: int = 3) -> str:
 
 def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     """Return a sentence and a table in Markdown: parameters, inputs, and the attention of each tower."""
-    attention = " with differential attention" if variants(towers) - {"standard"} else ""
+    attention = " with differential attention" if variants(towers) - PLAIN else ""
     rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}", **_sizes(model)}
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)

@@ -47,7 +47,7 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     "registers=5-17,6-3" (block-neuron each, found by `analysis.registers`) only adds a token, in timm's image towers.
 
     "gated" adds a gate of 1/2 and doubles the output projection, which computes the same. Layers that have a gate keep
-    it: "v2" then makes "v2_gated", and "v1" "v1_gated".
+    it: "v2" then makes "v2_gated", and "v1" "v1_gated". "sink" and "integral" cannot compute the same, and are refused.
 
     A timm model can be saved afterwards (`timm.models.save_for_hf`), and `timm.create_model("local-dir:...")` builds it
     again. A `LanguageModel` can be saved by `language.save`, and `diffvision adapt` also saves OpenCLIP models.
@@ -70,7 +70,8 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         return model
     if method not in ATTENTION or not ATTENTION[method].new_parameters:
         methods = [name for name, kind in ATTENTION.items() if kind.new_parameters]
-        raise ValueError(f"method is {method!r}: choose one of {', '.join(methods)}")
+        why = ATTENTION[method].no_adapting if method in ATTENTION else ""
+        raise ValueError(f"method is {method!r}{why}: choose one of {', '.join(methods)}")
     if heads is not None and method != "dex":
         raise ValueError(f"heads is for method 'dex', and {method!r} changes all heads: leave it out")
     slots = list(_attention_slots(model))

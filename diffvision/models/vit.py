@@ -10,6 +10,8 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
     dint_vit_<shape>     DINT: V1 whose rows sum to 1                               dint_vit_base_patch16_224
     vca_vit_<shape>      Visual-Contrast Attention: plain heads, a narrower MLP     vca_vit_base_patch16_224
     gated_vit_<shape>    plain attention with a sigmoid gate, a narrower MLP        gated_vit_base_patch16_224
+    sink_vit_<shape>     plain attention with a learned sink for each head          sink_vit_base_patch16_224
+    integral_vit_<shape> V1's heads with one softmax of the mean logits             integral_vit_base_patch16_224
 
 `ALIASES` has short names, such as `diff_vit_base`. There is a plain twin for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
@@ -240,7 +242,7 @@ GROUPED = {
 }
 
 
-# The shapes of dint_vit_*, vca_vit_* and gated_vit_*.
+# The shapes of dint_vit_* and vca_vit_*, and with a small CLIP tower of the cures for attention noise.
 FEW_SHAPES = (
     "debug",
     "tiny_patch16_224",
@@ -286,7 +288,11 @@ MODELS = {
     },
     **{f"dint_vit_{name}": Model("v1_dint", _ALL[name]) for name in FEW_SHAPES},
     **{f"vca_vit_{name}": Model("vca", _contrast(_ALL[name])) for name in FEW_SHAPES},
-    **{f"gated_vit_{name}": Model("gated", _ALL[name]) for name in (*FEW_SHAPES, "small_patch16_clip_224")},
+    **{
+        f"{cure}_vit_{name}": Model(cure, _ALL[name])
+        for cure in ("gated", "sink", "integral")
+        for name in (*FEW_SHAPES, "small_patch16_clip_224")
+    },
     "plain_vit_debug": Model("standard", SHAPES["debug"]),
     "diff_vit_base_patch16_clip_dynamic_224": Model("v1", Shape("base", 16, 224, 1.0, _CLIP_DYNAMIC)),
     "diff_vit_debug_clip_lambda02": Model("v1", Shape("debug", 8, 32, 1.0, _CLIP_DEBUG_02)),
@@ -305,15 +311,11 @@ ALIASES = {
     "diffv2_vit_large": "diffv2_vit_large_patch16_224",
     "diffv2_vit_huge": "diffv2_vit_huge_patch14_224",
     "diffv2_vit_so150m": "diffv2_vit_so150m_patch16_224",
-    "dint_vit_tiny": "dint_vit_tiny_patch16_224",
-    "dint_vit_small": "dint_vit_small_patch16_224",
-    "dint_vit_base": "dint_vit_base_patch16_224",
-    "vca_vit_tiny": "vca_vit_tiny_patch16_224",
-    "vca_vit_small": "vca_vit_small_patch16_224",
-    "vca_vit_base": "vca_vit_base_patch16_224",
-    "gated_vit_tiny": "gated_vit_tiny_patch16_224",
-    "gated_vit_small": "gated_vit_small_patch16_224",
-    "gated_vit_base": "gated_vit_base_patch16_224",
+    **{
+        f"{family}_vit_{size}": f"{family}_vit_{size}_patch16_224"
+        for family in ("dint", "vca", "gated", "sink", "integral")
+        for size in ("tiny", "small", "base")
+    },
 }
 MODELS |= {short: MODELS[name] for short, name in ALIASES.items()}
 

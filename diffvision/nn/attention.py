@@ -1,7 +1,6 @@
 """The base class of all attention layers, and the standard layer, which is the baseline of each comparison.
 
-The differential layers are in `diff_attention.py` and the files that build on it. A new variant is a class here in `nn`
-and a row in the table `ATTENTION` of `nn/__init__.py`.
+A new variant is a class in another file of `nn`, and a row in the table `ATTENTION` of `nn/__init__.py`.
 
 Shapes: B batch, N tokens, H heads (differential ones), Hk key/value heads, P maps a head, D size of a map's head,
 V size of a value head, L keys: the tokens themselves, those of a cache, or a context's.
@@ -129,6 +128,7 @@ class AttentionLayer(nn.Module):
     telling_weight: ClassVar[str] = ""
     # Prefixes of the parameters that `from_standard` adds, or doubles; empty where it is not implemented.
     new_parameters: ClassVar[tuple[str, ...]] = ()
+    no_adapting: ClassVar[str] = ""  # why it is not implemented, where people may ask
     # The variant's settings that change what it computes and that no weight shows: they are recorded with weights.
     recorded: ClassVar[tuple[str, ...]] = ()
     # The factor of a head's output after its norm.

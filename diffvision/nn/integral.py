@@ -21,6 +21,7 @@ class IntegralAttention(Attention):
     """
 
     variant, query_maps, key_maps, value_maps = "integral", 2, 2, 2
+    no_adapting = ", but its one map weights the values of two plain heads"
 
     def attend(self, inputs: Inputs) -> Tensor:
         _, q, k, v, mask, is_causal, dropout, _ = inputs

@@ -28,6 +28,7 @@ class SinkAttention(Attention):
     """
 
     variant, telling_weight = "sink", "sink"
+    no_adapting = ", but a sink above -inf changes every row, and one of -inf has no gradient"
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make s [H]."""

@@ -143,7 +143,19 @@ def test_sources_follow_the_layers():
     assert "2501.17486" in bibtex(["v1_dint"], "dint_vit", "timm")
     assert "2511.00833" in bibtex(["vca"], "vca_vit", "timm")
     assert "2505.16333" in bibtex(["dex"], "ViT-B-32", "open_clip")
+    assert "2508.18387" in bibtex(["integral"], "integral_vit", "timm")
     assert "diffclip" not in bibtex(["standard"], "CLIP-ViT-B-16", "open_clip")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_differential"), [("gated", False), ("sink", False), ("integral", False), ("diff", True)]
+)
+def test_a_card_calls_differential_what_takes_a_difference(name, is_differential, tmp_path):
+    timm.models.save_for_hf(timm.create_model(f"{name}_vit_debug"), tmp_path, safe_serialization=True)
+    card = ModelCard(model_card(open_finite(tmp_path)))
+    assert ("differential-attention" in card.data.tags) == is_differential
+    assert ("with differential attention" in card.text) == is_differential
+    assert ("2410.05258" in card.text) == is_differential
 
 
 def test_the_language_models_card(runs):

@@ -208,6 +208,11 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="method 'v1' pairs heads"):
         diffvision.adapt(odd, "v1")
     assert list(odd.state_dict()) == names  # and nothing has changed
+    for method, why in (("sink", "changes every row"), ("integral", "one map weights")):
+        with pytest.raises(ValueError, match=f"method is '{method}', but .* {why}.*: choose one of v1"):
+            diffvision.adapt(timm_vit(), method)
+    with pytest.raises(ValueError, match="attention of sink: it is"):
+        diffvision.adapt(timm.create_model("sink_vit_debug"))
     with pytest.raises(ValueError, match="timm's attention here has a norm"):
         diffvision.adapt(timm_vit(scale_attn_norm=True))
 

@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ DEBUG = [
     "DiffCLIP-GDA-debug",
     "DiffCLIP-DINT-debug",
     "GatedCLIP-debug",
+    "SinkCLIP-debug",
+    "IntegralCLIP-debug",
 ]
 FULL = sorted(name for name in clip.model_names() if not name.endswith("nano") and "debug" not in name)
 PROJECTION = int(open_clip.__version__.split(".")[0] >= "4")  # from 4 on it is a group that locking counts
@@ -491,8 +494,7 @@ def test_loading_without_diffvision_fails_loudly(tmp_path):
 
 def twin_of(name: str) -> str:
     size = (
-        name.removeprefix("DiffCLIP-")
-        .removeprefix("GatedCLIP-")
+        re.sub("^[A-Z][a-z]+CLIP-", "", name)
         .removeprefix("V2-")
         .removeprefix("GDA-")
         .removeprefix("DINT-")
@@ -518,8 +520,9 @@ def test_twin_differs_in_attention_only(name):
     ours, plain = parameters(name), parameters(twin_of(name))
     assert set(plain) <= set(ours)
     added = set(ours) - set(plain)
-    assert added
-    kinds = (".attn.gate.",) if "Gated" in name else (".attn.lambda_", ".attn.head_norm.")
+    assert bool(added) == ("Integral" not in name)
+    own = {"Gated": (".attn.gate.",), "Sink": (".attn.sink",)}
+    kinds = own.get(name.partition("CLIP")[0], (".attn.lambda_", ".attn.head_norm."))
     assert all(any(kind in key for kind in kinds) for key in added)
     changed = {key for key in plain if ours[key] != plain[key]}
     # V2 has twice the queries, and a narrower MLP pays for them; GDA has keys and values of its groups only.
@@ -553,6 +556,10 @@ def test_twin_differs_in_attention_only(name):
         # A gate trades as much, and half a width of biases is left.
         ("GatedCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 384 + 12 * 256),
         ("GatedCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 192),
+        ("SinkCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 12 + 12 * 8),  # a number for each head
+        ("SinkCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 6),
+        ("IntegralCLIP-ViT-B-16", "ViT-B-16", 768, 0),
+        ("IntegralCLIP-ViT-S-16", "ViT-S-16", 384, 0),
         # GDA: 8 query heads of 64 for 12 in the images' tower and 5 for 8 in the text's, and 2 of 6 and 1 of 4 keys
         # and values of 128; lambda and norm as V1's.
         (
@@ -580,11 +587,8 @@ def test_published_size():
 def test_full_sizes_are_differential_where_they_say_so():
     for name in FULL:
         model = build_on_meta(name)
-        marked = [
-            variant
-            for mark, variant in (("V2", "v2"), ("GDA", "gda"), ("DINT", "v1_dint"), ("Gated", "gated"))
-            if mark in name
-        ]
+        marks = {"V2": "v2", "GDA": "gda", "DINT": "v1_dint", "Gated": "gated", "Sink": "sink", "Integral": "integral"}
+        marked = [variant for mark, variant in marks.items() if mark in name]
         variant = marked[0] if marked else "v1" if name.startswith("Diff") else "standard"
         assert {block.attn.variant for block in model.visual.trunk.blocks} == {variant}
         text = [block.attn for block in model.transformer.resblocks]

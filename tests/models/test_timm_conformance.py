@@ -67,6 +67,7 @@ def expected_parameters(name: str) -> int:
         "v2": 5 * width * width + 5 * width + heads * width,  # twice the query, and lambda of each token and head
     }
     attention["v1_dint"] = attention["v1"]
+    attention["sink"], attention["integral"] = attention["standard"] + heads, attention["standard"]
     attention["gated"] = 5 * width * width + 5 * width  # a gate of each channel
     if variant == "gda":  # a query for each signal and noise head; two keys and a value of 2 sizes for each group
         size, groups = width // diff_heads // 2, diff_heads // vit.GROUPED[name.removeprefix("gda_vit_")]
@@ -94,6 +95,8 @@ def expected_parameters(name: str) -> int:
     "gda_vit_debug",
     "dint_vit_debug",
     "gated_vit_debug",
+    "sink_vit_debug",
+    "integral_vit_debug",
     "vca_vit_small",
     "diff_vit_so150m_patch16_224",
 )

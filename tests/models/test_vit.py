@@ -35,6 +35,7 @@ HEADS = {
     "huge": ((8, 80), (16, 80)),
     "so150m": ((7, 64), (14, 64)),
 }
+FAMILIES = ("plain", "diff", "diffv2", "gda", "dint", "vca", "gated", "sink", "integral")
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_classes": 10}
 
 
@@ -62,7 +63,7 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 
 
 def test_every_name_is_listed_with_its_configuration():
-    patterns = ("diff*", "plain_vit*", "gda_vit*", "dint_vit*", "vca_vit*", "gated_vit*")
+    patterns = ("diff*", *(f"{family}_vit*" for family in FAMILIES if not family.startswith("diff")))
     ours = {name for pattern in patterns for name in timm.list_models(pattern)}
     assert ours == set(vit.model_names())
     assert set(timm.list_models("diff*", name_matches_cfg=True)) == set(timm.list_models("diff*"))
@@ -301,27 +302,25 @@ def test_a_setting_that_the_variant_has_no_use_for_is_refused():
     assert timm.create_model("diff_vit_debug", lambda_init=0.5).blocks[0].attn.lambda_init == 0.5
 
 
-@pytest.mark.parametrize(
-    "family", ["plain_vit", "diff_vit", "diffv2_vit", "gda_vit", "dint_vit", "vca_vit", "gated_vit"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_registers_of_any_family(family, tmp_path):
-    with_registers, without = (timm.create_model(f"{family}_debug", reg_tokens=count) for count in (4, 0))
+    with_registers, without = (timm.create_model(f"{family}_vit_debug", reg_tokens=count) for count in (4, 0))
     with_registers(torch.randn(1, 3, 32, 32)).sum().backward()
     assert with_registers.reg_token.grad.abs().sum() > 0
     with pytest.raises(ValueError, match=r"4 registers .*0.*reg_tokens=4"):
         without.load_state_dict(with_registers.state_dict())
     torch.save(without.state_dict(), tmp_path / "without.pt")
     with pytest.raises(ValueError, match=r"0 registers .*model 4"):
-        timm.create_model(f"{family}_debug", reg_tokens=4, checkpoint_path=str(tmp_path / "without.pt"))
+        timm.create_model(f"{family}_vit_debug", reg_tokens=4, checkpoint_path=str(tmp_path / "without.pt"))
 
 
 # --------------------------------------------------------------------------------------------- what torch's tools do
 
 
-@pytest.fixture(params=["plain_vit", "diff_vit", "diffv2_vit", "gda_vit", "dint_vit", "vca_vit", "gated_vit"])
+@pytest.fixture(params=FAMILIES)
 def long_rows(request):
     """A model with more keys than the formula is chosen for, and an image."""
-    model = timm.create_model(f"{request.param}_debug", img_size=80, depth=1, num_classes=10).eval()
+    model = timm.create_model(f"{request.param}_vit_debug", img_size=80, depth=1, num_classes=10).eval()
     return model, torch.randn(2, 3, 80, 80)
 
 

@@ -6,6 +6,8 @@ A model is a name, a family and a size:
     diff-<size>          V1: half of its heads, of the same size                            diff-3m
     diffv2-<size>        V2: as many heads, the MLP narrower by what its queries cost       diffv2-3m
     gated-<size>         the Transformer with a gate by channel, its MLP narrower alike     gated-3m
+    sink-<size>          the Transformer with a learned sink for each head                  sink-3m
+    integral-<size>      V1's heads with one softmax of the mean of two logits              integral-3m
 
 Those of a size have the same number of parameters within 0.1%. `variant` gives any of them another attention, with its
 matched heads and MLP: `create("diffv2-3m", variant="v2_gated")`.
@@ -181,7 +183,8 @@ SIZES = {
     "6.8b": Size(4096, 32, 32, 128, 10_880, 9504, 100_288),
     "13.1b": Size(5120, 40, 40, 128, 13_632, 11_912, 100_288),
 }
-FAMILIES = {"transformer": "standard", "diff": "v1", "diffv2": "v2", "gated": "gated"}
+FAMILIES = {"transformer": "standard", "diff": "v1", "diffv2": "v2"}
+FAMILIES |= {name: name for name in ("gated", "sink", "integral")}
 
 
 def model_names() -> list[str]:

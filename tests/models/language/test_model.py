@@ -25,7 +25,7 @@ def test_the_models_of_a_size_match(size):
     counts = [sum(p.numel() for p in model.parameters()) for model in models]
     # V1's lambda vectors and head norms: 384 parameters, which count at the smallest size.
     assert max(counts) <= (1.003 if size == "nano" else 1.001) * min(counts)
-    standard, v1, v2, _ = (model.config for model in models)
+    standard, v1, v2, *_ = (model.config for model in models)
     assert (standard.variant, v1.variant, v2.variant) == ("standard", "v1", "v2")
     assert standard.num_heads == 2 * v1.num_heads == v2.num_heads
     assert standard.head_dim == v1.head_dim == v2.head_dim
