@@ -29,7 +29,6 @@ from transformers.utils import can_return_tuple
 
 from diffvision.models import language
 from diffvision.models.convert.transformers import is_llama_with_v2, to_hugging_face
-from diffvision.models.language.configuration import LanguageConfig
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import USUAL_NAMES, end_token, text_settings
 from diffvision.models.language.modeling_diffllama_v2 import (
@@ -242,14 +241,14 @@ def write(
     model: LanguageModel, checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None
 ) -> None:
     """Export a model that was loaded from the checkpoint already; the arguments are those of `export`."""
-    file = language.find_tokenizer(checkpoint) if tokenizer is None else _tokenizer_file(Path(tokenizer))
+    file = language.find_tokenizer(checkpoint) if tokenizer is None else tokenizer_file(Path(tokenizer))
     ends: dict[str, int] = {}
     if file is None:
         warnings.warn(
             f"no tokenizer next to {checkpoint}: the folder has none; name one with --tokenizer", stacklevel=3
         )
     else:
-        fast = _tokenizer(file, model.config, eos)
+        fast = fast_tokenizer(file, model.config.vocab_size, model.config.max_length, eos)
         ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.eos_token_id}
         if fast.bos_token_id is not None:
             ends["bos_token_id"] = fast.bos_token_id
@@ -276,15 +275,20 @@ def _v2_as_llama(model: LanguageModel, ends: dict[str, int]) -> DiffLlamaV2ForCa
     return llama
 
 
-def _tokenizer_file(path: Path) -> Path:
+def tokenizer_file(path: Path) -> Path:
+    """Return the tokenizer.json of a path, which is that file or its folder; FileNotFoundError if there is none."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}: give a tokenizer.json, or a directory that holds one")
     return file
 
 
-def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTrainedTokenizerFast:
-    """Return transformers' tokenizer for a model, padded at the left."""
+def fast_tokenizer(file: Path, vocab_size: int, max_length: int, eos: str | None = None) -> PreTrainedTokenizerFast:
+    """Return transformers' tokenizer of a tokenizer.json, for a model with these sizes; it pads at the left.
+
+    Raises:
+        ValueError: the file is not a tokenizer, has no token `eos`, or has more tokens than the model.
+    """
     try:
         vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises Exception itself
@@ -292,14 +296,14 @@ def _tokenizer(file: Path, config: LanguageConfig, eos: str | None) -> PreTraine
     eos = eos or end_token(file, vocabulary) or USUAL_NAMES[0]
     if eos not in vocabulary:
         raise ValueError(f"{file} has no token {eos!r} that ends a document: name the one that does with eos")
-    if (size := max(vocabulary.values()) + 1) > config.vocab_size:
-        raise ValueError(f"{file} has {size} tokens and the model {config.vocab_size}: give the model's own tokenizer")
+    if (size := max(vocabulary.values()) + 1) > vocab_size:
+        raise ValueError(f"{file} has {size} tokens and the model {vocab_size}: give the model's own tokenizer")
     return PreTrainedTokenizerFast(
         tokenizer_file=str(file),
         eos_token=eos,
         pad_token=eos,
         padding_side="left",
-        model_max_length=config.max_length,
+        model_max_length=max_length,
         **text_settings(file),
     )
 
