@@ -30,12 +30,9 @@ to come.
 import argparse
 import json
 import math
-import platform
-import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from itertools import combinations
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +41,7 @@ import torch
 import clip
 from clip import PRIMARY, Data
 from diffvision.analysis.capture import Call, captured
-from grid import Difference, Grid, Numbers, Run, holm, paired_interval
+from grid import Grid, Numbers, Run, contrasts, processor, processor_folder
 from small_clip import SmallClip, Towers
 
 FACTORS = ("gate", "registers", "difference")
@@ -180,17 +177,6 @@ def sinks(trained: SmallClip, data: Data) -> dict[str, Any]:
     return {key: [round(float(value), 4) for value in values] for key, values in found.items()}
 
 
-def processor() -> str:
-    """Return the processor's name, and torch's kernels for it."""
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def processor_folder() -> str:
-    """Return the processor's name as a folder's."""
-    return "_".join(re.findall(r"\w+", processor()))
-
-
 def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
     """Return the function that trains and measures a run, and saves its weights."""
     models.mkdir(parents=True, exist_ok=True)
@@ -234,24 +220,6 @@ def repeat(data: Data, results: Path, models: Path) -> None:
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def contrasts(values: Mapping[tuple[bool, ...], Mapping[int, float]]) -> dict[str, Difference]:
-    """Return main effects and pairwise interactions of the factors that vary, with Holm's p over all of them.
-
-    Args:
-        values: {cell: {seed: value}}, of a whole factorial.
-    """
-    varying = [factor for factor in range(len(FACTORS)) if len({cell[factor] for cell in values}) > 1]
-    seeds = sorted(set.intersection(*(set(of) for of in values.values())))
-    intervals = {}
-    for factors in [(one,) for one in varying] + list(combinations(varying, 2)):
-        signs = {cell: math.prod(1 if cell[factor] else -1 for factor in factors) for cell in values}
-        scale = len(values) / 2 ** len(factors)
-        effects = [sum(signs[cell] * of[seed] for cell, of in values.items()) / scale for seed in seeds]
-        intervals[" x ".join(FACTORS[factor] for factor in factors)] = paired_interval(effects)
-    corrected = holm({name: p for name, (_, _, p) in intervals.items()})
-    return {name: Difference(mean, width, corrected[name]) for name, (mean, width, _) in intervals.items()}
-
-
 def report(results: Path) -> None:
     """Print the tables of a folder's runs, in Markdown."""
     whole = grid_of(tuple(CELLS), results)
@@ -266,7 +234,7 @@ def report(results: Path) -> None:
     for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
         print(grid.means(metrics), end="\n\n")
     print("| contrast, points of image R@1 | |\n|---|---|")
-    for name, one in contrasts({CELLS[name]: grid.by_seed(name, PRIMARY[0]) for name in cells}).items():
+    for name, one in contrasts({CELLS[name]: grid.by_seed(name, PRIMARY[0]) for name in cells}, FACTORS).items():
         print(f"| {name} | {one.text(2)} |")
     print("\n| cell | learning rate | parameters | FLOPs | largest share | sinks | norm |\n|---|" + 6 * "---:|")
     for name in cells:

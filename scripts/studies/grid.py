@@ -9,10 +9,12 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -318,6 +320,36 @@ def run_study(
         report(grid)
         if draw is not None and options.images:
             draw(grid, options.images)
+
+
+def contrasts(values: Mapping[tuple[bool, ...], Mapping[int, float]], factors: Sequence[str]) -> dict[str, Difference]:
+    """Return main effects and pairwise interactions of the factors that vary, with Holm's p over all of them.
+
+    Args:
+        values: {cell: {seed: value}}, of a whole factorial; a cell says for each factor whether it has it.
+        factors: their names.
+    """
+    varying = [factor for factor in range(len(factors)) if len({cell[factor] for cell in values}) > 1]
+    seeds = sorted(set.intersection(*(set(of) for of in values.values())))
+    intervals = {}
+    for chosen in [(one,) for one in varying] + list(combinations(varying, 2)):
+        signs = {cell: math.prod(1 if cell[factor] else -1 for factor in chosen) for cell in values}
+        scale = len(values) / 2 ** len(chosen)
+        effects = [sum(signs[cell] * of[seed] for cell, of in values.items()) / scale for seed in seeds]
+        intervals[" x ".join(factors[factor] for factor in chosen)] = paired_interval(effects)
+    corrected = holm({name: p for name, (_, _, p) in intervals.items()})
+    return {name: Difference(mean, width, corrected[name]) for name, (mean, width, _) in intervals.items()}
+
+
+def processor() -> str:
+    """Return the processor's name, and torch's kernels for it."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def processor_folder() -> str:
+    """Return the processor's name as a folder's."""
+    return "_".join(re.findall(r"\w+", processor()))
 
 
 def best_rate(scores: dict[float, float]) -> float:
