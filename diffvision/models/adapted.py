@@ -15,8 +15,9 @@ from typing import Any
 
 import timm
 from timm.models import load_pretrained, register_model
-from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
+
+from diffvision.models.vit import filter_weights
 
 __all__ = ["adapted_vit"]
 
@@ -66,5 +67,5 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 def _filter(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
     """Apply timm's filter, and drop weights of parts that a features-only model does not have."""
-    filtered = checkpoint_filter_fn(state, model)
+    filtered = filter_weights(state, model)
     return {name: value for name, value in filtered.items() if kept is None or name in kept}

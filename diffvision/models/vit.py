@@ -362,7 +362,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     variant, shape = MODELS[name]
     size = SIZES[shape.size]
     if _LAYERS[variant].needs_grid and (given := {"variant", "variant_by_layer"} & kwargs.keys()):
-        raise TypeError(f"{name} has {variant!r} attention, which needs all layers: it takes no {given.pop()}")
+        raise TypeError(f"{name} has {variant!r} attention in all layers, which takes no {given.pop()}: leave it out")
     variant, by_layer = kwargs.pop("variant", variant), kwargs.pop("variant_by_layer", None)
     if variant not in ATTENTION and not _LAYERS[MODELS[name].variant].needs_grid:
         raise ValueError(f"variant is {variant!r}: choose one of {', '.join(ATTENTION)}")
@@ -372,7 +372,11 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     takes = set().union(*(settings_of(_LAYERS[one]) for one in variants))
     if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - takes:
         names = " and ".join(map(repr, dict.fromkeys(variants)))
-        raise TypeError(f"{name} has {names} attention, which takes no {', '.join(sorted(useless))}")
+        given = ", ".join(f"{key}={kwargs[key]!r}" for key in sorted(useless))
+        raise TypeError(f"{name} has {names} attention, which takes no {given}: leave it out")
+    registers = kwargs.get("reg_tokens", 0)
+    if not isinstance(registers, int) or registers < 0:
+        raise ValueError(f"reg_tokens is {registers!r}: give how many registers, such as 4, or 0 for none")
     more = 0 if kind.needs_grid else extra_queries(variant, "standard", gate=kwargs.get("gate"))
     settings = {
         "patch_size": shape.patch,
@@ -395,7 +399,7 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
             GridTransformer if kind.needs_grid else VisionTransformer,
             name,
             pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
+            pretrained_filter_fn=filter_weights,
             feature_cfg={"out_indices": settings.pop("out_indices", 3), "feature_cls": "getter"},
             block_fn=Block if by_layer is None else partial(_block_of_layer, variants, variant, kwargs.get("gate")),
             attn_layer=attn_layer,
@@ -415,11 +419,17 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
 def _check_registers(
     model: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *_: Any
 ) -> None:
-    """Raise a ValueError if registers are in the model or in the weights, and not in both."""
+    """Raise a ValueError if a model and weights that are loaded into it have different numbers of registers."""
     registers, count = state_dict.get(f"{prefix}reg_token"), model.num_reg_tokens
     has = 0 if registers is None else registers.shape[1]
     if strict and f"{prefix}pos_embed" in state_dict and has != count:
         raise ValueError(f"the weights have {has} registers and the model {count}: create it with reg_tokens={has}")
+
+
+def filter_weights(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Apply timm's filter, which counts registers as positions, to weights with as many registers as the model."""
+    _check_registers(model, state_dict, "", {}, True)
+    return checkpoint_filter_fn(state_dict, model)
 
 
 def _attention_of_layer(

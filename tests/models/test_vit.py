@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
+import diffvision
 from diffvision import nn as diffnn
 from diffvision.models import vit
 from diffvision.models.convert import convert
@@ -312,6 +313,23 @@ def test_registers_of_any_family(family, tmp_path):
     torch.save(without.state_dict(), tmp_path / "without.pt")
     with pytest.raises(ValueError, match=r"0 registers .*model 4"):
         timm.create_model(f"{family}_vit_debug", reg_tokens=4, checkpoint_path=str(tmp_path / "without.pt"))
+    timm.models.save_for_hf(with_registers, tmp_path / "saved", safe_serialization=True)
+    assert timm.create_model(f"local-dir:{tmp_path}/saved", pretrained=True).num_reg_tokens == 4
+    with pytest.raises(ValueError, match=r"4 registers .*model 1"):
+        timm.create_model(f"local-dir:{tmp_path}/saved", pretrained=True, reg_tokens=1)
+
+
+def test_registers_that_an_adapted_model_does_not_have(tmp_path):
+    model = diffvision.adapt(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1))
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    with pytest.raises(ValueError, match=r"0 registers .*model 4"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True, reg_tokens=4)
+
+
+@pytest.mark.parametrize("number", [-1, "four", 1.5])
+def test_a_number_of_registers_is_a_number(number):
+    with pytest.raises(ValueError, match=f"reg_tokens is {number!r}: give how many"):
+        timm.create_model("gated_vit_debug", reg_tokens=number)
 
 
 # --------------------------------------------------------------------------------------------- what torch's tools do
@@ -343,3 +361,28 @@ def test_forward_mode_gives_the_directional_derivative(long_rows):
 def test_torchscript_is_refused_in_a_sentence(long_rows):
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.script"):
         torch.jit.script(long_rows[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize("variant", ["gated", "v1_gated", "v2_gated", "sink", "integral"])
+def test_cures_compile_whole_and_export_with_and_without_registers(variant, registers):
+    torch._dynamo.reset()
+    model = timm.create_model("plain_vit_debug", variant=variant, reg_tokens=registers, depth=1, num_classes=5).eval()
+    for name, parameter in model.named_parameters():
+        if "gate" in name or "sink" in name or "reg_token" in name:
+            torch.nn.init.normal_(parameter)
+    images = torch.randn(2, 3, 32, 32)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(model, (images,), dynamic_shapes=({0: batch},)).module()
+    expected = model(images)
+    torch.testing.assert_close(exported(images), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(exported(images.repeat(2, 1, 1, 1)), expected.repeat(2, 1), rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(images)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    parameters = list(model.parameters())
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out.square().sum(), parameters) for out in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
