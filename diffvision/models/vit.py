@@ -372,8 +372,8 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
     takes = set().union(*(settings_of(_LAYERS[one]) for one in variants))
     if useless := {key for key in ATTENTION_SETTINGS if key in kwargs} - takes:
         names = " and ".join(map(repr, dict.fromkeys(variants)))
-        given = ", ".join(f"{key}={kwargs[key]!r}" for key in sorted(useless))
-        raise TypeError(f"{name} has {names} attention, which takes no {given}: leave it out")
+        values = ", ".join(f"{key}={kwargs[key]!r}" for key in sorted(useless))
+        raise TypeError(f"{name} has {names} attention, which takes no {values}: leave it out")
     registers = kwargs.get("reg_tokens", 0)
     if not isinstance(registers, int) or registers < 0:
         raise ValueError(f"reg_tokens is {registers!r}: give how many registers, such as 4, or 0 for none")

@@ -320,7 +320,7 @@ def test_registers_of_any_family(family, tmp_path):
 
 
 def test_registers_that_an_adapted_model_does_not_have(tmp_path):
-    model = diffvision.adapt(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1))
+    model = diffvision.adapt(timm.create_model("plain_vit_debug", depth=1))
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     with pytest.raises(ValueError, match=r"0 registers .*model 4"):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True, reg_tokens=4)
