@@ -2,8 +2,8 @@
 
 `ShardLoader` trains: an exact, resumable order, a true length, an account of every sample. `EvaluationFolder` reads
 CLIP_benchmark's layout, each sample once. `TokenShards` are text as packed sequences of token ids. `ImageTextData`,
-`ImageLabelData` and `TextData` are the LightningDataModules. `make` writes and checks shards. Names are imported when
-they are first used, because PyTorch and Lightning take long.
+`ImageLabelData`, `TextData` and `VisionLanguageData` are the LightningDataModules. `make` writes and checks shards.
+Names are imported when they are first used, because PyTorch and Lightning take long.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.data.batches import ImageLabelBatch, ImageTextBatch, RetrievalBatch, TokenBatch
+    from diffvision.data.batches import (
+        ImageLabelBatch,
+        ImageTextBatch,
+        RetrievalBatch,
+        TokenBatch,
+        VisionLanguageBatch,
+    )
+    from diffvision.data.conversations import Conversation, VisionLanguageData
     from diffvision.data.images.folders import EvaluationFolder, find_folders
     from diffvision.data.images.module import ImageLabelData, ImageTextData
     from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadDataError",
     "CaptionMember",
+    "Conversation",
     "EvaluationFolder",
     "ImageLabel",
     "ImageLabelBatch",
@@ -45,6 +53,8 @@ __all__ = [
     "TokenSequence",
     "TokenShards",
     "Tokenizer",
+    "VisionLanguageBatch",
+    "VisionLanguageData",
     "find_folders",
     "load_tokenizer",
     "train_tokenizer",
@@ -54,6 +64,7 @@ __all__ = [
 _MODULES = {
     "BadDataError": "shards.report",
     "CaptionMember": "images.samples",
+    "Conversation": "conversations",
     "EvaluationFolder": "images.folders",
     "ImageLabel": "images.samples",
     "ImageLabelBatch": "batches",
@@ -73,6 +84,8 @@ _MODULES = {
     "TokenSequence": "text.tokens",
     "TokenShards": "text.tokens",
     "Tokenizer": "text.tokenizers",
+    "VisionLanguageBatch": "batches",
+    "VisionLanguageData": "conversations",
     "find_folders": "images.folders",
     "load_tokenizer": "text.tokenizers",
     "train_tokenizer": "text.tokenizers",

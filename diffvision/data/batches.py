@@ -30,6 +30,19 @@ class TokenBatch(TypedDict):
     ends: NotRequired[Tensor]  # int32, where documents end in tokens[:, :-1]; a module adds it on the way to a device
 
 
+class VisionLanguageBatch(TypedDict):
+    """Conversations about images, padded at the right; `attention_mask` is arange(L) < lengths[:, None].
+
+    Each image has its placeholders in `tokens`, as many as the model has tokens for it. A row may have several images,
+    or none.
+    """
+
+    image: Tensor  # [I, 3, height, width] float: all images of the batch in reading order
+    tokens: Tensor  # [B, L] int64, 0 where padded
+    lengths: Tensor  # [B] int64
+    learned: Tensor  # [B, L] bool: the answers, which count in the loss
+
+
 class ImageLabelBatch(TypedDict):
     """Images and their class numbers, for classification and zero-shot evaluation."""
 

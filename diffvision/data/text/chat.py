@@ -43,7 +43,9 @@ _LAYOUTS = (
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""Of role and content: a text, or for models of images a list of parts, {"type": "image"} and {"type": "text", "text":
+...}, as chat templates of transformers take them."""
 
 
 class Chat:
@@ -68,10 +70,16 @@ class Chat:
         self.tokenizer, self.template, self.name, self.bos_token = tokenizer, template, name, bos_token
         self._prepare()
 
-    def check_training(self) -> None:
-        """Raise a ValueError where the template does not extend its prefix, so that no token is known to be learned."""
+    def check_training(self, question: Any = "1 + 1?", answer: Any = "It is 2.") -> list[int]:
+        """Return the ids of a question with its answer, the contents of two messages.
+
+        Raises:
+            ValueError: the template does not extend its prefix, so that no token is known to be learned.
+        """
         try:
-            self.encode_messages([{"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": "It is 2."}])
+            return self.encode_messages(
+                [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
+            )[0]
         except BadSample as reason:
             raise ValueError(
                 f"chat template {self.name} cannot be used: for a question with its answer, {reason}; correct it, or "
@@ -113,7 +121,7 @@ class Chat:
         """Return what `encode` does, of a conversation in messages of role and content."""
         ids: list[int] = []
         learned: list[bool] = []
-        marked = [{key: self._mark_names(text) for key, text in message.items()} for message in messages]
+        marked = self._mark(messages)
         written = ""
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         prompts = [self._variables(marked[:number], prompt=True) for number in answers]
@@ -139,7 +147,7 @@ class Chat:
             BadSample: the template fails.
             BadText: a text that cannot be tokenised.
         """
-        marked = [{key: self._mark_names(text) for key, text in message.items()} for message in messages]
+        marked = self._mark(messages)
         return self._encode(self.render(marked, prompt=True))
 
     def render(self, messages: Messages, *, prompt: bool) -> str:
@@ -153,6 +161,12 @@ class Chat:
     def _variables(self, messages: Messages, *, prompt: bool) -> dict[str, Any]:
         given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
         return {"messages": messages, "add_generation_prompt": prompt, **given}
+
+    def _mark(self, value: Any) -> Any:
+        """Return messages, or a part of them, with `_mark_names` of each text."""
+        if isinstance(value, dict):
+            return {key: self._mark(one) for key, one in value.items()}
+        return self._mark_names(value) if isinstance(value, str) else [self._mark(one) for one in value]
 
     def _mark_names(self, text: str) -> str:
         """Return the text with a mark inside each name of a special token."""

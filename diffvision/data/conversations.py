@@ -1,0 +1,279 @@
+"""Conversations about images: a row of JSON with its images -> token ids, which of them are learned, and pixels.
+
+The conversation is written by `text.chat` with the template of the model's processor, so that a training row has the
+tokens of the processor's `apply_chat_template`.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from diffvision.data.batches import VisionLanguageBatch
+from diffvision.data.images.decode import decode_image, json_record
+from diffvision.data.images.samples import IMAGE_KEYS, missing
+from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
+from diffvision.data.shards.sample import BadSample, Members
+from diffvision.data.shards.sources import split_shards
+from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.watchdog import STALL_TIMEOUT
+from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_messages
+from diffvision.data.text.tokenizers import BadText, Tokenizer
+from diffvision.data.trainer import LoaderData
+
+PLACEHOLDER = "<image>"
+"""Where an image stands in LLaVA's conversations."""
+
+
+def read_row(members: Members) -> tuple[Messages, list[bytes]]:
+    """Return the conversation of a sample, with parts as contents, and its images in their order.
+
+    The JSON has nanoVLM's `texts`, before which the images stand; `messages` of role and content; or LLaVA's
+    `conversations`. Where a content is text, images stand at `PLACEHOLDER`; line breaks next to it belong to it. Images
+    are one `jpg`, `png` or `webp`, or `0.jpg`, `1.jpg` and so on.
+
+    Raises:
+        BadSample: another layout; a conversation that does not alternate between user and assistant, or ends before the
+            answer; placeholders that are not as many as the images.
+    """
+    if (data := members.get("json")) is None:
+        raise missing("json", members, "json", ("json",))
+    numbers = {name: name.rpartition(".")[0] for name in members if name.rpartition(".")[2] in IMAGE_KEYS}
+    names = sorted((int(number or 0), name) for name, number in numbers.items() if f"0{number}".isdecimal())
+    return read_conversation(json_record(data), len(names)), [members[name] for _, name in names]
+
+
+def read_conversation(record: dict[str, Any], images: int) -> Messages:
+    """Return the messages of a row with that many images; see `read_row`."""
+    turns: list[tuple[Any, list[dict[str, str]]]]
+    if isinstance(record.get("texts"), list):
+        pairs = [pair if isinstance(pair, dict) else {} for pair in record["texts"]]
+        turns = [(role, _parts(pair.get(role))) for pair in pairs for role in ("user", ASSISTANT)]
+        turns = [(role, [part for part in parts if part["type"] == "text"]) for role, parts in turns]
+        for _, parts in turns[:1]:
+            parts[:0] = [{"type": "image"}] * images
+    elif isinstance(record.get("messages"), list):
+        rows = [row if isinstance(row, dict) else {} for row in record["messages"]]
+        turns = [(row.get("role"), _parts(row.get("content"))) for row in rows]
+    else:
+        turns = [(message["role"], _parts(message["content"])) for message in read_messages(record)]
+    roles = [role for role, _ in turns]
+    asked = roles[1:] if roles[:1] == ["system"] else roles
+    if not asked or asked != ["user", ASSISTANT] * (len(asked) // 2):
+        raise BadSample("conversation does not alternate between user and assistant")
+    placed = [role for role, parts in turns for part in parts if part["type"] == "image"]
+    if set(placed) - {"user"}:
+        raise BadSample("image in a message that is not the user's")
+    if len(placed) != images:
+        raise BadSample("image without placeholder" if len(placed) < images else "placeholder without image")
+    return [{"role": role, "content": parts} for role, parts in turns]
+
+
+def _parts(content: Any) -> list[dict[str, str]]:
+    """Return a message's content as parts."""
+    if isinstance(content, str):
+        first, *others = content.split(PLACEHOLDER)
+        texts = [text.strip("\n") for text in (first, *others)] if others else [first]
+        parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+        return [part for part in parts if part.get("text") != ""] or parts
+    if not isinstance(content, list):
+        raise BadSample("a message whose content is not text or parts")
+    parts = []
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind == "text" and isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        elif kind == "image":
+            parts.append({"type": "image"})
+        else:
+            raise BadSample("a part of a message that is not an image or text")
+    return parts
+
+
+class Conversation:
+    """`VisionLanguageBatch`: images and their conversation, whose answers are learned.
+
+    Args:
+        processor: a `LlavaProcessor` of transformers: image processor, tokenizer and chat template.
+        image_tokens: tokens of the model for each image.
+        length: tokens of the longest conversation that is used; longer ones are bad samples.
+
+    Raises:
+        ValueError: the processor has no chat template, or one that cannot be trained with; it is of another model; its
+            images differ in size; or an image has as many tokens as `length` or more.
+    """
+
+    def __init__(self, processor: Any, image_tokens: int, length: int) -> None:
+        if image_tokens >= length:
+            raise ValueError(
+                f"data.length is {length}, and an image alone has {image_tokens} tokens: set it to hold images and text"
+            )
+        self.image_tokens, self.length, self.image_processor = image_tokens, length, processor.image_processor
+        self.placeholder: int = processor.image_token_id
+        theirs, template = processor.tokenizer, processor.chat_template
+        if not isinstance(template, str):
+            raise ValueError("the processor has no chat template: set processor.chat_template, then save it")
+        backend = tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+        self.chat = Chat(Tokenizer(backend, theirs.eos_token), template, "of the processor", theirs.bos_token or "")
+        wide, high = (self.transform(Image.new("RGB", size)) for size in ((64, 32), (32, 64)))
+        if wide.shape != high.shape:
+            raise ValueError(
+                f"the processor's images differ in size, {list(wide.shape)} and {list(high.shape)}: set its size or "
+                "crop_size to a height and a width"
+            )
+        self.image_shape = wide.shape
+        self._start: list[int] = []  # what the processor's tokenizer writes before a text
+        self._check(processor)
+
+    def _check(self, processor: Any) -> None:
+        """Compare the tokens of an example with the processor's."""
+        image: dict[str, Any] = {"type": "image"}
+        text = {"type": "text", "text": "What is it?"}
+        ids = self.chat.check_training([image, text], [text])
+        if (count := ids.count(self.placeholder)) != 1:
+            raise ValueError(f"the chat template writes {count} placeholders for an image: correct it to write one")
+        ids = self._expand(ids)
+        image["image"] = Image.new("RGB", (32, 32))
+        messages = [{"role": "user", "content": [image, text]}, {"role": ASSISTANT, "content": [text]}]
+        theirs = processor.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"][0]
+        if (count := theirs.count(self.placeholder)) != self.image_tokens:
+            raise ValueError(
+                f"the processor writes {count} placeholders for an image, the model has {self.image_tokens} tokens for "
+                "one: use the processor of this model"
+            )
+        start = processor.tokenizer("")["input_ids"]
+        self._start = start if theirs[: len(start)] == start != ids[: len(start)] else []
+        if theirs[: len(self._start) + len(ids)] != self._start + ids:
+            raise ValueError(
+                "the processor's tokens of a conversation are not those of its tokenizer and chat template: use a "
+                "LlavaProcessor"
+            )
+
+    def transform(self, image: Image.Image) -> Tensor:
+        """Return the pixels of an image as the model takes them, float [3, height, width]."""
+        return self.image_processor(image, return_tensors="pt")["pixel_values"][0]
+
+    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation with parts as contents, and whether each is learned.
+
+        They are those of the processor's `apply_chat_template`, up to white space after the last answer.
+
+        Raises:
+            BadSample: it is longer than `length`, or the template fails.
+        """
+        try:
+            ids, learned = self.chat.encode_messages(messages)
+        except BadText as error:
+            raise BadSample(error.reason) from None
+        counts = [self.image_tokens if token == self.placeholder else 1 for token in ids]
+        if len(self._start) + sum(counts) > self.length:
+            raise BadSample(f"conversation longer than {self.length} tokens")
+        expanded = [bit for bit, count in zip(learned, counts, strict=True) for _ in range(count)]
+        return self._start + self._expand(ids), [False] * len(self._start) + expanded
+
+    def _expand(self, ids: list[int]) -> list[int]:
+        """Return the ids with as many placeholders for each image as it has tokens."""
+        return [token for one in ids for token in [one] * (self.image_tokens if one == self.placeholder else 1)]
+
+    def decode(self, members: Members) -> dict[str, Any]:
+        """Decode one sample."""
+        messages, images = read_row(members)
+        ids, learned = self.encode(messages)  # first: it costs little, and a bad one saves the images
+        return {"image": [self.transform(decode_image(data)) for data in images], "tokens": ids, "learned": learned}
+
+    def collate(self, items: list[dict[str, Any]]) -> VisionLanguageBatch:
+        """Join decoded samples into a batch."""
+        images = [image for item in items for image in item["image"]]
+        tokens = [torch.tensor(item["tokens"]) for item in items]
+        return {
+            "image": torch.stack(images) if images else torch.empty(0, *self.image_shape),
+            "tokens": pad_sequence(tokens, batch_first=True),
+            "lengths": torch.tensor([len(row) for row in tokens]),
+            "learned": pad_sequence([torch.tensor(item["learned"]) for item in items], batch_first=True),
+        }
+
+
+class VisionLanguageData(LoaderData):
+    """Conversations about images for a vision-language model; validation sees each of them exactly once.
+
+    Args:
+        train: shards with rows as `read_row` takes them: a directory, tar files, a brace pattern, URLs, or a list.
+        batch_size: conversations of a global batch, over all ranks.
+        length: tokens of the longest conversation, placeholders among them; longer ones are left out and counted.
+        evaluation: shards to validate on.
+        num_workers: processes that read and decode, on each rank.
+        seed: with the epoch, it determines the order of the samples.
+        max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
+        window: shards shuffled together.
+        cache_bytes: room on local disk for remote and compressed shards.
+        eval_batch_size: on each rank; by default a rank's share of `batch_size`.
+        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
+            process is stuck.
+        processor: the model's; None: that of the LightningModule that is trained, as for the next one.
+        image_tokens: tokens per image of the model.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        batch_size: int,
+        length: int,
+        evaluation: str | list[str] | None = None,
+        *,
+        num_workers: int = 2,
+        seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        window: int = 16,
+        cache_bytes: int = 100 * 10**9,
+        eval_batch_size: int | None = None,
+        stall_timeout: float = STALL_TIMEOUT,
+        processor: Any = None,
+        image_tokens: int | None = None,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_bad_fraction=max_bad_fraction,
+            window=window,
+            stall_timeout=stall_timeout,
+        )
+        self.train, self.length, self.evaluation, self.cache_bytes = train, length, evaluation, cache_bytes
+        self.processor, self.image_tokens = processor, image_tokens
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        """How samples are read.
+
+        Raises:
+            ValueError: no processor; see `Conversation`.
+        """
+        processor, image_tokens = self.setting_or_model("processor"), self.setting_or_model("image_tokens")
+        if processor is None or image_tokens is None:
+            raise ValueError(
+                "VisionLanguageData has no processor or no image_tokens: pass the model's, or train a module with both"
+            )
+        return Conversation(processor, image_tokens, self.length)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check the processor, so that a fault in it is known before training."""
+        self.conversation  # noqa: B018  # it is kept
+
+    def train_dataloader(self) -> ShardLoader:
+        """Return the training batches, `VisionLanguageBatch`es."""
+        return self.read_training(self._shards(self.train, "train"), self.conversation)
+
+    def val_dataloader(self) -> EvaluationLoader | list:
+        """Return the evaluation batches, or no loader where there is no evaluation."""
+        if self.evaluation is None:
+            return []
+        return self.read_evaluation(self._shards(self.evaluation, "test"), self.conversation)
+
+    def _shards(self, source: str | list[str], split: str) -> ShardSet:
+        return ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
