@@ -28,6 +28,7 @@ LEAST = {
 """A parameter -> its least value."""
 TASKS = {
     "evaluate": ("diffvision.evaluation.suite", "EVALUATIONS", "GROUPS"),
+    "evaluate-vlm": ("diffvision.evaluation.vision_language.scores", "TASKS"),
     "evaluate-language": ("diffvision.evaluation.language.tasks", "LANGUAGE_EVALUATIONS"),
 }
 """A command -> the module and tables with the names of its tasks."""

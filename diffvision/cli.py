@@ -51,6 +51,11 @@ COMMANDS = {
         "run",
         "perplexity, needles and more of language models",
     ),
+    "evaluate-vlm": Command(
+        "diffvision.evaluation.vision_language.command",
+        "run",
+        "POPE, CHAIR and short answers of vision-language models",
+    ),
     "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
     "export": Command(
         "diffvision.export.command", "export", "a model as its host's folder, torch.export, ONNX or int8"
@@ -83,6 +88,7 @@ TABLES = (
     "evaluate",
     "compare",
     "evaluate-language",
+    "evaluate-vlm",
     "table clip",
     "data check",
     "data stats",
@@ -260,8 +266,10 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
         if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
             raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
         count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))
-        if count > 1 and "list[str]" in str(first.annotation):
-            return [json.dumps(args[:count]), *args[count:]]
+        leading = [json.dumps(args[:count])] if count > 1 and "list[str]" in str(first.annotation) else args[:count]
+        # One that may be left out is an option.
+        option = [f"--{first.name}"] if leading and first.default is not first.empty else []
+        return [*option, *leading, *args[count:]]
     return args
 
 

@@ -28,7 +28,7 @@ def script(tmp_path_factory):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("ev", ["evaluate", "evaluate-language"]),
+        ("ev", ["evaluate", "evaluate-language", "evaluate-vlm"]),
         ("data ch", ["check"]),
         pytest.param("data make digit", ["digits", "digit-scenes"], marks=pytest.mark.lab),
         ("data make digits out --cop", ["--copies"]),

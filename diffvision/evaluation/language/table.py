@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from diffvision import tables
 from diffvision.analysis.figures.language import Results
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, PARTS
 
 
-def show(results: Results, notes: Mapping[str, str] | None = None) -> None:
+def show(results: Results, notes: Mapping[str, str] | None = None, hidden: Collection[str] = ()) -> None:
     """Print the headline numbers (those without a position or length in their names), and the paired differences.
 
     Args:
         results: metrics by model.
         notes: what follows a model's name at the head of its column.
+        hidden: metrics without a row.
     """
     from rich.table import Column, Table
 
     table = Table(Column("metric", no_wrap=True), *(name + (notes or {}).get(name, "") for name in results))
     keys = dict.fromkeys(itertools.chain.from_iterable(results.values()))
     derived = {f"{key}{end}" for key in keys for end in PARTS}
-    headlines = [key for key in keys if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
+    shown = [key for key in keys if key not in hidden]
+    headlines = [key for key in shown if not any(part.replace(".", "", 1).isdecimal() for part in key.split("/"))]
     for key in (key for key in headlines if key not in derived):
         table.add_row(key, *(_cell(metrics, key) for metrics in results.values()))
     paired = Table(Column("difference", no_wrap=True), "model", f"from {next(iter(results))}", "McNemar's p")

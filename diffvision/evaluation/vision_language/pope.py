@@ -51,7 +51,7 @@ def pope(answers: Sequence[str], truth: Sequence[bool], images: Sequence[int]) -
     """Return accuracy, precision, recall, f1 and yes_ratio by each parser, unparsed, and the number of questions.
 
     yes_ratio is the share of yes among the answers; lmms-eval's metric of this name is among the labels. An answer that
-    is neither is wrong; in lmms-eval's recall and F1 it is left out. Precision is NaN if no answer is yes.
+    is neither is wrong; in lmms-eval's recall and F1 it is left out. Without a yes precision is NaN, in lmms-eval 0.
 
     Args:
         answers: what a model wrote, N.
@@ -64,13 +64,14 @@ def pope(answers: Sequence[str], truth: Sequence[bool], images: Sequence[int]) -
         said = [parser(answer) for answer in answers]
         yes, no = (torch.tensor([one is word for one in said]) for word in (True, False))
         hits = yes & right
+        undefined = 0.0 if parser is parse_lmms_eval else math.nan
         missed = right & (no if parser is parse_lmms_eval else ~yes)
         total = 2 * hits.long() + (yes & ~right).long() + missed.long()
         found: Metrics = {
             "accuracy": each(hits | (no & ~right)),
-            "precision": _among(hits, yes),
-            "recall": _among(hits, hits | missed),
-            "f1": PerSample(2.0 * hits, units, weights=total, ratio=True) if total.any() else math.nan,
+            "precision": _among(hits, yes, undefined),
+            "recall": _among(hits, hits | missed, undefined),
+            "f1": PerSample(2.0 * hits, units, weights=total, ratio=True) if total.any() else undefined,
             "yes_ratio": each(yes),
         }
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
@@ -79,6 +80,6 @@ def pope(answers: Sequence[str], truth: Sequence[bool], images: Sequence[int]) -
     return metrics
 
 
-def _among(hits: Tensor, which: Tensor) -> PerSample | float:
-    """Return the share of hits among some of the samples; NaN if there are none."""
-    return PerSample(hits[which], which.nonzero()[:, 0]) if which.any() else math.nan
+def _among(hits: Tensor, which: Tensor, undefined: float) -> PerSample | float:
+    """Return the share of hits among some of the samples, undefined if there are none."""
+    return PerSample(hits[which], which.nonzero()[:, 0]) if which.any() else undefined

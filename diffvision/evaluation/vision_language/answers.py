@@ -1,0 +1,154 @@
+"""Answers to questions about images: generated greedily, or read from the files that other projects wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from diffvision.data.images.decode import decode_image
+from diffvision.data.shards.sample import BadSample
+from diffvision.evaluation.cache import model_digest
+from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.records import Records
+from diffvision.evaluation.vision_language.options import VisionLanguageOptions
+from diffvision.evaluation.vision_language.questions import QuestionSet
+
+Asked = tuple[str, Sequence[Image.Image]]
+"""A question and its images."""
+
+
+@torch.no_grad()
+def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
+    """Return greedy answers to questions in one batch, padded on the left.
+
+    Args:
+        model: an image-text-to-text model of transformers, ours among them.
+        processor: its processor, with a chat template. Images come before the question.
+        asked: questions, each with its images.
+        max_new_tokens: most tokens of an answer.
+
+    Raises:
+        ValueError: no chat template, an image placeholder in a question, or more tokens than the model reads.
+    """
+    if not getattr(processor, "chat_template", None):
+        raise ValueError("the processor has no chat template: put a chat_template.jinja next to the model")
+    marker = getattr(processor, "image_token", None)
+    if marker and (text := next((text for text, _ in asked if marker in text), None)):
+        raise ValueError(f"the question {text[:60]!r} has an {marker}: leave it out, images come before the text")
+    prompts = [
+        [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": text}]}]
+        for text, images in asked
+    ]
+    inputs = processor(
+        text=[processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts],
+        images=[[*images] for _, images in asked if images] or None,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    ).to(model.device, model.dtype)
+    read = inputs["input_ids"].shape[1]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and read + max_new_tokens > limit:
+        raise ValueError(
+            f"a question has {read} tokens, its images' among them, and the model reads {limit}: lower "
+            f"max_new_tokens={max_new_tokens}, or give smaller images"
+        )
+    out = model.generate(
+        **inputs,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=processor.tokenizer.pad_token_id,
+    )
+    return processor.batch_decode(out[:, read:], skip_special_tokens=True)
+
+
+def answer_set(
+    vlm: Any,
+    questions: QuestionSet,
+    options: VisionLanguageOptions,
+    file: Path | None = None,
+    progress: Progress = unseen,
+) -> list[str]:
+    """Return a model's answers to a set; what the file has is not generated again.
+
+    Args:
+        vlm: with `model` and `processor`.
+        questions: the set.
+        options: the prompt, the length of answers and the batch size.
+        file: JSON lines {"question_id", "text"}, appended batch by batch; None for no file.
+        progress: wraps the batches in a progress bar.
+
+    Raises:
+        ValueError: a file of other questions, of another model or of other settings; an image that is none.
+    """
+    about = [vlm.processor.to_json_string(), getattr(vlm.processor, "chat_template", None)]
+    settings = {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, "processor": about}
+    records = Records(file, settings | {"model": model_digest(vlm.model) if file else None})
+    of = questions.fingerprints()
+    ids = [str(row["question_id"]) for row in questions.rows]
+    missing = [n for n, id in enumerate(ids) if records.get(id, of[n]) is None]
+    batches = [missing[start : start + options.batch_size] for start in range(0, len(missing), options.batch_size)]
+    for batch in progress(batches, f"{questions.name}, answers"):
+        rows = [questions.rows[n] for n in batch]
+        asked = [(options.prompt.format(question=row["text"]), _images(questions, row)) for row in rows]
+        texts = generate_answers(vlm.model, vlm.processor, asked, options.max_new_tokens)
+        contents = [{"question_id": row["question_id"], "text": text} for row, text in zip(rows, texts, strict=True)]
+        records.add([(ids[n], of[n], content) for n, content in zip(batch, contents, strict=True)])
+    return [(records.get(id, one) or {})["text"] for id, one in zip(ids, of, strict=True)]
+
+
+def read_answers(path: Path, questions: QuestionSet) -> list[str]:
+    """Return the answers to a set from a file of JSON lines {"question_id", "text" or "answer"}, in the set's order.
+
+    Args:
+        path: the file, or a folder with a file of the set's name.
+        questions: the set.
+
+    Raises:
+        ValueError: a line that is no answer, or answers to other questions than the set's.
+    """
+    if path.is_dir():
+        path = path / f"{questions.name}.jsonl"
+    answers: dict[str, str] = {}
+    of: dict[str, str] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            id = str(row["question_id"])
+            answers[id] = str(row["text"] if "text" in row else row["answer"])
+            of |= {id: row["of"]} if "of" in row else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"line {number} of {path} is no answer ({error!r}): write question_id, and text or answer"
+            ) from error
+    ids = [str(row["question_id"]) for row in questions.rows]
+    if other := sorted({*ids} ^ answers.keys()):
+        raise ValueError(
+            f"{path} has {len(answers)} answers, {questions.path.name} {len(ids)} questions, and {other[0]} is in one "
+            "of them: give the answers to these questions"
+        )
+    if of and [of.get(id) for id in ids] != questions.fingerprints():
+        raise ValueError(f"{path} has answers to other questions or images than {questions.path}: generate them again")
+    return [answers[id] for id in ids]
+
+
+def _images(questions: QuestionSet, row: Any) -> list[Image.Image]:
+    images = []
+    for path in questions.image_paths(row):
+        try:
+            images.append(decode_image(path.read_bytes()))
+        except BadSample as error:
+            raise ValueError(f"{path}: {error}; mend it, or leave its questions out") from error
+    return images

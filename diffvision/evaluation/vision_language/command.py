@@ -1,0 +1,91 @@
+"""`diffvision evaluate-vlm`: vision-language models on POPE, CHAIR and short answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from diffvision.evaluation.vision_language.options import VisionLanguageOptions
+
+
+def run(
+    models: str | list[str] | None = None,
+    *,
+    data: str | list[str],
+    tasks: str | list[str] | None = None,
+    images: str | None = None,
+    answers: str | list[str] | None = None,
+    synonyms: str | None = None,
+    output: str | None = None,
+    device: str = "auto",
+    options: VisionLanguageOptions = VisionLanguageOptions(),  # noqa: B008  frozen
+) -> dict[str, dict[str, float]]:
+    """Ask vision-language models questions about images, and score the answers.
+
+    Args:
+        models: directories of training runs, .ckpt files or folders of vision-language models, or hf:PATH for
+            transformers' (one after the other, or separated by commas), each with LABEL= before it if wanted.
+        data: question files, or folders of them: POPE's, or JSON lines {"question_id", "image", "text"} with a "label"
+            or "objects".
+        tasks: pope, chair, vqa (a list, or separated by commas); by default those that the files are of.
+        images: folder of the images; by default `images` next to the questions, or their own folder.
+        answers: JSON lines {"question_id", "text" or "answer"} that are scored as a model's; or a folder with a file
+            SET.jsonl for each question file.
+        synonyms: CHAIR's synonyms.txt, an object and its synonyms a line; by default the objects.txt of the questions.
+        output: folder for results.json and the answers, from which an evaluation that was ended resumes.
+        device: auto, cpu, cuda, cuda:1, ...
+        options: how questions are asked.
+
+    Raises:
+        ValueError: neither models nor answers, two with one label, and what reading, generating and scoring raise.
+    """
+    from diffvision.evaluation.distributed import resolve_device
+    from diffvision.evaluation.intervals import differences, with_intervals
+    from diffvision.evaluation.language.table import show
+    from diffvision.evaluation.output import bar, check_folder, split_names, write_json
+    from diffvision.evaluation.samples import Metrics
+    from diffvision.evaluation.vision_language.answers import answer_set, read_answers
+    from diffvision.evaluation.vision_language.questions import read_sets
+    from diffvision.evaluation.vision_language.scores import about_set, mean_of_sets, repeated, score
+    from diffvision.opening import check_spec, labelled
+    from diffvision.tables import plain
+
+    specs = [labelled(spec) for spec in split_names(models or [])]
+    files = [labelled(spec) for spec in split_names(answers or [])]
+    labels = [label for label, _ in specs + files]
+    if not labels:
+        raise ValueError("no model to ask: give a model, or the --answers of one")
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(f"two models are named {twice!r}: write LABEL=MODEL to distinguish them")
+    if output is not None:
+        check_folder(output)
+    sets = read_sets(split_names(data), images, tasks and split_names(tasks), has_images=bool(specs))
+    for _, spec in specs:
+        check_spec(spec)
+    written = {label: [read_answers(Path(path), one) for one in sets] for label, path in files}
+    about = [about_set(one) for one in sets]
+    for one in about:
+        print(f"{one['set']}: {one['task']}, {one['questions']}", file=sys.stderr)
+    results: dict[str, dict[str, float]] = {}
+    first: Metrics = {}
+    for label, spec in [*specs, *files]:
+        texts = written.get(label)
+        if texts is None:
+            from diffvision.opening.vision_language import open_vlm
+
+            vlm = open_vlm(spec)
+            vlm.model.to(resolve_device(device)).eval()
+            folder = None if output is None else Path(output) / "answers" / label
+            texts = [answer_set(vlm, one, options, folder and folder / f"{one.name}.jsonl", bar) for one in sets]
+        measured = {
+            key: value for pair in zip(sets, texts, strict=True) for key, value in score(*pair, synonyms).items()
+        }
+        measured |= mean_of_sets(sets, measured)
+        results[label] = with_intervals(measured) | differences(first, measured)
+        first = first or measured
+        if output is not None:
+            content = {"models": results, "sets": about, "options": dataclasses.asdict(options)}
+            write_json(Path(output) / "results.json", plain(content))
+    show(results, hidden=repeated(results))
+    return results

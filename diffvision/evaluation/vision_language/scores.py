@@ -1,0 +1,87 @@
+"""The metrics of a question set's answers, by its task."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diffvision.evaluation.records import fingerprint
+from diffvision.evaluation.samples import Metrics, means
+from diffvision.evaluation.vision_language.chair import ObjectNames, chair
+from diffvision.evaluation.vision_language.pope import PARSERS, SIZES, pope
+from diffvision.evaluation.vision_language.questions import OBJECTS, QuestionSet, accepted
+from diffvision.evaluation.vision_language.vqa import vqa
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def _pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
+    numbers: dict[str, int] = {}
+    images = [numbers.setdefault(str(row["image"]), len(numbers)) for row in rows]
+    return pope(answers, [accepted(row)[0].lower() == "yes" for row in rows], images)
+
+
+def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
+    return chair(answers, [row["objects"] for row in rows], names)
+
+
+def _vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
+    return vqa(answers, [accepted(row) for row in rows], [str(row.get("kind", "")) for row in rows])
+
+
+TASKS = {"pope": _pope, "chair": _chair, "vqa": _vqa}
+"""A task -> its metrics."""
+
+
+def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None = None) -> Metrics:
+    """Return the metrics of a set, named SET/METRIC; of questions that are `held_out` also SET/held_out/METRIC.
+
+    Args:
+        questions: the set.
+        answers: to each question.
+        synonyms: for CHAIR, a file of object names as its `synonyms.txt`; None for the set's `objects.txt`, or the
+            objects of its rows.
+    """
+    beside = questions.path.with_name(OBJECTS)
+    known = (name for row in questions.rows for name in row.get("objects", []))
+    has_file = synonyms is not None or beside.is_file()
+    names = ObjectNames.read(synonyms or beside) if has_file else ObjectNames(dict.fromkeys(known))
+    task, rows = TASKS[questions.task], questions.rows
+    results = task(rows, answers, names)
+    held_out = [n for n, row in enumerate(rows) if row.get("held_out")]
+    if 0 < len(held_out) < len(rows):
+        of_these = task([rows[n] for n in held_out], [answers[n] for n in held_out], names)
+        results |= {f"held_out/{name}": value for name, value in of_these.items()}
+    return {f"{questions.name}/{name}": value for name, value in results.items()}
+
+
+def mean_of_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, float]:
+    """Return the means of accuracy and F1 over several sets of POPE; LLaVA-1.5's POPE is the one of `llava/f1`."""
+    names = [one.name for one in sets if one.task == "pope"]
+    keys = [f"{parser}{metric}" for parser in PARSERS for metric in ("accuracy", "f1")]
+    found = means(results)
+    return {f"pope/{key}": statistics.mean(found[f"{name}/{key}"] for name in names) for key in keys if len(names) > 1}
+
+
+def repeated(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the metrics by others' parsers that are equal to ours for every model."""
+    pairs = [
+        (key, key.replace(f"/{parser}", "/"))
+        for key in next(iter(results.values()))
+        for parser in PARSERS
+        if f"/{parser}" in key and parser
+    ]
+    return [key for key, ours in pairs if all(str(one[key]) == str(one[ours]) for one in results.values())]
+
+
+def about_set(questions: QuestionSet) -> dict[str, Any]:
+    """Return what identifies a set: its name, task, size and a digest of its rows."""
+    count = len(questions.rows)
+    size = SIZES.get(count, f"{count:,} questions") if questions.task == "pope" else f"{count:,} questions"
+    return {
+        "set": questions.name,
+        "task": questions.task,
+        "questions": size,
+        "digest": fingerprint([*map(dict, questions.rows)]),
+    }

@@ -1,0 +1,131 @@
+"""Answers: the same one by one and in a batch, resumed from a file, and refused where they are of something else."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from diffvision.evaluation.vision_language import answers as module
+from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, read_answers
+from diffvision.evaluation.vision_language.options import VisionLanguageOptions
+from diffvision.evaluation.vision_language.questions import read_sets
+
+SHORT = VisionLanguageOptions(max_new_tokens=6, batch_size=4)
+
+
+def images(*colours):
+    return [Image.new("RGB", (32, 32), colour) for colour in colours]
+
+
+ASKED = [
+    ("Is there a star?", images("red")),
+    ("Which?", images("blue", "green")),
+    ("Describe the image, please, and at length.", images("white")),
+    ("How many?", []),
+]
+
+
+def set_of(folder, task):
+    return next(one for one in read_sets([str(folder)]) if one.task == task)
+
+
+def greedy(vlm, text, pictures, count):
+    """The likeliest tokens one by one, without cache and padding."""
+    prompt = "USER: " + "<image>\n" * len(pictures) + f"{text} ASSISTANT:"
+    inputs = vlm.processor(text=[prompt], images=pictures or None, return_tensors="pt")
+    tokens, new = inputs["input_ids"], []
+    for _ in range(count):
+        out = vlm.model(input_ids=tokens, pixel_values=inputs.get("pixel_values")).logits[0, -1]
+        new.append(int(out.argmax()))
+        if new[-1] == vlm.model.generation_config.eos_token_id:
+            break
+        tokens = torch.cat([tokens, torch.tensor([[new[-1]]])], dim=1)
+    return vlm.processor.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(vlm):
+    with torch.no_grad():
+        alone = [greedy(vlm, text, pictures, 6) for text, pictures in ASKED]
+    assert generate_answers(vlm.model, vlm.processor, ASKED, 6) == alone
+    assert len({*alone}) > 1
+
+
+def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "generate_answers", lambda *args: seen.extend(args[2]) or ["no"] * len(args[2]))
+    options = VisionLanguageOptions(prompt="{question}\nIn one word.", batch_size=2)
+    answer_set(vlm, set_of(questions, "vqa"), options)
+    assert [text for text, _ in seen] == ["How many?\nIn one word.", "Which?\nIn one word.", "Which?\nIn one word."]
+    assert [len(pictures) for _, pictures in seen] == [1, 1, 2]
+    assert seen[2][1][1].getpixel((0, 0)) == (160, 95, 0)
+
+
+def test_a_killed_run_resumes_and_a_damaged_last_line_is_answered_again(vlm, questions, tmp_path, monkeypatch):
+    asked, whole, file = set_of(questions, "pope"), tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    answers = answer_set(vlm, asked, SHORT, whole)
+    assert [json.loads(line)["text"] for line in whole.read_text().splitlines()] == answers
+    lines, counts = whole.read_bytes().splitlines(keepends=True), []
+    file.write_bytes(b"".join(lines[:5]) + lines[5][:-20])
+    real = module.generate_answers
+    monkeypatch.setattr(module, "generate_answers", lambda *args: counts.append(len(args[2])) or real(*args))
+    assert answer_set(vlm, asked, SHORT, file) == answers
+    assert counts == [4, 3]
+    assert sorted(file.read_text().splitlines()) == sorted(whole.read_text().splitlines())
+
+
+def test_files_of_other_questions_models_or_settings_are_refused(vlm, questions, tmp_path):
+    file, asked = tmp_path / "answers.jsonl", set_of(questions, "vqa")
+    answer_set(vlm, asked, SHORT, file)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="another model or other settings"):
+        answer_set(vlm, asked, VisionLanguageOptions(max_new_tokens=5), file)
+    other = SimpleNamespace(model=torch.nn.Linear(2, 2), processor=vlm.processor)
+    with pytest.raises(ValueError, match="another model or other settings"):
+        answer_set(other, asked, SHORT, file)
+    Image.new("RGB", (40, 32), "red").save(questions / "images" / "0.png")
+    with pytest.raises(ValueError, match="row 'a' of"):
+        answer_set(vlm, set_of(questions, "vqa"), SHORT, file)
+    with pytest.raises(ValueError, match="other questions or images"):
+        read_answers(file, set_of(questions, "vqa"))
+    assert file.read_bytes() == before
+
+
+def test_answers_of_other_projects_are_read_by_question_in_any_order(questions, tmp_path):
+    rows = [{"question_id": "c", "answer": "x"}, {"question_id": "a", "text": "3"}, {"question_id": "b", "text": ""}]
+    (tmp_path / "vqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = set_of(questions, "vqa")
+    assert read_answers(tmp_path / "vqa.jsonl", asked) == read_answers(tmp_path, asked) == ["3", "", "x"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ('{"question_id": "a", "text": "3"}', "vqa.json 3 questions, and b"),
+        ("".join(f'{{"question_id": "{name}", "text": ""}}\n' for name in "abcd"), "4 answers"),
+        ('{"question_id": "a"}', "line 1 of"),
+        ("[]", "line 1 of"),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(questions, tmp_path, lines, named):
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=named):
+        read_answers(tmp_path / "a.jsonl", set_of(questions, "vqa"))
+
+
+def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, questions, tmp_path):
+    (questions / "images" / "2.png").write_bytes(b"no image")
+    asked, file = set_of(questions, "pope"), tmp_path / "answers.jsonl"
+    with pytest.raises(ValueError, match="not a JPEG, PNG or WebP"):
+        answer_set(vlm, asked, SHORT, file)
+    assert len(file.read_text().splitlines()) == 8
+
+
+def test_questions_that_cannot_be_asked(vlm):
+    with pytest.raises(ValueError, match="has an <image>"):
+        generate_answers(vlm.model, vlm.processor, [("<image>\nWhich?", images("red"))], 4)
+    with pytest.raises(ValueError, match="max_new_tokens=120"):
+        generate_answers(vlm.model, vlm.processor, ASKED[:1], 120)
+    with pytest.raises(ValueError, match="chat template"):
+        generate_answers(vlm.model, SimpleNamespace(chat_template=None), ASKED[:1], 4)

@@ -1,0 +1,63 @@
+"""Question files: their tasks and images, and rows that are refused."""
+
+import pytest
+
+from diffvision.evaluation.vision_language.options import VisionLanguageOptions
+from diffvision.evaluation.vision_language.questions import read_sets
+
+
+def test_a_folders_files_are_read_and_know_their_tasks(questions):
+    sets = read_sets([str(questions)])
+    assert {one.name: one.task for one in sets} == {"pope_random": "pope", "captions": "chair", "vqa": "vqa"}
+    assert [len(one.rows) for one in sets] == [2, 12, 3]
+    assert [one.name for one in read_sets([str(questions)], tasks=["vqa", "pope"])] == ["pope_random", "vqa"]
+
+
+def test_images_are_found_next_to_the_questions_or_in_the_folder_that_is_named(questions, tmp_path):
+    file = questions / "vqa.json"
+    (one,) = read_sets([str(file)])
+    assert one.image_paths(one.rows[2]) == [questions / "images" / "1.png", questions / "images" / "2.png"]
+    moved = (questions / "images").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="--images"):
+        read_sets([str(file)])
+    assert read_sets([str(file)], str(moved))[0].images == moved
+    assert read_sets([str(file)], has_images=False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ('{"question_id": 1, "image": "a.png", "label": "yes"}', "line 1 of .*text"),
+        ('{"question_id": 1, "image": "a.png", "text": "?"}', "line 1 of .*label"),
+        ('{"question_id": 1, "image": "a.png", "text": 3, "label": "yes"}', "another kind"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": {}}', "another kind"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\n' * 2, "line 2 of .* again"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\nnonsense', "line 2 of"),
+        ("", "is empty"),
+        (
+            '{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\n'
+            '{"question_id": 2, "image": "a.png", "text": "?", "objects": ["no"]}',
+            "two files",
+        ),
+    ],
+)
+def test_what_is_no_question_is_refused(tmp_path, lines, named):
+    (tmp_path / "q.json").write_text(lines)
+    with pytest.raises(ValueError, match=named):
+        read_sets([str(tmp_path / "q.json")], has_images=False)
+
+
+def test_sets_that_are_missing_or_named_alike_are_refused(questions, tmp_path):
+    with pytest.raises(ValueError, match="no questions of chair"):
+        read_sets([str(questions / "vqa.json")], tasks=["chair"])
+    with pytest.raises(ValueError, match="the name 'vqa'"):
+        read_sets([str(questions / "vqa.json"), str(questions)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no question files"):
+        read_sets([str(tmp_path / "empty")])
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt", "?"), ("max_new_tokens", 0), ("batch_size", 0)])
+def test_options_out_of_range(name, value):
+    with pytest.raises(ValueError, match=name):
+        VisionLanguageOptions(**{name: value})
