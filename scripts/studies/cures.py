@@ -3,6 +3,7 @@
     python scripts/studies/clip.py data --source data/emoji --data runs/clip/data.pt
     python scripts/studies/cures.py repeat --data runs/clip/data.pt    # clip.py's plain and V2 again: equal? any sinks?
     python scripts/studies/cures.py run --data runs/clip/data.pt --hours 3    # again until all runs are done
+    python scripts/studies/cures.py segment --data runs/clip/data.pt --source /usr/share/datasets/fashion-mnist
     python scripts/studies/cures.py report
 
 Factors: a sigmoid gate by channel in both towers (arXiv 2505.06708), four register tokens in the image tower (arXiv
@@ -25,28 +26,51 @@ Each run is one JSON in a folder of its kind of processor. Repeated runs are equ
 cells are compared within a folder. Plain's and V2's runs of `clip.py` are reused where the repeated ones are equal;
 elsewhere they are trained again at the same learning rates. Weights are left in the folder `--models`, for measurements
 to come.
+
+`segment` is such a measurement, and secondary: does the class token's map of the last layer lie on the objects? It
+takes `SCENES` scenes of fashion-scenes' test garments, whose masks are known, and as many of the map's highest patches
+as cover the mask's area. Models of emoji never saw such pictures: this says where they look on strange ones, and not
+how well a model that was trained on such pictures would segment them.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import clip
 from clip import PRIMARY, Data
 from diffvision.analysis.capture import Call, captured
-from grid import Grid, Numbers, Run, contrasts, processor, processor_folder
+from diffvision.data.made.fashion import load_splits
+from diffvision.lab.datasets.fashion_scenes import Scenes
+from grid import Grid, Numbers, Run, contrasts, processor, processor_folder, spread
 from small_clip import SmallClip, Towers
 
 FACTORS = ("gate", "registers", "difference")
 SINK = 0.3  # share of the queries' attention that makes a token a sink, as in arXiv 2410.10781
 OUTLIER = 3.0  # times the median norm
+SCENES = 500  # of one to three garments
+SINKS = {  # what `report` prints of `sinks`, and which of the layers' values
+    "largest": max,
+    "largest of a head": max,
+    "sinks": max,
+    "prefix": max,
+    "value norm": statistics.mean,
+    "row sum": statistics.mean,
+    "text, first token": max,
+    "norm": max,
+    "outliers": max,
+}
 
 
 def towers(cell: tuple[bool, ...]) -> Towers:
@@ -102,6 +126,10 @@ class Cells(Grid):
         theirs = clip.GRID.numbers(run)
         assert theirs is not None
         return run, super().numbers(run), theirs
+
+    def fresh(self, family: str) -> list[Run]:
+        """Return a cell's runs with fresh seeds."""
+        return [Run(family, self.chosen(family) or 0, seed) for seed in self.seeds]
 
     def repeats_clip(self) -> bool:
         """Return whether the repeated runs of plain and V2 are there and equal those of `clip.py`."""
@@ -217,6 +245,82 @@ def repeat(data: Data, results: Path, models: Path) -> None:
         print(json.dumps(ours["sinks"]), flush=True)
 
 
+# ---- segmentation --------------------------------------------------------------------------------------------------
+
+
+def class_rows(visual: Any, images: Tensor) -> Tensor:
+    """Return the last layer's map of the class token over the patches [N, patches], the mean over heads.
+
+    It is the map that weights the values: in V2 a difference, with entries below zero. Gates are not in it.
+
+    Args:
+        visual: the image tower.
+        images: as it takes them.
+    """
+    calls: list[Call] = []
+    with torch.no_grad(), captured(visual.trunk, calls.append):
+        visual(images)
+    return calls[-1].scores().applied()[:, :, 0, visual.trunk.num_prefix_tokens :].mean(1)
+
+
+def overlaps(scores: Tensor, masks: Tensor) -> Tensor:
+    """Return the intersection over union [N] of each mask with the highest patches, as many as have its area.
+
+    Args:
+        scores: of patches in rows [N, patches].
+        masks: of square images [N, h, w].
+    """
+    side = math.isqrt(scores.shape[1])
+    patch = masks.shape[1] // side
+    ranks = scores.argsort(dim=1, descending=True).argsort(dim=1)
+    count = (masks.sum((1, 2)) / patch**2).round().clamp(min=1)
+    chosen = F.interpolate((ranks < count[:, None]).float().view(-1, 1, side, side), scale_factor=patch)[:, 0] > 0
+    return (chosen & masks).sum((1, 2)) / (chosen | masks).sum((1, 2))
+
+
+def scenes(source: Path, count: int) -> tuple[Tensor, Tensor]:
+    """Return uint8 images [N, 3, 64, 64] of fashion-scenes' test garments, and their masks [N, 64, 64]."""
+    images, masks = zip(*Scenes(load_splits(source)["test"], [0, 33]).masked(count), strict=True)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), torch.from_numpy(np.stack(masks))
+
+
+def segment(weights: Sequence[Path], source: Path, data: Path, results: Path, count: int = SCENES) -> None:
+    """Write the mean overlap of every saved run with the masks of scenes to segmentation.json; a run is done once.
+
+    `chance` is that of random patches, the mean of 100 draws for each scene, and `best` that of the patches which the
+    masks cover most.
+    """
+    file = results / "segmentation.json"
+    images, masks = scenes(source, count)
+    content = torch.load(data, weights_only=True, mmap=True)
+    normalised = (images.float() / 255 - content["mean"]) / content["std"]
+    generator = torch.Generator().manual_seed(0)
+    patches = (images.shape[-1] // clip.PATCH) ** 2
+    draws = [overlaps(torch.rand(count, patches, generator=generator), masks).mean() for _ in range(100)]
+    best = overlaps(F.avg_pool2d(masks.float(), clip.PATCH).flatten(1), masks).mean()
+    found: dict[str, Any] = {"scenes": count, "chance": round(float(torch.stack(draws).mean()), 4)}
+    found |= {"best": round(float(best), 4), "runs": {}}
+    if file.is_file() and (before := json.loads(file.read_text())) | {"runs": {}} == found:
+        found = before
+    for path in weights:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        if found["runs"].get(path.stem, {}).get("weights") == digest:
+            continue
+        cells = [name for name in FAMILIES if path.stem.startswith(Run(name, 0, 0).name.removesuffix("0-0"))]
+        if not cells:
+            raise SystemExit(f"{path} is a run of no cell: give a folder of this study's weights")
+        visual = FAMILIES[cells[0]].create(clip.SIZE, clip.PATCH).visual.eval()
+        state = torch.load(path, weights_only=True)
+        visual.load_state_dict({key[7:]: value for key, value in state.items() if key.startswith("visual.")})
+        overlap = overlaps(class_rows(visual, normalised), masks).mean()
+        found["runs"][path.stem] = {"IoU": round(float(overlap), 4), "weights": digest}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".part")
+        partial.write_text(json.dumps(found, indent=1) + "\n")
+        partial.rename(file)
+        print(f"{path.stem} {found['runs'][path.stem]['IoU']} (chance {found['chance']})", flush=True)
+
+
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
@@ -236,24 +340,44 @@ def report(results: Path) -> None:
     print("| contrast, points of image R@1 | |\n|---|---|")
     for name, one in contrasts({CELLS[name]: grid.by_seed(name, PRIMARY[0]) for name in cells}, FACTORS).items():
         print(f"| {name} | {one.text(2)} |")
-    print("\n| cell | learning rate | parameters | FLOPs | largest share | sinks | norm |\n|---|" + 6 * "---:|")
+    print("\n| cell | learning rate | parameters | FLOPs |\n|---|---:|---:|---:|")
     for name in cells:
-        rate = grid.chosen(name) or 0
-        runs = [numbers for seed in grid.seeds if (numbers := grid.numbers(Run(name, rate, seed)))]
+        numbers = grid.numbers(grid.fresh(name)[0])
+        assert numbers is not None
+        print(f"| {name} | {grid.chosen(name):g} | {numbers['parameters']:,} | {numbers['FLOPs']:,} |")
+    print()
+    print_sinks(grid)
+    if (file := results / "segmentation.json").is_file():
+        print()
+        print_segmentation(grid, json.loads(file.read_text()))
+
+
+def print_sinks(grid: Cells) -> None:
+    """Print what `sinks` measured in the runs of each cell, by the layer that `SINKS` says."""
+    print(f"| cell | runs | {' | '.join(SINKS)} |\n|---|---:|" + len(SINKS) * "---:|")
+    for name in grid.families:
+        runs = [numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))]
         found = [one["sinks"] for one in runs if "sinks" in one]
-        means = (
-            [statistics.mean(max(one[key]) for one in found) for key in ("largest", "sinks", "norm")] if found else []
-        )
-        shown = " | ".join(f"{mean:.2f}" for mean in means) or " | | "
-        print(f"| {name} | {rate:g} | {runs[0]['parameters']:,} | {runs[0]['FLOPs']:,} | {shown} |")
+        shown = " | ".join(spread([of(one[key]) for one in found], 3) for key, of in SINKS.items())
+        print(f"| {name} | {len(found)} | {shown} |")
+
+
+def print_segmentation(grid: Cells, found: Numbers) -> None:
+    """Print the overlap of each cell's maps with the masks of scenes."""
+    limits = f"chance {100 * found['chance']:.1f}, best {100 * found['best']:.1f}"
+    print(f"| cell | runs | IoU, % ({limits}) |\n|---|---:|---:|")
+    for name in grid.families:
+        runs = [found["runs"][run.name] for run in grid.fresh(name) if run.name in found["runs"]]
+        print(f"| {name} | {len(runs)} | {spread([100 * one['IoU'] for one in runs])} |")
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["repeat", "run", "report"])
+    parser.add_argument("what", choices=["repeat", "run", "segment", "report"])
     parser.add_argument("--data", type=Path, default=Path("runs", "clip", "data.pt"))
     parser.add_argument("--models", type=Path, default=Path("runs", "cures"), help="the folder of weights")
+    parser.add_argument("--source", type=Path, help="with segment: Fashion-MNIST, as `data make fashion` takes it")
     parser.add_argument("--hours", type=float, default=math.inf, help="start no run after so many")
     parser.add_argument("--processor", help="the folder of a kind of processor's runs; by default this machine's")
     parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
@@ -261,6 +385,12 @@ def main() -> None:
     results = clip.GRID.results.with_name("cures") / (options.processor or processor_folder())
     if options.what == "report":
         report(results)
+        return
+    if options.what == "segment":
+        weights = sorted(options.models.glob("*.pt"))
+        if options.source is None or not weights:
+            parser.error(f"segment needs --source, and weights in --models: {options.models} has {len(weights)}")
+        segment(weights, options.source, options.data, results)
         return
     data = Data(options.data)
     if options.what == "repeat":

@@ -1,13 +1,16 @@
 """Studies on a few samples: a run has all its numbers, and a report calls nothing better that it cannot."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fashion_files import write_miniature
 
 import arithmetic
 import cache_pruning
@@ -24,8 +27,11 @@ import vision
 from common_mode import COLOURS, FACTORS, Data
 from diffvision.lab.datasets.arithmetic import make_arithmetic
 from diffvision.nn import ATTENTION
-from grid import Difference, Grid, Run, best_rate, holm
+from grid import Difference, Grid, Run, best_rate, contrasts, holm
 
+_SPEC = importlib.util.spec_from_file_location("cures", Path(clip.__file__).with_name("cures.py"))
+cures = importlib.util.module_from_spec(_SPEC)  # a benchmark and a picture have the same name
+_SPEC.loader.exec_module(cures)
 CONTROLS = {name: ATTENTION.pop(name) for name in ("v1_without_difference", "v1_free", "v1_without_factor")}
 
 
@@ -536,3 +542,123 @@ def test_models_of_several_seeds(tmp_path, capsys):
     file.write_text(json.dumps({"models": {"plain-0": {"a": 1.0}}}))
     with pytest.raises(SystemExit, match="two or more of each NAME"):
         seeds.main([str(file), "a"])
+
+
+# ---- cures ---------------------------------------------------------------------------------------------------------
+
+
+def test_contrasts_are_the_effects_of_a_factorial():
+    """With a gate 3 more, with a difference 2 less, with both 1.5 more; the gate's effect differs by seed."""
+    values = {
+        (gate, registers, difference): {
+            seed: 10 * seed + (3 + 0.1 * (seed - 3)) * gate - 2 * difference + 1.5 * gate * difference
+            for seed in range(1, 6)
+        }
+        for gate, registers, difference in cures.CELLS.values()
+    }
+    found = contrasts(values, cures.FACTORS)
+    expected = {
+        "gate": 3 + 1.5 / 2,
+        "registers": 0,
+        "difference": -2 + 1.5 / 2,
+        "gate x registers": 0,
+        "gate x difference": 1.5,
+        "registers x difference": 0,
+    }
+    assert {name: one.mean for name, one in found.items()} == pytest.approx(expected, abs=1e-9)
+    assert " higher (p " in str(found["gate"])
+    # Half of the interval: t of 4 degrees of freedom times the standard error of 0.1 x (-2, ..., 2).
+    assert found["gate"].width == pytest.approx(2.776 * 0.1 * math.sqrt(2.5 / 5), rel=1e-3)
+    without = {cell: of for cell, of in values.items() if not cell[1]}
+    assert contrasts(without, cures.FACTORS).keys() == {"gate", "difference", "gate x difference"}
+
+
+def test_the_cells_of_cures_have_equal_parameters():
+    models = {family: cures.FAMILIES[family].create(clip.SIZE, clip.PATCH) for family in cures.CELLS}
+    table = 3_917 * 64  # of the tokens that occur in the study's captions
+    sizes, own = {}, {}
+    for family, model in models.items():
+        counts = {name: p.numel() for name, p in model.named_parameters() if "token_emb" not in name}
+        registers = sum(number for name, number in counts.items() if "reg_token" in name)
+        sizes[family] = sum(counts.values()) + table
+        own[family] = sizes[family] - registers
+        gate, has_registers, difference = cures.CELLS[family]
+        assert registers == 4 * 64 * has_registers
+        variants = {layer.variant for layer in model.modules() if hasattr(layer, "variant")}
+        assert variants == {("standard", "v2", "gated", "v2_gated")[2 * gate + difference]}
+    assert max(own.values()) < 1.005 * min(own.values())
+    recorded = [json.loads(path.read_text()) for path in clip.GRID.results.with_name("cures").glob("*/*-*.json")]
+    assert recorded
+    assert all(sizes[one["family"]] == one["parameters"] for one in recorded)
+
+
+def test_overlaps_with_masks():
+    masks = torch.zeros(3, 16, 16, dtype=torch.bool)
+    masks[:, :8, 4:12] = True  # four patches of 4, in the first two rows
+    scores = torch.zeros(3, 4, 4)
+    scores[0, :2, 1:3] = 1
+    scores[1, 2:, 1:3] = 1
+    scores[2, :2, :2] = 1
+    assert cures.overlaps(scores.flatten(1), masks).tolist() == pytest.approx([1, 0, 2 / 6])
+
+
+def test_maps_are_compared_with_masks_once_a_run(tmp_path, capsys):
+    source, models, data = write_miniature(tmp_path / "fashion"), tmp_path / "models", tmp_path / "data.pt"
+    torch.save({"mean": 0.5, "std": 0.3}, data)
+    models.mkdir()
+    for family, rate in (("gate", 0.002), ("gate, registers, V2", 5e-4)):
+        model = cures.FAMILIES[family].create(clip.SIZE, clip.PATCH)
+        torch.save(model.state_dict(), models / f"{Run(family, rate, 1).name}.pt")
+    weights = sorted(models.glob("*.pt"))
+
+    def run():
+        cures.segment(weights, source, data, tmp_path / "results", count=8)
+        return capsys.readouterr().out
+
+    assert [line.split()[0] for line in run().splitlines()] == [path.stem for path in weights]
+    found = json.loads((tmp_path / "results" / "segmentation.json").read_text())
+    assert 0 < found["chance"] < found["best"] < 1
+    assert all(0 <= one["IoU"] <= found["best"] for one in found["runs"].values())
+    assert run() == ""
+    state = torch.load(weights[1])
+    torch.save({name: 1.1 * value for name, value in state.items()}, weights[1])  # trained again
+    assert run().startswith("gate-0.002-1 ")
+    images, masks = cures.scenes(source, 8)
+    assert images.shape == (8, 3, 64, 64)
+    assert all(0.05 < share < 0.6 for share in masks.float().mean((1, 2)))
+    rows = cures.class_rows(model.visual, images.float() / 255)
+    assert rows.shape == (8, 64)  # patches alone, without four registers
+    with pytest.raises(SystemExit, match="is a run of no cell"):
+        cures.segment([data], source, data, tmp_path / "others", count=8)
+
+
+def test_the_report_of_cures_has_sinks_and_masks_by_cell(tmp_path, capsys):
+    cells = cures.grid_of(cures.WITHOUT_REGISTERS, tmp_path)
+    metrics = dict.fromkeys([*clip.PRIMARY, *clip.SECONDARY], 0.25)
+
+    def write(run):
+        layers = {name: [0.125, 0.5, 0.25, 0.125] for name in cures.SINKS}
+        numbers = {"diverged": "", "seconds": 9, "parameters": 1000, "FLOPs": 2000, "sinks": layers, "processor": "a"}
+        numbers |= {
+            "validation": metrics,
+            "test": metrics | {"image R@1": 0.25 + 0.01 * run.seed * (run.family != "V2")},
+        }
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
+
+    for runs in (cells.tuning, cells.confirming):
+        for run in runs():
+            write(run)
+    overlap = {run.name: {"IoU": 0.25 + 0.01 * run.seed} for run in cells.fresh("gate")}
+    content = {"scenes": 8, "chance": 0.08, "best": 0.6, "runs": overlap}
+    (tmp_path / "segmentation.json").write_text(json.dumps(content))
+    cures.report(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "| gate, V2 | 5 | "
+        + " | ".join(f"{0.25 if name in ('value norm', 'row sum') else 0.5:.3f} ± 0.000" for name in cures.SINKS)
+        + " |"
+        in lines
+    )
+    assert "| cell | runs | IoU, % (chance 8.0, best 60.0) |" in lines
+    assert "| gate | 5 | 28.0 ± 1.6 |" in lines
+    assert "| plain | 0 |  |" in lines

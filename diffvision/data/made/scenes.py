@@ -159,11 +159,20 @@ def compose(drawings: Drawings, numbers: Sequence[int], rng: np.random.Generator
 
 def draw_scene(scene: Scene, drawings: Drawings, rng: np.random.Generator) -> bytes:
     """Return a PNG [64, 64]: the drawings over a background with strokes and dots."""
+    return png(render_scene(scene, drawings, rng)[0])
+
+
+def render_scene(scene: Scene, drawings: Drawings, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pixels of a scene [64, 64, 3], 0 to 255, and the opacity of its drawings over the background [64, 64].
+
+    The arguments are those of `draw_scene`, which draws the same picture.
+    """
     if scene.background:
         ground = shade(BACKGROUNDS[scene.background], rng)
     else:
         ground = np.full(3, rng.integers(40, 216))
     canvas = np.asarray(_draw_clutter(ground, rng), dtype=np.float32).copy()
+    seen_through = np.ones(canvas.shape[:2], dtype=np.float32)
     for which, colour, (x, y) in zip(scene.drawings, scene.colours, scene.layout.centres, strict=True):
         side = drawings.side(scene.layout.room, rng)
         left, top = (int(c - side // 2 + rng.integers(-2, 3)) for c in (x, y))
@@ -171,7 +180,8 @@ def draw_scene(scene: Scene, drawings: Drawings, rng: np.random.Generator) -> by
         opacity, lightness = drawings.ink(which, side)
         under = canvas[top : top + side, left : left + side]
         under += (shade(COLOURS[colour], rng) * lightness[:, :, None] - under) * opacity[:, :, None]
-    return png(canvas)
+        seen_through[top : top + side, left : left + side] *= 1 - opacity
+    return canvas, 1 - seen_through
 
 
 def _draw_clutter(ground: np.ndarray, rng: np.random.Generator) -> Image.Image:

@@ -16,7 +16,7 @@ import numpy as np
 
 from diffvision.data.made.drawings import with_article
 from diffvision.data.made.fashion import LICENCE, ORIGIN, WORDS, Garments, load_splits
-from diffvision.data.made.scenes import BACKGROUNDS, BY_NUMBER, COLOURS, Scene, compose, draw_scene, key
+from diffvision.data.made.scenes import BACKGROUNDS, BY_NUMBER, COLOURS, Scene, compose, draw_scene, key, render_scene
 from diffvision.data.shards.writer import (
     Sample,
     refuse_existing,
@@ -41,7 +41,7 @@ BACKGROUND_TEMPLATES = tuple(f"a picture with {with_article(word)}, on a {{c}} b
 _GROUP_FRACTION = 0.2  # share of training scenes whose garments are all of one kind and colour
 _NUMBERS = {2: "two", 3: "three"}
 _PLURALS = {"dress": "dresses"}
-_STREAMS = ("train", "zero_shot", "retrieval", "retrieval-colour", "composition", "pairs", "objects")
+_STREAMS = ("train", "zero_shot", "retrieval", "retrieval-colour", "composition", "pairs", "objects", "masks")
 
 Rng = np.random.Generator
 
@@ -214,6 +214,13 @@ class Scenes:
             scene = self._scene(rng, (1, 2, 3))
             absent = rng.permutation([word for word in WORDS if word not in scene.kinds])[: len(scene.kinds)]
             yield self._sample(index, scene, rng, {"present": list(scene.kinds), "absent": absent.tolist()})
+
+    def masked(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield uint8 pixels [64, 64, 3] of scenes, and which of them are a garment's [64, 64]; no folder has these."""
+        for index in range(count):
+            rng = self._rng("masks", index)
+            canvas, opacity = render_scene(self._scene(rng, (1, 2, 3)), self.garments, rng)
+            yield np.rint(canvas.clip(0, 255)).astype(np.uint8), opacity >= 0.5
 
     def _rng(self, folder: str, index: int | None = None) -> Rng:
         return np.random.default_rng([*self.seed, _STREAMS.index(folder), *([] if index is None else [index])])

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 import webdataset
 from fashion_files import write_miniature
 from PIL import Image
@@ -210,3 +211,19 @@ def test_shards_are_not_overwritten_and_no_scenes_are_refused(made, source, tmp_
     assert (made / "about.json").read_text() == before
     with pytest.raises(ValueError, match="scenes is 0"):
         make_fashion_scenes(tmp_path / "c", source, scenes=0)
+
+
+def test_masks_are_of_the_garments_in_their_pictures(source):
+    made = fashion_scenes.Scenes(load_splits(source)["test"], [0, 33])
+    shown = list(made.masked(12))
+    for index, (pixels, mask) in enumerate(shown):
+        rng = made._rng("masks", index)
+        scene, state = made._scene(rng, (1, 2, 3)), rng.bit_generator.state
+        drawn, rng.bit_generator.state = decode_image(draw_scene(scene, made.garments, rng)), state
+        empty = np.asarray(decode_image(draw_scene(scene.emptied(), made.garments, rng)))
+        assert np.array_equal(pixels, np.asarray(drawn))
+        changed = (np.asarray(drawn) != empty).any(axis=2)
+        assert changed[mask].all()
+        near = torch.nn.functional.max_pool2d(torch.from_numpy(mask)[None].float(), 3, 1, padding=1)[0].bool().numpy()
+        assert not changed[~near].any()  # edges are seen through
+    assert len({pixels.tobytes() for pixels, _ in shown}) == 12
