@@ -25,6 +25,8 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
+from diffvision.data.conversations import conversation_key, read_row
+from diffvision.data.images.decode import decode_image
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
@@ -40,7 +42,7 @@ from diffvision.data.images.samples import (
 from diffvision.data.shards.downloads import Downloads, read_downloads
 from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
 from diffvision.data.shards.reader import ShardReader
-from diffvision.data.shards.sample import BadSample, SampleKind
+from diffvision.data.shards.sample import BadSample, Members, SampleKind
 from diffvision.data.shards.sidecars import read_note, stamp, write_note
 from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
@@ -117,6 +119,8 @@ class Keys:
         if (folder := _evaluation(directory)) is not None:
             return _Reading(folder.task, folder.kind(_no_tensor))
         first = samples.first()
+        if any(map(conversation_key, first)):
+            return _Reading("conversations", cast(Any, _Conversations()))
         if any(map(label_key, first)) and not any(map(caption_key, first)):
             return replace(self, label_key=find_label_key(samples))._reading()
         return replace(self, caption_key=find_caption_key(samples))._reading()
@@ -150,6 +154,13 @@ class _Reading:
             for document in self.text.documents(reader.read(row)):
                 if isinstance(document, BadSample):
                     raise document
+
+
+class _Conversations:
+    """Reads conversations and their images, without the tokens of any model."""
+
+    def decode(self, members: Members) -> list[Image]:
+        return [decode_image(data) for data in read_row(members)[1]]
 
 
 @dataclass(frozen=True)

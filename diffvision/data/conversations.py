@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from diffvision.data.batches import VisionLanguageBatch
 from diffvision.data.images.decode import decode_image, json_record
-from diffvision.data.images.samples import IMAGE_KEYS, missing
+from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.sample import BadSample, Members
@@ -28,6 +28,11 @@ from diffvision.data.trainer import LoaderData
 
 PLACEHOLDER = "<image>"
 """Where an image stands in LLaVA's conversations."""
+
+
+def conversation_key(members: Members) -> str | None:
+    """Return the field of a sample's JSON with a conversation, as a key; else None."""
+    return json_key(members, ("texts", "messages", "conversations"), lambda value: isinstance(value, list))
 
 
 def read_row(members: Members) -> tuple[Messages, list[bytes]]:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from diffvision.data import ShardSet
 from diffvision.data.check import Keys, check_shards
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.make import check, stats, write_manifest
-from diffvision.data.shards.writer import write_evaluation_split, write_tar
+from diffvision.data.shards.writer import write_evaluation_split, write_shards, write_tar
 from diffvision.data.stats import shard_stats
 from tests.data.conftest import Corpus
 
@@ -101,6 +102,20 @@ def test_samples_are_decoded_and_counted_by_reason(corpus, tmp_path):
     }
     with pytest.raises(ValueError, match="caption_key and label_key belong"):
         Keys(caption_key="txt", label_key="cls")
+
+
+def test_conversations_are_read_with_their_images(tmp_path):
+    def row(image, question):
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "yes"}]
+        return {"png": image, "json": json.dumps({"conversations": turns})}
+
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(data, "PNG")
+    rows = [row(data.getvalue(), "<image>?"), row(data.getvalue(), "?"), row(b"GIF89a", "<image>?")]
+    write_shards(tmp_path, [{"__key__": str(number), **one} for number, one in enumerate(rows)])
+    (result,) = check_shards(str(tmp_path), num_workers=1)
+    assert (result.read, result.good) == ("conversations", 1)
+    assert result.bad == {"image without placeholder": 1, "not a JPEG, PNG or WebP image": 1}
 
 
 def test_elongated_images_are_bad_here_as_in_training(corpus, tmp_path):

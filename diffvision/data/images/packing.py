@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -87,7 +87,7 @@ def pack(
         ValueError: no images, or none that can be used; the directory has shards.
     """
     directory = Path(directory)
-    total = _pack_as(images, directory, "{:06d}.tar", per_shard, num_workers, shuffle)
+    total = pack_as(images, directory, "{:06d}.tar", per_shard, num_workers, shuffle)
     if images.classnames:
         write_lines(directory / "classnames.txt", images.classnames)
     return total
@@ -183,22 +183,54 @@ def pack_split(
     images: ImageCollection, target: Path, per_shard: int = 10_000, num_workers: int = 2, **texts: Sequence[str]
 ) -> Packed:
     """Pack images as one split of an evaluation folder, whose texts are those of `write_evaluation_texts`."""
-    packed = _pack_as(images, target, "{}.tar", per_shard, num_workers, shuffle=False)
+    packed = pack_as(images, target, "{}.tar", per_shard, num_workers, shuffle=False)
     write_evaluation_texts(target, **texts)
     return packed
 
 
-def _pack_as(
-    images: ImageCollection, directory: Path, pattern: str, per_shard: int, num_workers: int, shuffle: bool
+def _members(images: ImageCollection, row: int) -> dict[str, bytes]:
+    """Return the image and the texts of a sample; raise BadSample where one cannot be used."""
+    texts = images.texts(row)
+    if images.captions is not None:
+        _check_captions(texts)
+    image = images.read(row)
+    return {image_suffix(image): image, **texts}
+
+
+def image_suffix(data: bytes) -> str:
+    """Return the suffix of an image, all of which is decoded as in training; raise BadSample where it cannot be."""
+    suffix = SUFFIXES[open_image(data).format or ""]
+    decode_image(data)  # a truncated file can still be opened
+    return suffix
+
+
+def pack_as(
+    images: Any,
+    directory: Path,
+    pattern: str,
+    per_shard: int,
+    num_workers: int,
+    shuffle: bool,
+    members: Callable[[Any, int], dict[str, bytes]] = _members,
 ) -> Packed:
-    """Write the usable images of a collection to shards, with a manifest; shards without a usable image are removed."""
+    """Write the usable images of a collection to shards, with a manifest; shards without a usable image are removed.
+
+    Args:
+        images: an `ImageCollection`, or what `members` takes that has a length, `source` and `names`.
+        directory: to write.
+        pattern: of the shards' names.
+        per_shard: samples in each shard.
+        num_workers: processes that read and check images.
+        shuffle: write in random order.
+        members: returns a sample's members besides its key; it raises BadSample where they cannot be used.
+    """
     refuse_existing(directory)
     check_per_shard(per_shard)
     if not len(images):
         raise ValueError(f"no images in {images.source}: give a folder, table or archive with images")
     begin_manifest(directory)
     rows = np.random.default_rng(0).permutation(len(images)) if shuffle else np.arange(len(images))
-    shards = _Shards(images, rows, directory, pattern, per_shard)
+    shards = _Shards(images, rows, directory, pattern, per_shard, members)
     total = shards.write(num_workers)
     targets = [shards.target(number) for number in range(len(shards))]
     if not total.samples:
@@ -218,10 +250,10 @@ class _Shards(Dataset):
     """The number of a shard -> what became of its images, once the shard is written."""
 
     def __init__(
-        self, images: ImageCollection, rows: np.ndarray, directory: Path, pattern: str, per_shard: int
+        self, images: Any, rows: np.ndarray, directory: Path, pattern: str, per_shard: int, members: Callable
     ) -> None:
         self.images, self.rows, self.directory = images, rows, directory
-        self.pattern, self.per_shard = pattern, per_shard
+        self.pattern, self.per_shard, self.members = pattern, per_shard, members
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.per_shard)
@@ -254,20 +286,15 @@ class _Shards(Dataset):
         images, first = self.images, number * self.per_shard
         for key, row in enumerate(self.rows[first : first + self.per_shard].tolist(), start=first):
             try:
-                texts = images.texts(row)
-                if images.captions is not None:
-                    _check_captions(texts)
-                image = images.read(row)
-                suffix = SUFFIXES[open_image(image).format or ""]
-                decode_image(image)  # all of it, as in training: a truncated file can still be opened
+                members = self.members(images, row)
             except BadSample as reason:
                 packed.skipped[str(reason)] += 1
                 packed.examples.setdefault(str(reason), f"{images.source}: {images.names[row]}")
                 continue
             packed.samples += 1
-            packed.several += "json" in texts
+            packed.several += "json" in members
             # Keys are numbers: a path may hold dots, which would end the key, or may not be UTF-8.
-            yield {"__key__": f"{key:09d}", suffix: image, **texts}
+            yield {"__key__": f"{key:09d}", **members}
 
 
 def _check_captions(texts: Mapping[str, bytes]) -> None:

@@ -69,12 +69,12 @@ def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> 
 
 def caption_key(members: Members) -> str | None:
     """Return the key of a sample's caption: its text, else the field of its JSON with a caption's name; else None."""
-    return "txt" if "txt" in members else _json_key(members, CAPTION_NAMES, is_caption)
+    return "txt" if "txt" in members else json_key(members, CAPTION_NAMES, is_caption)
 
 
 def label_key(members: Members) -> str | None:
     """Return the key of a sample's class: `cls`, else the field of its JSON with a label's name; else None."""
-    return "cls" if "cls" in members else _json_key(members, LABEL_NAMES, lambda v: v is not None)
+    return "cls" if "cls" in members else json_key(members, LABEL_NAMES, lambda v: v is not None)
 
 
 def find_caption_key(source: ShardSet | ImageSet) -> str:
@@ -92,7 +92,7 @@ def _most_common(source: ShardSet, key_of: Callable[[Members], str | None]) -> s
     return keys.most_common(1)[0][0] if keys else None
 
 
-def _json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
+def json_key(members: Members, names: Sequence[str], fits: Callable[[Any], bool]) -> str | None:
     """Return the first `json:NAME` whose value fits; None without a readable JSON member."""
     data = members.get("json")
     if data is None or len(data) > MAX_JSON_BYTES:

@@ -16,6 +16,7 @@ MADE = {
     "scenes-vqa": "diffvision.data.made.scenes_vqa:make_scenes_vqa",
     "stdlib": "diffvision.data.made.corpus:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
+    "llava": "diffvision.data.llava:make_llava",
     "evaluation": "diffvision.evaluation.sets:make_evaluation",
     "mmvp": "diffvision.data.published.mmvp:make_mmvp",
     "sugarcrepe": "diffvision.data.published.sugarcrepe:make_sugarcrepe",

@@ -1,0 +1,103 @@
+"""`llava`: LLaVA's JSON (github.com/haotian-liu/LLaVA, docs/Finetune_Custom_Data.md) and its images as shards."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffvision.data.conversations import read_conversation
+from diffvision.data.images.decode import MAX_JSON_BYTES
+from diffvision.data.images.image_set import ImageFiles
+from diffvision.data.images.packing import image_suffix, pack_as
+from diffvision.data.images.tables import check_path
+from diffvision.data.shards.sample import BadSample, BadSource
+from diffvision.progress import track
+
+_BETWEEN = re.compile(r"[\s,\[\]]*")  # records: in a list, or one a line
+
+
+def make_llava(
+    directory: str | Path,
+    source: str | Path,
+    images: str | Path,
+    max_bad_fraction: float = 0.01,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+) -> str:
+    """Write LLaVA's conversations about images as training shards, in random order.
+
+    Args:
+        directory: the folder to write; it must have no shards yet.
+        source: the .json or .jsonl file: records with `image` (a path, a list of them, or none for text alone) and
+            `conversations`, or `messages`, or nanoVLM's `texts`.
+        images: the folder that the paths are relative to.
+        max_bad_fraction: rows that cannot be used, and those without their images, are left out and counted; a larger
+            share of them is an error, before anything is written.
+        per_shard: samples per shard.
+        num_workers: processes.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: not JSON, too many bad rows, or the directory has shards.
+    """
+    records = _Records(Path(source), Path(images))
+    faults = Counter(fault for row in track(range(len(records)), "checking rows") if (fault := records.fault(row)))
+    if faults.total() > max_bad_fraction * len(records):
+        listed = ", ".join(f"{count:,} x {fault}" for fault, count in faults.most_common())
+        raise BadSource(
+            f"{faults.total():,} of {len(records):,} rows of {source} cannot be used: give the folder of its images as "
+            f"images, or a larger max_bad_fraction than {max_bad_fraction}\n{listed}"
+        )
+    packed = pack_as(records, Path(directory), "{:06d}.tar", per_shard, num_workers, True, _Records.members)
+    return packed.summary()
+
+
+class _Records:
+    """The records of a file, of which only the text is in memory, and the images that they name."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.source, self.text, self.root = str(path), path.read_text("utf-8"), folder.resolve()
+        decoder, spans, end = json.JSONDecoder(), [], 0
+        try:
+            while (start := _BETWEEN.match(self.text, end).end()) < len(self.text):  # type: ignore[union-attr]
+                _, end = decoder.raw_decode(self.text, start)
+                spans.append((start, end))
+        except (ValueError, RecursionError) as error:
+            raise BadSource(f"{path} is not JSON after {len(spans):,} rows ({error})") from None
+        self.spans = np.array(spans).reshape(-1, 2)
+        self.names = range(len(spans))
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def fault(self, row: int) -> str:
+        """Return why a row cannot be used; "" where it can, as far as is known without its images."""
+        try:
+            files = self._read(row)[1]
+        except BadSample as reason:
+            return str(reason)
+        return "" if all((files.root / name).is_file() for name in files.names) else "missing image"
+
+    def members(self, row: int) -> dict[str, bytes]:
+        """Return the images of a row and its JSON; raise BadSample where it cannot be used."""
+        record, files = self._read(row)
+        images = [(image_suffix(data), data) for data in map(files, range(len(files.names)))]
+        names = [suffix if len(images) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(images)]
+        return {**dict(zip(names, (data for _, data in images), strict=True)), "json": json.dumps(record).encode()}
+
+    def _read(self, row: int) -> tuple[dict[str, Any], ImageFiles]:
+        start, end = self.spans[row]
+        record = json.loads(self.text[start:end])
+        if not isinstance(record, dict) or end - start > MAX_JSON_BYTES:
+            raise BadSample("row is not an object, or too large")
+        names = record.get("image", record.get("images")) or []
+        names = names if isinstance(names, list) else [names]
+        read_conversation(record, len(names))
+        return record, ImageFiles(
+            self.root, [check_path(self.root, name, f"{self.source}, row {row}") for name in names]
+        )
