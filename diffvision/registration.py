@@ -17,6 +17,7 @@ MODULES = {
     "timm": ("diffvision.models.vit", "diffvision.models.adapted"),
     "open_clip": ("diffvision.models.clip",),
     "transformers": ("diffvision.models.language.transformers",),
+    "transformers.models.auto.configuration_auto": ("diffvision.models.transformers_names",),
 }
 """host -> our modules that register models with it; they import that host and `diffvision.nn`, and no other host."""
 

@@ -8,24 +8,27 @@ Sources: LLaVA-1.5 (arXiv 2310.03744) for the two-layer projector and the second
 (github.com/huggingface/nanoVLM) for the pixel shuffle.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from diffvision.models import language as languages
-from diffvision.models.image_processor import IMAGE, make_processor, with_image_token
-from diffvision.models.image_towers import create_tower, features, geometry
-from diffvision.models.language.transformers import DiffTransformerForCausalLM
-from diffvision.models.language.transformers_decoder import mark_as_initialised
+from diffvision.models import vision_language_parts as parts
+from diffvision.models.language.transformers_decoder import (
+    DiffTransformerPreTrainedModel,
+    check_loaded,
+    mark_as_initialised,
+)
 from diffvision.models.names import unknown_model
+from diffvision.models.vision_language_parts import VisionLanguageConfig
+from diffvision.models.vision_language_processor import IMAGE, make_processor, with_image_token
 
-__all__ = ["NAMES", "PROJECTORS", "VisionLanguageConfig", "VisionLanguageModel", "create", "make_processor"]
+__all__ = ["NAMES", "VisionLanguageConfig", "VisionLanguageModel", "create", "make_processor"]
 
 NAMES = {
     "vlm-debug": ("plain_vit_debug", "transformer-debug"),
@@ -34,77 +37,23 @@ NAMES = {
 """Name of a vision-language model -> its tower and its language model."""
 
 
-class VisionLanguageConfig(PreTrainedConfig):
-    """The settings of a `VisionLanguageModel`.
+class Projector(nn.Sequential):
+    """From the features of a tower to tokens: "mlp", two layers with GELU, or "pixel_shuffle", one without a bias."""
 
-    Attributes:
-        tower: timm's or OpenCLIP's name of the image tower; of an OpenCLIP model the `visual`.
-        tower_args: arguments of `timm.create_model` or `open_clip.create_model`, such as img_size.
-        feature_layer: -1 for the last block with the tower's final norm, -2 for the second-last block without it, as
-            LLaVA-1.5 has it.
-        projector: key of `PROJECTORS`.
-        shuffle: side of the squares of patches that "pixel_shuffle" joins into one token.
-        preprocess: mean, std and interpolation of images, where they differ from the tower's own.
-        image_token_id: the placeholder; by default the first id beyond the vocabulary, which cannot be generated.
-        text_config: the configuration of any causal language model of transformers.
-    """
-
-    model_type = "diffvision_vlm"
-    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-
-    tower: str = "plain_vit_debug"
-    tower_args: dict[str, Any] | None = None
-    feature_layer: int = -2
-    projector: str = "mlp"
-    shuffle: int = 1
-    preprocess: dict[str, Any] | None = None
-    image_token_id: int | None = None
-    text_config: dict[str, Any] | PreTrainedConfig | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.feature_layer not in (-1, -2):
-            raise ValueError(f"feature_layer is {self.feature_layer!r}: give -1 (last block) or -2 (second-last)")
-        if self.projector not in PROJECTORS:
-            raise ValueError(f"projector is {self.projector!r}: choose one of {', '.join(PROJECTORS)}")
-        text, self.text_config = self.text_config or {"model_type": "diff_transformer"}, None
-        super().__post_init__(**kwargs)  # it would reset the attention of a language model's own configuration
-        self.text_config = AutoConfig.for_model(**text) if isinstance(text, dict) else text
-        if self.image_token_id is None:
-            self.image_token_id = self.text_config.vocab_size
-
-
-class MlpProjector(nn.Module):
-    """Two linear layers with GELU between them, on each patch, as in LLaVA-1.5."""
-
-    def __init__(self, width: int, dim: int, shuffle: int = 1) -> None:
-        super().__init__()
-        if shuffle != 1:
-            raise ValueError(f"shuffle is {shuffle}, and projector 'mlp' joins no patches: leave it at 1")
-        self.linear_1, self.act, self.linear_2 = nn.Linear(width, dim), nn.GELU(), nn.Linear(dim, dim)
-
-    def forward(self, features: Float[Tensor, "I C h w"]) -> Float[Tensor, "I T dim"]:
-        """Return a token for each patch, row by row."""
-        return self.linear_2(self.act(self.linear_1(features.flatten(2).transpose(1, 2))))
-
-
-class PixelShuffleProjector(nn.Module):
-    """One linear layer on the joined features of a square of patches, as in nanoVLM."""
-
-    def __init__(self, width: int, dim: int, shuffle: int) -> None:
-        super().__init__()
+    def __init__(self, kind: str, width: int, dim: int, shuffle: int) -> None:
+        width *= shuffle**2
+        if kind == "mlp":
+            super().__init__(nn.Linear(width, dim), nn.GELU(), nn.Linear(dim, dim))
+        else:
+            super().__init__(nn.Linear(width, dim, bias=False))
+            nn.init.normal_(self[0].weight, std=0.02)
         self.shuffle = shuffle
-        self.proj = nn.Linear(width * shuffle**2, dim, bias=False)
-        nn.init.normal_(self.proj.weight, std=0.02)
 
     def forward(self, features: Float[Tensor, "I C h w"]) -> Float[Tensor, "I T dim"]:
-        """Return a token for each square of patches, row by row."""
+        """Return a token for each square of patches, row by row; in it the patches' features, row by row."""
         side = self.shuffle
         squares = features.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
-        return self.proj(squares.flatten(3).flatten(1, 2))
-
-
-PROJECTORS: dict[str, type[nn.Module]] = {"mlp": MlpProjector, "pixel_shuffle": PixelShuffleProjector}
+        return super().forward(squares.flatten(3).flatten(1, 2))
 
 
 class VisionLanguageModel(PreTrainedModel, GenerationMixin):
@@ -136,11 +85,11 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: VisionLanguageConfig, tower: Any = None, language_model: Any = None) -> None:
         super().__init__(config)
-        self.tower = create_tower(config.tower, config.tower_args) if tower is None else tower
+        self.tower = parts.create_tower(config.tower, config.tower_args) if tower is None else tower
         if language_model is None:
             language_model = AutoModelForCausalLM.from_config(config.text_config)
         self.language_model = language_model
-        self.image_size, self.patch_size, width = geometry(self.tower, config.feature_layer)
+        self.image_size, self.patch_size, width = parts.geometry(self.tower, config.feature_layer)
         rows, columns = (size // self.patch_size for size in self.image_size)
         if rows % config.shuffle or columns % config.shuffle:
             raise ValueError(
@@ -148,7 +97,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
             )
         self.image_tokens = rows * columns // config.shuffle**2
         self._check_length(self.image_tokens)
-        self.projector = PROJECTORS[config.projector](width, config.text_config.hidden_size, config.shuffle)
+        self.projector = Projector(config.projector, width, config.text_config.hidden_size, config.shuffle)
         if config.image_token_id < config.text_config.vocab_size:
             self.generation_config.suppress_tokens = [config.image_token_id]
         mark_as_initialised(self)
@@ -165,23 +114,32 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
                 f"images are {list(pixel_values.shape[-2:])}, and the tower takes {list(self.image_size)}: use the "
                 "processor of this model"
             )
-        return self.projector(features(self.tower, pixel_values.to(self.dtype), self.config.feature_layer))
+        return self.projector(
+            parts.features(self.tower, pixel_values.to(next(self.tower.parameters()).dtype), self.config.feature_layer)
+        )
 
     def embed(
         self,
         input_ids: Int[Tensor, "B N"],
         pixel_values: Float[Tensor, "I 3 h w"] | None = None,
-        *,
-        has_past: bool = False,
+        past_key_values: Cache | None = None,
     ) -> Float[Tensor, "B N dim"]:
-        """Return embeddings of tokens, with the images' in place of the placeholders, in reading order.
+        """Return embeddings of tokens, with the images' in place of the placeholders.
+
+        Args:
+            input_ids: tokens, with `image_tokens` placeholders for each image.
+            pixel_values: all images of the batch, in reading order; None for text alone.
+            past_key_values: a cache with the tokens before these.
 
         Raises:
-            ValueError: there are more or fewer placeholders than tokens of images.
+            ValueError: placeholders and images do not match, or there are more tokens than the context.
         """
-        places = input_ids == self.config.image_token_id
-        if not torch.compiler.is_compiling() and not (has_past and pixel_values is None):
-            self._check_count(places, 0 if pixel_values is None else len(pixel_values))
+        start: Any = 0 if past_key_values is None else past_key_values.get_seq_length()
+        places, images = input_ids == self.config.image_token_id, 0 if pixel_values is None else len(pixel_values)
+        if isinstance(start, int) and not torch.compiler.is_compiling():
+            self._check_length(start + input_ids.shape[1])
+            if start == 0 or images:
+                self._check_count(places, images)
         embeds = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
         if pixel_values is None:
             return embeds
@@ -204,21 +162,19 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         """Return what the language model returns for text with images.
 
         Args:
-            input_ids: tokens, with `image_tokens` placeholders for each image.
-            pixel_values: all images of the batch, in reading order; None for text alone.
+            input_ids, pixel_values: as in `embed`.
             attention_mask: [B, past + N], 0 for padding at either side.
-            position_ids: as the language model takes them.
-            past_key_values: a cache of transformers; these tokens are added to it.
+            position_ids, past_key_values, use_cache, logits_to_keep, **kwargs: as the language model takes them.
             inputs_embeds: embeddings in place of input_ids and pixel_values.
             labels: equal to input_ids, -100 where there is no loss; the language model shifts them.
-            use_cache: return a cache for the tokens to follow.
-            logits_to_keep: the logits of this many last tokens only; 0 for all.
-            **kwargs: of the language model.
 
         Raises:
             ValueError: placeholders and images do not match, or there are more tokens than the context.
         """
-        inputs_embeds = self._embeds(input_ids, pixel_values, past_key_values, inputs_embeds)
+        if (input_ids is None) == (inputs_embeds is None) or (inputs_embeds is not None and pixel_values is not None):
+            raise ValueError("give input_ids, with or without pixel_values, or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed(input_ids, pixel_values, past_key_values)
         return self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -227,7 +183,6 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            return_dict=True,
             **kwargs,
         )
 
@@ -239,25 +194,14 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> Float[Tensor, "B N dim"]:
         """Return the input of the output projection; the arguments are those of `forward`."""
-        embeds = self._embeds(input_ids, pixel_values, None, None)
-        return self.language_model.base_model(
-            inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False, return_dict=True, **kwargs
-        ).last_hidden_state
+        embeds = self.embed(input_ids, pixel_values)
+        decoder = self.language_model.base_model
+        return decoder(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
 
     @property
     def head_weight(self) -> Float[Tensor, "vocabulary dim"]:
         """The weight of the output projection."""
         return self.language_model.get_output_embeddings().weight
-
-    def _embeds(self, input_ids: Any, pixel_values: Any, past: Any, inputs_embeds: Any) -> Tensor:
-        start = 0 if past is None else past.get_seq_length()
-        if inputs_embeds is None:
-            inputs_embeds = self.embed(input_ids, pixel_values, has_past=not isinstance(start, int) or start > 0)
-        elif pixel_values is not None:
-            raise ValueError("inputs_embeds with pixel_values: give input_ids, or embeddings that hold the images")
-        if isinstance(start, int):
-            self._check_length(start + inputs_embeds.shape[1])
-        return inputs_embeds
 
     def _check_count(self, places: Bool[Tensor, "B N"], images: int) -> None:
         if (count := int(places.sum())) != images * self.image_tokens:
@@ -274,8 +218,52 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
                 "use fewer or smaller images, or a shuffle"
             )
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **settings: Any) -> Any:
+        """Load as transformers does, but raise a ValueError for missing and unexpected weights, or of other sizes."""
+        wants_info = settings.pop("output_loading_info", False)
+        source = args[0] if args else settings.get("pretrained_model_name_or_path")
+        try:
+            loaded: Any = super().from_pretrained(*args, output_loading_info=True, **settings)
+        except RuntimeError as error:
+            if "size" not in str(error):
+                raise
+            raise ValueError(
+                f"the weights of {source!r} have other sizes than its configuration says, such as a projector of "
+                f"another model: {str(error)[-300:]}"
+            ) from error
+        model, info = loaded
+        check_loaded(info, source, f"tower {model.config.tower!r} and its language model")
+        parts.restore_buffers(model.tower, model.config.tower, model.config.tower_args)
+        return (model, info) if wants_info else model
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
+        host: Any = super()
+        host._set_gradient_checkpointing(enable, **kwargs)
+        self.tower.set_grad_checkpointing(enable)
+
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the weights as they were drawn."""
+        """Leave the weights as they were drawn: in a folder none are missing."""
+
+    def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuse more tokens than the context before the first is generated."""
+        host: Any = super()
+        host._validate_generated_length(generation_config, *args, **kwargs)
+        self._check_length(generation_config.max_length)
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, input_ids: Any = None, **kwargs: Any) -> Any:
+        """Repeat a row's images together, for beams; transformers would repeat each image."""
+        images = kwargs.pop("pixel_values", None)
+        if images is not None and expand_size > 1:
+            places = input_ids == self.config.image_token_id
+            self._check_count(places, len(images))
+            rows = images.split((places.sum(1) // self.image_tokens).tolist())
+            images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
+        host: Any = super()
+        input_ids, kwargs = host._expand_inputs_for_generation(expand_size, input_ids=input_ids, **kwargs)
+        return input_ids, kwargs if images is None else {**kwargs, "pixel_values": images}
+
+    register_for_auto_class = DiffTransformerPreTrainedModel.register_for_auto_class  # which does nothing
 
 
 def create(
@@ -283,30 +271,44 @@ def create(
     *,
     tower: str | None = None,
     tower_args: dict[str, Any] | None = None,
+    tower_pretrained: str | None = None,
     language: str | None = None,
     language_args: dict[str, Any] | None = None,
     tokenizer: Any = None,
     **settings: Any,
 ) -> VisionLanguageModel:
-    """Return a vision-language model with new weights.
+    """Return a vision-language model, with new weights where none are named.
 
     Args:
         name: key of `NAMES`, which gives the tower and the language model.
         tower: another tower, by timm's or OpenCLIP's name.
         tower_args: arguments of the tower.
-        language: another language model: a name of ours, `local-dir:FOLDER` or `hf:PATH`, with their weights.
+        tower_pretrained: weights of the tower: a tag of its library, a file, or a folder of timm's or OpenCLIP's; of a
+            CLIP model the image tower.
+        language: another language model: a name of ours; or one with weights: `local-dir:` and a folder or training's
+            .ckpt of ours, or `hf:PATH`, of transformers.
         language_args: fields of `LanguageConfig`, for a name.
         tokenizer: as `make_processor` takes it, to set image_token_id; by default that is beyond the vocabulary.
         **settings: further fields of `VisionLanguageConfig`.
 
     Raises:
-        ValueError: a name is unknown, or a setting does not fit.
+        FileNotFoundError: there are no such weights.
+        ValueError: a name is unknown, or weights or a setting do not fit.
     """
     if name not in NAMES:
         raise unknown_model(name, "diffvision.models.vision_language has no", NAMES)
-    tower, language = tower or NAMES[name][0], language or NAMES[name][1]
-    model = DiffTransformerForCausalLM.from_diffvision(languages.create(language, **(language_args or {})))
+    words = parts.open_language(language or NAMES[name][1], language_args)
     if tokenizer is not None:
-        settings["image_token_id"] = with_image_token(tokenizer, model.config).convert_tokens_to_ids(IMAGE)
-    config = VisionLanguageConfig(tower=tower, tower_args=tower_args, text_config=model.config, **settings)
-    return VisionLanguageModel(config, language_model=model)
+        settings["image_token_id"] = with_image_token(tokenizer, words.config).convert_tokens_to_ids(IMAGE)
+    config = VisionLanguageConfig(
+        tower=tower or NAMES[name][0], tower_args=tower_args, text_config=words.config, **settings
+    )
+    if tower_pretrained is None:
+        return VisionLanguageModel(config, language_model=words)
+    images, about = parts.load_tower(config.tower, tower_args, tower_pretrained)
+    config.preprocess = about | (config.preprocess or {})
+    return VisionLanguageModel(config, images, words)
+
+
+AutoConfig.register(VisionLanguageConfig.model_type, VisionLanguageConfig, exist_ok=True)
+AutoModelForImageTextToText.register(VisionLanguageConfig, VisionLanguageModel, exist_ok=True)

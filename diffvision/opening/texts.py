@@ -73,7 +73,7 @@ def open_transformers_folder(folder: Path) -> Model:
     check_transformers(str(folder))
     from diffvision.models.language.transformers import DiffTransformerForCausalLM
 
-    theirs = _from_pretrained(DiffTransformerForCausalLM, str(folder), "causal language model")
+    theirs = from_pretrained(DiffTransformerForCausalLM, str(folder), "causal language model")
     return _language_model(theirs.to_diffvision(), None, folder)
 
 
@@ -105,7 +105,7 @@ def open_transformers(path: str) -> Model:
     check_transformers(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    module, loading = _from_pretrained(AutoModelForCausalLM, path, "causal language model", output_loading_info=True)
+    module, loading = from_pretrained(AutoModelForCausalLM, path, "causal language model", output_loading_info=True)
     causal = [part.is_causal for part in module.modules() if hasattr(part, "is_causal")]
     if causal and not any(causal):
         raise ValueError(
@@ -123,7 +123,7 @@ def open_transformers(path: str) -> Model:
     folder, tokenizer = Path(path), None
     files = ("tokenizer.json", "tokenizer_config.json")
     if not folder.is_dir() or any((folder / name).exists() for name in files):
-        tokenizer = HuggingFaceTokenizer(_from_pretrained(AutoTokenizer, path, "tokenizer"))
+        tokenizer = HuggingFaceTokenizer(from_pretrained(AutoTokenizer, path, "tokenizer"))
     config: Any = module.config
     return Model(
         name=folder.name,
@@ -151,18 +151,18 @@ def open_classifier(path: str) -> tuple[Any, Any]:
     check_transformers(path)
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-    kinds = _from_pretrained(AutoConfig, path, "configuration").architectures or []
+    kinds = from_pretrained(AutoConfig, path, "configuration").architectures or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise ValueError(f"{path} is of {', '.join(kinds) or 'no known class'}: give a classifier of sequences")
-    module = _from_pretrained(AutoModelForSequenceClassification, path, "classifier of sequences")
-    return module, _from_pretrained(AutoTokenizer, path, "tokenizer")
+    module = from_pretrained(AutoModelForSequenceClassification, path, "classifier of sequences")
+    return module, from_pretrained(AutoTokenizer, path, "tokenizer")
 
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "", name)
 
 
-def _from_pretrained(kind: Any, path: str, what: str, **settings: Any) -> Any:
+def from_pretrained(kind: Any, path: str, what: str, **settings: Any) -> Any:
     """Load a model or tokenizer with one of transformers' Auto classes, without running code that comes with it."""
     folder = Path(path)
     with bounded(folder if folder.is_dir() else path):

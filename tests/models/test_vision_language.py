@@ -1,11 +1,21 @@
 """Vision-language models: placeholders, padding, generation and folders."""
 
+import json
+import subprocess
+import sys
+
+import open_clip
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
+from diffvision.models import language as languages
 from diffvision.models import vision_language
 from diffvision.models.vision_language import VisionLanguageConfig, create, make_processor
+from diffvision.models.vision_language_parts import create_tower
+from diffvision.opening.vision_language import open_vlm
 
 
 def small(name="vlm-debug", *, seed=0, **settings):
@@ -26,9 +36,18 @@ def text(model, *parts):
     return torch.tensor([[token for part in parts for token in (place if part == "image" else [part])]])
 
 
-@pytest.fixture(params=["vlm-debug", "diff-vlm-debug"])
+MODELS = {
+    "plain": {},
+    "V2": {"name": "diff-vlm-debug"},
+    "V1": {"name": "diff-vlm-debug", "language": "diff-debug", "projector": "pixel_shuffle", "shuffle": 2},
+    "gated": {"tower": "gated_vit_debug", "language": "gated-debug", "feature_layer": -1},
+    "OpenCLIP": {"tower": "DiffCLIP-debug", "feature_layer": -1},
+}
+
+
+@pytest.fixture(params=MODELS)
 def model(request):
-    return small(request.param)
+    return small(**MODELS[request.param])
 
 
 def test_an_image_stands_where_its_placeholders_are(model):
@@ -73,7 +92,6 @@ def test_more_image_tokens_than_the_context():
     [
         ({"feature_layer": 3}, "feature_layer"),
         ({"projector": "mpl"}, "projector"),
-        ({"shuffle": 2}, "shuffle"),
         ({"projector": "pixel_shuffle", "shuffle": 3}, "shuffle"),
         ({"tower": "vit_bsae_patch16_224"}, "vit_bsae_patch16_224"),
     ],
@@ -84,9 +102,9 @@ def test_settings_that_do_not_fit(settings, named):
 
 
 def test_pixel_shuffle_joins_squares_of_patches():
-    projector = vision_language.PixelShuffleProjector(3, 12, 2)
+    projector = vision_language.Projector("pixel_shuffle", 3, 12, 2)
     with torch.no_grad():
-        projector.proj.weight.copy_(torch.eye(12))
+        projector[0].weight.copy_(torch.eye(12))
     features = torch.randn(1, 3, 4, 6)
     token = projector(features)[0, 4]  # the second square of the second row
     expected = [features[0, :, row, column] for row in (2, 3) for column in (2, 3)]
@@ -103,11 +121,15 @@ def test_generation_with_padding_and_cache(model):
     ]
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
     mask = torch.tensor([[0] * (longest - row.shape[1]) + [1] * row.shape[1] for row in rows])
-    for settings in ({}, {"use_cache": False}, {"num_beams": 1, "num_return_sequences": 1}):
+    for settings in ({}, {"use_cache": False}):
         together = model.generate(
             padded, pixel_values=images, attention_mask=mask, max_new_tokens=6, do_sample=False, **settings
         )[:, longest:]
         assert together.tolist() == [row.tolist() for row in alone]
+    beams = {"max_new_tokens": 3, "num_beams": 3, "do_sample": False}
+    together = model.generate(padded, pixel_values=images, attention_mask=mask, **beams)[:, longest:]
+    one = model.generate(rows[0], pixel_values=images[:2], **beams)[0, longest:]
+    assert together[0].tolist() == one.tolist()
 
 
 def test_configuration_defaults():
@@ -154,3 +176,174 @@ def test_a_processor_of_another_tokenizer(tokenizer):
         make_processor(create(), tokenizer)
     with pytest.raises(ValueError, match="tokens"):
         create(tokenizer=tokenizer, language_args={"vocab_size": 40})
+
+
+def test_generated_length_is_checked_before_the_first_token():
+    model = small()
+    ids = text(model, "image")
+    with pytest.raises(ValueError, match="context of 128"):
+        model.generate(ids, pixel_values=torch.zeros(1, 3, *model.image_size), max_new_tokens=120)
+
+
+def check_equal(opened, model):
+    """Weights and buffers are equal, and so are logits, but for the alignment of memory that a file's tensors have."""
+    given = dict([*model.named_parameters(), *model.named_buffers()])
+    there = dict([*opened.named_parameters(), *opened.named_buffers()])
+    assert there.keys() == given.keys()
+    for name, value in given.items():
+        assert torch.equal(there[name], value), name
+    images, ids = torch.randn(1, 3, *model.image_size), text(model, 3, "image", 5)
+    torch.testing.assert_close(opened(ids, images).logits, model(ids, images).logits)
+
+
+def test_a_folder_opens_as_it_was(model, tokenizer, tmp_path):
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert type(opened) is type(model)
+    check_equal(opened, model)
+    assert opened.config.to_diff_dict().keys() == model.config.to_diff_dict().keys()
+    assert (tmp_path / "modeling_diffvision.py").read_text().startswith("from diffvision.models.vision_language import")
+
+
+def test_a_tower_with_buffers_that_are_not_saved(tmp_path):
+    model = small(tower="swin_tiny_patch4_window7_224", tower_args=SWIN)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    names = [name for name, _ in model.tower.named_buffers() if name not in model.tower.state_dict()]
+    assert names
+    check_equal(opened, model)
+
+
+SWIN = {"img_size": 32, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4}
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "size"])
+def test_weights_of_another_model(tmp_path, change):
+    small().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    if change == "missing":
+        del state["projector.0.weight"]
+    elif change == "unexpected":
+        state["projector.4.weight"] = torch.zeros(3)
+    else:
+        state["projector.2.weight"] = torch.zeros(8, 64)
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="weights of"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(model):
+    model.train()
+    images, ids = torch.randn(1, 3, *model.image_size), text(model, 3, "image", 5, 6)
+    gradients = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+        model.zero_grad()
+        model(ids, images, labels=ids.masked_fill(ids == model.config.image_token_id, -100)).loss.backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any(name.startswith("tower.") for name in gradients[0])
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """The folder of a small Llama of transformers."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_language_model_of_transformers(llama, tmp_path):
+    model = create(language=f"hf:{llama}").eval()
+    theirs = LlamaForCausalLM.from_pretrained(llama)
+    ids = torch.randint(1, 97, (2, 7))
+    torch.testing.assert_close(model(ids).logits, theirs(ids).logits)
+    model.save_pretrained(tmp_path / "vlm")
+    check_equal(AutoModelForImageTextToText.from_pretrained(tmp_path / "vlm"), model)
+    test_generation_with_padding_and_cache(model)
+    with pytest.raises(ValueError, match="language_args"):
+        create(language=f"hf:{llama}", language_args={"depth": 2})
+
+
+def test_a_saved_language_model_of_ours(tmp_path):
+    theirs = languages.create("diffv2-debug", vocab_size=97).eval()
+    languages.save(theirs, tmp_path)
+    model = create("diff-vlm-debug", language=f"local-dir:{tmp_path}").eval()
+    ids = torch.randint(1, 97, (2, 7))
+    torch.testing.assert_close(model(ids).logits, theirs(ids))
+
+
+def test_weights_of_a_tower(tmp_path):
+    tower = create_tower("diff_vit_debug", {"num_classes": 5})
+    about = {"model": "diff_vit_debug", "preprocess": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
+    save_file(tower.state_dict(), tmp_path / "tower.safetensors", metadata={"diffvision": json.dumps(about)})
+    model = create("diff-vlm-debug", tower_pretrained=str(tmp_path / "tower.safetensors"))
+    assert torch.equal(model.tower.blocks[0].mlp.fc1.weight, tower.blocks[0].mlp.fc1.weight)
+    assert model.config.preprocess["mean"] == [0.1, 0.2, 0.3]
+
+    clip = open_clip.create_model("DiffCLIP-debug", load_weights=False)
+    save_file(clip.state_dict(), tmp_path / "clip.safetensors")
+    model = create(tower="DiffCLIP-debug", tower_pretrained=str(tmp_path / "clip.safetensors"))
+    assert torch.equal(model.tower.blocks[0].mlp.fc1.weight, clip.visual.trunk.blocks[0].mlp.fc1.weight)
+
+    for source, named in ((tmp_path / "clip.safetensors", "plain_vit_debug"), ("laion2b", "laion2b")):
+        with pytest.raises(ValueError, match=named):
+            create(tower_pretrained=str(source))
+
+
+def test_open_vlm(tokenizer, tmp_path):
+    model = create("diff-vlm-debug", tokenizer=tokenizer)
+    processor = make_processor(model, tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="processor"):
+        open_vlm(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    opened = open_vlm(str(tmp_path / "model"))
+    check_equal(opened.model, model.eval())
+    assert opened.name == "model"
+    inputs = {"text": "<image> Is there a star?", "images": Image.new("RGB", (50, 20), "red"), "return_tensors": "pt"}
+    for name, value in processor(**inputs).items():
+        assert torch.equal(opened.processor(**inputs)[name], value)
+    other = create("diff-vlm-debug", tokenizer=tokenizer, projector="pixel_shuffle", shuffle=2)
+    make_processor(other, tokenizer).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="another model"):
+        open_vlm(tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        open_vlm(tmp_path / "nowhere")
+
+
+FOLDER = """
+import sys
+from PIL import Image
+IMPORT
+from transformers import AutoModelForImageTextToText, AutoProcessor
+processor = AutoProcessor.from_pretrained(sys.argv[1])
+model = AutoModelForImageTextToText.from_pretrained(sys.argv[1], TRUST)
+inputs = processor(text="<image> star", images=Image.new("RGB", (9, 9)), return_tensors="pt")
+print(type(model).__name__, model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "trust"), [("import diffvision", ""), ("", "trust_remote_code=True")])
+def test_the_folder_in_another_process(tokenizer, tmp_path, first, trust):
+    model = create("diff-vlm-debug", tokenizer=tokenizer)
+    model.save_pretrained(tmp_path)
+    make_processor(model, tokenizer).save_pretrained(tmp_path)
+    code = FOLDER.replace("IMPORT", first).replace("TRUST", trust)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "VisionLanguageModel" in done.stdout, done.stderr

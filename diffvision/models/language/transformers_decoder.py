@@ -5,6 +5,7 @@ The heads and the export are in `transformers.py`; both need `pip install diffvi
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,10 +121,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as transformers does, with the file of one line for `trust_remote_code=True`; a model calls this too."""
-        self.auto_map = {auto: f"{_CODE}.{name}" for auto, name in CLASSES.items()}  # of this folder
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        line = f"from diffvision.models.hugging_face import {', '.join(CLASSES.values())}  # noqa: F401\n"
-        (Path(save_directory) / f"{_CODE}.py").write_text(line, encoding="utf-8")
+        self.auto_map = write_code(save_directory, "diffvision.models.hugging_face", CLASSES)
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @classmethod
@@ -199,17 +197,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         model, info = loaded
         prefixes = [f"{prefix}{part}." for prefix in ("", "model.") for part in ("embed", "blocks", "norm")]
         asked = ("",) if cls.__name__ in (model.config.architectures or ()) else tuple(prefixes)
-        wrong = {
-            kind: sorted(name for name in info[f"{kind}_keys"] if name.startswith(asked))
-            for kind in ("missing", "unexpected")
-        }
-        if any(wrong.values()):
-            listed = [f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in wrong.items() if names]
-            raise ValueError(
-                f"the weights of {args[0] if args else cls.__name__!r} are not those of variant "
-                f"{model.config.variant!r} that its configuration names: {'; '.join(listed)}"
-            )
         source = args[0] if args else settings.get("pretrained_model_name_or_path")
+        check_loaded(info, source or cls.__name__, f"variant {model.config.variant!r}", asked)
         if source is not None:
             _check_recorded(Path(source, settings.get("subfolder") or ""), model.config)
         return (model, info) if wants_info else model
@@ -352,6 +341,27 @@ class _HostLayer:
         if self.is_causal and (count := v.shape[2]) > 1:
             keys, values = keys[:, :, :count], values[:, :, :count]
         return keys.unflatten(3, (k.shape[2], k.shape[4])).transpose(2, 3), values
+
+
+def write_code(folder: str | os.PathLike, module: str, classes: Mapping[str, str]) -> dict[str, str]:
+    """Write the file of one line that imports classes from a module; return transformers' auto_map of the folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    line = f"from {module} import {', '.join(classes.values())}  # noqa: F401\n"
+    (Path(folder) / f"{_CODE}.py").write_text(line, encoding="utf-8")
+    return {auto: f"{_CODE}.{name}" for auto, name in classes.items()}
+
+
+def check_loaded(info: Mapping[str, Any], source: Any, what: str, asked: tuple[str, ...] = ("",)) -> None:
+    """Raise a ValueError if transformers found weights missing or unexpected, of names with the prefixes `asked`."""
+    wrong = {
+        kind: sorted(name for name in info[f"{kind}_keys"] if name.startswith(asked))
+        for kind in ("missing", "unexpected")
+    }
+    if any(wrong.values()):
+        listed = [f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in wrong.items() if names]
+        raise ValueError(
+            f"the weights of {str(source)!r} are not those of {what} that its configuration names: {'; '.join(listed)}"
+        )
 
 
 def mark_as_initialised(model: PreTrainedModel) -> None:

@@ -8,8 +8,8 @@ from transformers import LlavaImageProcessor, LlavaProcessor, PreTrainedConfig, 
 from transformers.image_utils import PILImageResampling
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from diffvision.models.image_towers import preprocess
 from diffvision.models.language.transformers import fast_tokenizer, tokenizer_file
+from diffvision.models.vision_language_parts import preprocess
 
 IMAGE = "<image>"
 """The placeholder of an image in a text."""

@@ -1,0 +1,211 @@
+"""The configuration of a vision-language model, and its halves: image towers and causal language models."""
+
+import os
+from typing import Any, ClassVar, NamedTuple
+
+import timm
+import torch
+from jaxtyping import Float
+from timm.data import resolve_model_data_config
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from diffvision.models import language
+from diffvision.models.bounds import bounded
+from diffvision.models.checkpoint import read_checkpoint
+from diffvision.models.convert.state import check_fits
+from diffvision.models.files import FOLDER, read_json, tensors_only
+from diffvision.models.hub import HUGGING_FACE, local
+from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from diffvision.models.language.transformers_decoder import DiffTransformerConfig, check_loaded, write_code
+from diffvision.models.names import unknown_model
+
+_FOLDERS = {"open_clip_config.json": "open_clip_model.safetensors", "config.json": "model.safetensors"}
+
+
+CLASSES = {"AutoConfig": "VisionLanguageConfig", "AutoModelForImageTextToText": "VisionLanguageModel"}
+
+
+class VisionLanguageConfig(PreTrainedConfig):
+    """The settings of a `VisionLanguageModel`.
+
+    Attributes:
+        tower: timm's or OpenCLIP's name of the image tower; of an OpenCLIP model the `visual`.
+        tower_args: arguments of `timm.create_model` or `open_clip.create_model`, such as img_size.
+        feature_layer: -1 for the last block with the tower's final norm, -2 for the second-last block without it, as
+            LLaVA-1.5 has it.
+        projector: "mlp", as in LLaVA-1.5, or "pixel_shuffle", as in nanoVLM.
+        shuffle: side of the squares of patches that become one token.
+        preprocess: mean, std and interpolation of images, where they differ from the tower's own.
+        image_token_id: the placeholder; by default the first id beyond the vocabulary, which cannot be generated.
+        text_config: the configuration of any causal language model of transformers.
+    """
+
+    model_type = "diffvision_vlm"
+    sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    tower: str = "plain_vit_debug"
+    tower_args: dict[str, Any] | None = None
+    feature_layer: int = -2
+    projector: str = "mlp"
+    shuffle: int = 1
+    preprocess: dict[str, Any] | None = None
+    image_token_id: int | None = None
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.feature_layer not in (-1, -2):
+            raise ValueError(f"feature_layer is {self.feature_layer!r}: give -1 (last block) or -2 (second-last)")
+        if self.projector not in ("mlp", "pixel_shuffle"):
+            raise ValueError(f"projector is {self.projector!r}: choose mlp or pixel_shuffle")
+        text, self.text_config = self.text_config or {"model_type": "diff_transformer"}, None
+        super().__post_init__(**kwargs)  # it would reset the attention of a language model's own configuration
+        self.text_config = AutoConfig.for_model(**text) if isinstance(text, dict) else text
+        if self.image_token_id is None:
+            self.image_token_id = self.text_config.vocab_size
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save as transformers does, with the file of one line for `trust_remote_code=True`; a model calls this too."""
+        self.auto_map = write_code(save_directory, "diffvision.models.vision_language", CLASSES)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    register_for_auto_class = DiffTransformerConfig.register_for_auto_class  # which does nothing
+
+
+class Geometry(NamedTuple):
+    """The sizes of a tower: height and width of an image, side of a patch, channels of a patch's features."""
+
+    image_size: tuple[int, int]
+    patch_size: int
+    width: int
+
+
+def create_tower(name: str, args: dict[str, Any] | None = None, tag: str | None = None) -> Any:
+    """Return timm's model without its classifier, or the image tower of OpenCLIP's, with weights of a tag or new ones.
+
+    Raises:
+        ValueError: neither library has a model of this name, or that has no weights of this tag.
+    """
+    settings: dict[str, Any] = {"num_classes": 0, **(args or {})}
+    if is_timm := timm.is_model(name):
+        tags = timm.list_pretrained(f"{name}.*") if tag else []
+    else:
+        import open_clip  # takes seconds
+
+        if name not in open_clip.list_models():
+            names = [*timm.list_models(), *open_clip.list_models()]
+            raise unknown_model(name, "neither timm nor OpenCLIP has a", names)
+        tags = open_clip.list_pretrained_tags_by_model(name)
+    if tag is not None and tag not in (tags := [each.removeprefix(f"{name}.") for each in tags]):
+        raise ValueError(
+            f"tower_pretrained is {tag!r}, neither a path nor a tag of {name!r}: give a path, or a tag of "
+            f"{', '.join(tags) or 'another model'}"
+        )
+    if is_timm:
+        return timm.create_model(name if tag is None else f"{name}.{tag}", pretrained=tag is not None, **settings)
+    device = torch.empty(0).device  # "meta" while transformers loads a model
+    made = open_clip.create_model(name, tag, load_weights=tag is not None, device=device, **(args or {}))
+    return getattr(made.visual, "trunk", made.visual)
+
+
+def load_tower(name: str, args: dict[str, Any] | None, source: str) -> tuple[Any, dict[str, Any]]:
+    """Return a tower with weights, and mean, std and interpolation of its images where the weights record them.
+
+    Args:
+        name: of the tower.
+        args: its arguments.
+        source: a file of weights, a folder of timm's or OpenCLIP's, or a tag of `name`; of the weights of a CLIP model
+            the image tower's are taken.
+
+    Raises:
+        ValueError: there are no such weights, they are damaged, or not of this tower.
+    """
+    path, about = local(source), {}
+    if not path.exists():
+        return create_tower(name, args, source), {}
+    if path.is_dir():
+        config = next((file for file in _FOLDERS if (path / file).is_file()), "config.json")
+        values = read_json(path / config)
+        about, path = values.get("preprocess_cfg") or values.get("pretrained_cfg") or {}, path / _FOLDERS[config]
+    weights = read_checkpoint(path)
+    about = about or weights.about.get("preprocess") or {}
+    prefix = next(
+        (one for one in ("visual.trunk.", "visual.") if any(key.startswith(one) for key in weights.state)), ""
+    )
+    tower = create_tower(name, args)
+    unused = (f"{getattr(tower, 'pretrained_cfg', {}).get('classifier')}.", "visual.head.")
+    state = {
+        key.removeprefix(prefix): value
+        for key, value in weights.state.items()
+        if key.startswith(prefix) and not key.startswith(unused)
+    }
+    check_fits(state, tower.state_dict(), f"{source} is not of tower {name!r}: it")
+    tower.load_state_dict(state)
+    return tower, {key: about[key] for key in ("mean", "std", "interpolation") if key in about}
+
+
+def restore_buffers(tower: Any, name: str, args: dict[str, Any] | None) -> None:
+    """Compute the buffers of a tower that are not saved, which transformers leaves empty when it loads a model."""
+    saved = tower.state_dict()
+    if names := [key for key, _ in tower.named_buffers() if key not in saved]:
+        fresh = dict(create_tower(name, args).named_buffers())
+        for key in names:
+            tower.get_buffer(key).copy_(fresh[key])
+
+
+def features(tower: Any, images: Float[Tensor, "I 3 h w"], layer: int) -> Float[Tensor, "I C rows columns"]:
+    """Return the patches' features after block `layer` (-1: the last, with the final norm; -2: without a norm)."""
+    norm = "norm" if _is_timm(tower) else "normalize_intermediates"
+    maps = tower.forward_intermediates(
+        images, indices=[layer], stop_early=True, output_fmt="NCHW", intermediates_only=True, **{norm: layer == -1}
+    )
+    return maps[0] if isinstance(maps, list) else maps["image_intermediates"][0]
+
+
+def geometry(tower: Any, layer: int) -> Geometry:
+    """Return the sizes of a tower whose features are taken after block `layer`."""
+    if not _is_timm(tower):
+        return Geometry(tuple(tower.image_size), tower.patch_size[0], tower.conv1.out_channels)
+    size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
+    size = size or resolve_model_data_config(tower)["input_size"][-2:]
+    info = tower.feature_info[layer]
+    return Geometry(tuple(size), info["reduction"], info["num_chs"])
+
+
+def preprocess(tower: Any) -> dict[str, Any]:
+    """Return mean, std and interpolation of a tower's images."""
+    if _is_timm(tower):
+        return resolve_model_data_config(tower)
+    from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
+
+    return {"mean": OPENAI_DATASET_MEAN, "std": OPENAI_DATASET_STD, "interpolation": "bicubic"}
+
+
+def open_language(name: str, args: dict[str, Any] | None = None) -> Any:
+    """Return a causal language model as a model of transformers, in torch's default dtype.
+
+    Args:
+        name: a name of ours, for new weights; `local-dir:` and a folder or .ckpt of ours; or `hf:PATH`.
+        args: fields of `LanguageConfig`, for a name.
+
+    Raises:
+        FileNotFoundError, ValueError: the name is unknown; the weights do not exist, are damaged, or do not fit.
+    """
+    if not name.startswith((HUGGING_FACE, FOLDER)):
+        return DiffTransformerForCausalLM.from_diffvision(language.create(name, **(args or {})))
+    if args:
+        raise ValueError(f"language_args are {args}, and {name} has its own sizes: leave them out")
+    path, dtype = local(name), torch.get_default_dtype()
+    if name.startswith(FOLDER):
+        return DiffTransformerForCausalLM.from_diffvision(language.load(path).to(dtype)).train()
+    with bounded(path), tensors_only(name):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, dtype=dtype, output_loading_info=True
+        )
+    check_loaded({**info, "unexpected_keys": ()}, name, "the causal language model")
+    return model.train()
+
+
+def _is_timm(tower: Any) -> bool:
+    return hasattr(tower, "pretrained_cfg")

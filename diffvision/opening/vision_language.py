@@ -1,0 +1,75 @@
+"""The opening of vision-language models: ours, and any of transformers that takes images and text, with processors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffvision.models.convert.state import few
+from diffvision.models.hub import HUGGING_FACE, local
+from diffvision.opening.specs import check_transformers
+from diffvision.opening.texts import from_pretrained
+
+
+@dataclass(frozen=True)
+class VLM:
+    """A vision-language model of transformers with what it needs.
+
+    Attributes:
+        name: of its folder or run.
+        model: ours, a `VisionLanguageModel`, or any of transformers' AutoModelForImageTextToText; in evaluation mode.
+        processor: transforms images, and writes conversations as tokens with placeholders.
+        weights: path of the weights.
+    """
+
+    name: str
+    model: Any
+    processor: Any
+    weights: str
+
+
+def open_vlm(spec: str | Path) -> VLM:
+    """Open a vision-language model with its weights and processor.
+
+    Args:
+        spec: a folder of transformers', with or without `local-dir:` or `hf:`, or an id on the Hub after `hf:`.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it is not an image-text-to-text model, its weights do not fit, or its processor is another model's.
+    """
+    check_transformers(str(spec))
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    import diffvision.models.vision_language  # noqa: F401  (registers our classes)
+
+    path = local(spec)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"no folder {str(path)!r}: give a vision-language model's, or {HUGGING_FACE}ID of the Hub"
+        )
+    what = "image-text-to-text model"
+    model, info = from_pretrained(AutoModelForImageTextToText, str(path), what, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{path} lacks {few(missing)} of an {what}: save the whole model")
+    processor = from_pretrained(AutoProcessor, str(path), "processor")
+    check_processor(model, processor, str(path))
+    return VLM(path.name, model.eval(), processor, str(path))
+
+
+def check_processor(model: Any, processor: Any, what: str) -> None:
+    """Raise a ValueError if a processor writes another placeholder than its model reads, or other images."""
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+        raise ValueError(f"{what} has no processor of images and text: save it with processor.save_pretrained")
+    known = {"placeholder": (getattr(processor, "image_token_id", None), getattr(model.config, "image_token_id", None))}
+    if hasattr(model, "image_tokens"):  # ours
+        size = processor.image_processor.crop_size
+        known["size of images"] = ((size["height"], size["width"]), model.image_size)
+        side = model.patch_size * model.config.shuffle
+        known["patch_size"] = (processor.patch_size, side)
+    for name, (theirs, its) in known.items():
+        if None not in (theirs, its) and theirs != its:
+            raise ValueError(
+                f"{what} has a processor of another model: its {name} is {theirs}, not {its}; save its own"
+            )
