@@ -23,13 +23,9 @@ from diffvision.signatures import read_names, read_settings, read_type
 
 CLASSES = {
     "model": {
-        name: f"diffvision.training.{name}"
-        for name in ("ContrastiveModule", "ClassificationModule", "LanguageModule", "VisionLanguageModule")
+        name: f"diffvision.training.{name}" for name in ("ContrastiveModule", "ClassificationModule", "LanguageModule")
     },
-    "data": {
-        name: f"diffvision.data.{name}"
-        for name in ("ImageTextData", "ImageLabelData", "TextData", "VisionLanguageData")
-    },
+    "data": {name: f"diffvision.data.{name}" for name in ("ImageTextData", "ImageLabelData", "TextData")},
 }
 """A setting that takes a class -> our classes for it, by their short names."""
 LISTED = {

@@ -12,7 +12,7 @@ from PIL import Image
 
 from diffvision.data.images.decode import decode_image
 from diffvision.data.shards.sample import BadSample
-from diffvision.evaluation.cache import model_digest
+from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.records import Records
 from diffvision.evaluation.vision_language.options import VisionLanguageOptions
@@ -91,9 +91,13 @@ def answer_set(
     Raises:
         ValueError: a file of other questions, of another model or of other settings; an image that is none.
     """
-    about = [vlm.processor.to_json_string(), getattr(vlm.processor, "chat_template", None)]
-    settings = {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, "processor": about}
-    records = Records(file, settings | {"model": model_digest(vlm.model) if file else None})
+    settings: dict[str, Any] = {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens}
+    settings["processor"] = [vlm.processor.to_json_string(), vlm.processor.chat_template]
+    if file is not None:
+        # Not the digest of the modules, which `generate` changes.
+        config = {**vlm.model.config.to_dict(), "_name_or_path": None}
+        settings["model"] = [json.dumps(config, default=str), tensor_digest([*vlm.model.state_dict().values()])]
+    records = Records(file, settings)
     of = questions.fingerprints()
     ids = [str(row["question_id"]) for row in questions.rows]
     missing = [n for n, id in enumerate(ids) if records.get(id, of[n]) is None]

@@ -49,6 +49,7 @@ def run(
     from diffvision.evaluation.vision_language.questions import read_sets
     from diffvision.evaluation.vision_language.scores import about_set, mean_of_sets, repeated, score
     from diffvision.opening import check_spec, labelled
+    from diffvision.opening.vision_language import open_vlm
     from diffvision.tables import plain
 
     specs = [labelled(spec) for spec in split_names(models or [])]
@@ -72,8 +73,6 @@ def run(
     for label, spec in [*specs, *files]:
         texts = written.get(label)
         if texts is None:
-            from diffvision.opening.vision_language import open_vlm
-
             vlm = open_vlm(spec)
             vlm.model.to(resolve_device(device)).eval()
             folder = None if output is None else Path(output) / "answers" / label

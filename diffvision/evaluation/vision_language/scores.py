@@ -72,7 +72,7 @@ def repeated(results: Mapping[str, Mapping[str, float]]) -> list[str]:
         for parser in PARSERS
         if f"/{parser}" in key and parser
     ]
-    return [key for key, ours in pairs if all(str(one[key]) == str(one[ours]) for one in results.values())]
+    return [key for key, ours in pairs if all(str(one.get(key)) == str(one.get(ours)) for one in results.values())]
 
 
 def about_set(questions: QuestionSet) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A tiny Llava of transformers with its processor, and a question file of each kind."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -31,17 +32,22 @@ QUESTIONS = {
 
 
 @pytest.fixture(scope="session")
-def vlm():
+def tokenizer():
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     rows = [row["text"] for rows in QUESTIONS.values() for row in rows]
     own = train_tokenizer([*rows, "USER: ASSISTANT: yes no red 0123456789"], 300)
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=own._backend,
         eos_token="</s>",
         pad_token="<pad>",
         extra_special_tokens={"image_token": "<image>"},
     )
+
+
+@pytest.fixture(scope="session")
+def vlm(tokenizer):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
     images = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     processor = transformers.LlavaProcessor(
         images, tokenizer, patch_size=16, vision_feature_select_strategy="default", chat_template=TEMPLATE,
@@ -58,6 +64,20 @@ def vlm():
     model = transformers.LlavaForConditionalGeneration(config).eval()
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0)
     return SimpleNamespace(model=model, processor=processor, name="tiny")
+
+
+@pytest.fixture(scope="session")
+def ours(tokenizer):
+    from diffvision.models.vision_language import create, make_processor
+
+    torch.manual_seed(0)
+    own = copy.deepcopy(tokenizer)
+    model = create("diff-vlm-debug", tokenizer=own).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    processor = make_processor(model, own)
+    processor.chat_template = TEMPLATE
+    return SimpleNamespace(model=model, processor=processor, name="ours")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Answers: the same one by one and in a batch, resumed from a file, and refused where they are of something else."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -45,7 +46,9 @@ def greedy(vlm, text, pictures, count):
     return vlm.processor.tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(vlm):
+@pytest.mark.parametrize("name", ["vlm", "ours"])
+def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(name, request):
+    vlm = request.getfixturevalue(name)
     with torch.no_grad():
         alone = [greedy(vlm, text, pictures, 6) for text, pictures in ASKED]
     assert generate_answers(vlm.model, vlm.processor, ASKED, 6) == alone
@@ -81,7 +84,8 @@ def test_files_of_other_questions_models_or_settings_are_refused(vlm, questions,
     before = file.read_bytes()
     with pytest.raises(ValueError, match="another model or other settings"):
         answer_set(vlm, asked, VisionLanguageOptions(max_new_tokens=5), file)
-    other = SimpleNamespace(model=torch.nn.Linear(2, 2), processor=vlm.processor)
+    other = SimpleNamespace(model=copy.deepcopy(vlm.model), processor=vlm.processor)
+    torch.nn.init.zeros_(other.model.lm_head.weight[0].detach())
     with pytest.raises(ValueError, match="another model or other settings"):
         answer_set(other, asked, SHORT, file)
     Image.new("RGB", (40, 32), "red").save(questions / "images" / "0.png")

@@ -94,7 +94,6 @@ def test_what_cannot_be_evaluated(questions, given, named):
 
 
 def test_a_model_is_asked_once_and_its_answers_are_kept(vlm, questions, tmp_path, monkeypatch):
-    pytest.importorskip("diffvision.opening.vision_language")
     folder, out = tmp_path / "tiny", tmp_path / "out"
     vlm.model.save_pretrained(folder)
     vlm.processor.save_pretrained(folder)
