@@ -185,11 +185,15 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
 
     Args:
         model: a timm, OpenCLIP, language or transformers model.
-        batch: `image` [B, 3, h, w] and/or `text` [B, L], or `tokens` [B, N].
+        batch: `image` [B, 3, h, w] and/or `text` [B, L], or `tokens` [B, N]; a vision-language model's `image` and
+            `tokens` with placeholders.
 
     Raises:
         ValueError: the batch has text, and the model takes images only.
     """
+    if "image" in batch and "tokens" in batch:
+        model.hidden(batch["tokens"], batch["image"] if len(batch["image"]) else None)
+        return
     if "image" in batch:
         getattr(model, "encode_image", model)(batch["image"])
     if "text" in batch:

@@ -126,10 +126,11 @@ def tokenizer(
     r"""Train a byte-level BPE tokenizer on the text of shards, or of conversations.
 
     Args:
-        source: text shards, as for training; several as [a,b]; or a .jsonl file of conversations.
+        source: text shards, as for training; several as [a,b]; or conversations, in shards or a .jsonl file.
         path: the file to write, or a directory for tokenizer.json.
         vocab_size: tokens, with the 256 bytes and the end of a document among them.
-        text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line.
+        text_key: the member with the text: txt, json:FIELD, or jsonl:FIELD with a document in each line; json for
+            conversations.
         pattern: a regular expression of what no token joins with the text around it: ' ?\d' for one digit a token.
         max_bad_fraction: documents that cannot be used are left out and counted; a larger share of them is an error.
     """
@@ -147,7 +148,7 @@ def tokenizer(
     if isinstance(source, str) and source.endswith(".jsonl"):
         read: tuple[ShardSet | JsonLines, TextMember] = JsonLines(source), MessageMember()
     else:
-        read = ShardSet(source), TextMember(text_key)
+        read = ShardSet(source), (MessageMember if text_key == "json" else TextMember)(text_key)
     documents = documents_of(*read, limits=Limits(max_bad_fraction), account=account)
     trained = train_tokenizer(track(documents, "reading"), vocab_size, pattern=pattern)
     trained.save(target)

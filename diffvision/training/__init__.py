@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from diffvision.training.language import LanguageModule
     from diffvision.training.optim import OptimizerSettings
     from diffvision.training.progress import ProgressLine
+    from diffvision.training.vision_language import Lora, VisionLanguageModule
 
 _MODULES = {
     "EMA": "ema",
@@ -37,11 +38,13 @@ _MODULES = {
     "LambdaMonitor": "callbacks",
     "LambdaWarmup": "callbacks",
     "LanguageModule": "language",
+    "Lora": "vision_language",
     "OptimizerSettings": "optim",
     "ProgressLine": "progress",
     "StepGuard": "fault_tolerance",
     "Throughput": "callbacks",
     "TrainOnlyNew": "callbacks",
+    "VisionLanguageModule": "vision_language",
 }
 __all__ = [
     "EMA",
@@ -53,11 +56,13 @@ __all__ = [
     "LambdaMonitor",
     "LambdaWarmup",
     "LanguageModule",
+    "Lora",
     "OptimizerSettings",
     "ProgressLine",
     "StepGuard",
     "Throughput",
     "TrainOnlyNew",
+    "VisionLanguageModule",
 ]
 
 if not TYPE_CHECKING:

@@ -52,6 +52,8 @@ class LambdaMonitor(pl.Callback):
         few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
         if "tokens" in batch:
             few["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
+            if "image" in batch:  # a vision-language model's, whose images are in the tokens
+                few = {"image": batch["image"], "tokens": batch["tokens"][:, :-1]}
         else:
             gather_weights(model)  # the towers run apart, whose layers FSDP2 gathers within the whole model alone
         # A layer's dropout must not advance the run's random numbers, and its hooks must not compile a layer again.

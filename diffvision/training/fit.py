@@ -27,6 +27,7 @@ from diffvision.allow import Refusing, limit_imports
 from diffvision.analysis.curves import METRICS
 
 # Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
+from diffvision.data.conversations import VisionLanguageData  # noqa: F401
 from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
 from diffvision.mistakes import did_you_mean
@@ -55,6 +56,7 @@ from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, make_table
+from diffvision.training.vision_language import VisionLanguageModule  # noqa: F401
 
 HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffvision.data.batches import TokenBatch
+from diffvision.data.batches import TokenBatch, VisionLanguageBatch
 from diffvision.training.cross_entropy import IGNORED, SoftTargets, linear_cross_entropy
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.module import TrainingModule
@@ -168,9 +168,10 @@ class NextTokenModule(TrainingModule):
             yield
 
 
-def shift(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+def shift(batch: TokenBatch | VisionLanguageBatch) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a batch's inputs, their targets (or IGNORED), and the documents of the inputs."""
-    tokens, documents, learned = batch["tokens"], batch.get("documents"), batch.get("learned")
+    tokens, learned = batch["tokens"], batch.get("learned")
+    documents: Tensor | None = batch.get("documents")  # type: ignore[assignment]  # a conversation's batch has none
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if learned is not None:
         targets = targets.masked_fill(~learned[:, 1:], IGNORED)

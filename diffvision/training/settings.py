@@ -23,9 +23,13 @@ from diffvision.signatures import read_names, read_settings, read_type
 
 CLASSES = {
     "model": {
-        name: f"diffvision.training.{name}" for name in ("ContrastiveModule", "ClassificationModule", "LanguageModule")
+        name: f"diffvision.training.{name}"
+        for name in ("ContrastiveModule", "ClassificationModule", "LanguageModule", "VisionLanguageModule")
     },
-    "data": {name: f"diffvision.data.{name}" for name in ("ImageTextData", "ImageLabelData", "TextData")},
+    "data": {
+        name: f"diffvision.data.{name}"
+        for name in ("ImageTextData", "ImageLabelData", "TextData", "VisionLanguageData")
+    },
 }
 """A setting that takes a class -> our classes for it, by their short names."""
 LISTED = {

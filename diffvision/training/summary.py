@@ -35,6 +35,7 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import format_duration, total_steps
+from diffvision.training.vision_language import VisionLanguageModule
 
 SUMMARY, CURVES = "summary.txt", "curves.png"
 LEARNED = 0.1  # of the first loss
@@ -213,6 +214,15 @@ def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoi
         return ["diffvision", "evaluate", *arguments, "--tasks", "classification"]
     if isinstance(module, LanguageModule) and folders and all(_is_text(folder) for folder in folders):
         return ["diffvision", "evaluate-language", *arguments, "--tasks", "perplexity"]
+    if isinstance(module, VisionLanguageModule):
+        tests = [Path(folder).parent / "test" for folder in folders]  # as `data make scenes-vqa` has them
+        return [
+            "diffvision",
+            "evaluate-vlm",
+            checkpoint,
+            "--data",
+            next((str(t) for t in tests if t.is_dir()), "FOLDER"),
+        ]
     config = _relative(str(Path(trainer.log_dir or ".", "config.yaml")))
     packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]

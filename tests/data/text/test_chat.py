@@ -241,11 +241,13 @@ def test_a_template_of_another_encoding_is_named(tmp_path):
         open_chat(str(tmp_path / "latin.jinja"), train_tokenizer(["ab"], 257), tmp_path)
 
 
-def test_a_tokenizer_is_trained_on_the_messages_of_rows(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": "12 12 12", "response": "ab ab"}) for _ in "123")
-    )
-    words = [str(tmp_path / "rows.jsonl"), str(tmp_path / "made"), "--vocab_size", "300", "--pattern", r" ?\d"]
+@pytest.mark.parametrize("are_shards", [False, True])
+def test_a_tokenizer_is_trained_on_the_messages_of_rows(are_shards, tmp_path):
+    rows = [json.dumps({"prompt": "12 12 12", "response": "ab ab"}) for _ in "123"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    write_shards(tmp_path / "shards", [{"__key__": str(number), "json": row} for number, row in enumerate(rows)])
+    source = [str(tmp_path / "shards"), "--text_key=json"] if are_shards else [str(tmp_path / "rows.jsonl")]
+    words = [*source, str(tmp_path / "made"), "--vocab_size", "300", "--pattern", r" ?\d"]
     assert main(["data", "tokenizer", *words]) == 0
     tokenizer = load_tokenizer(tmp_path / "made")
     assert [tokenizer.decode([number]) for number in tokenizer.encode("ab 12 ab")] == ["ab", " 1", "2", " ab"]

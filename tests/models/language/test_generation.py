@@ -70,6 +70,16 @@ def test_unequal_prompts_equal_each_alone(model):
     assert generate(model, prompts, max_new_tokens=12) == expected
 
 
+@pytest.mark.parametrize("variant", ["gated", "v1_gated", "v2_gated", "sink", "integral"])
+def test_cures_decode_from_a_fixed_cache_and_padded_prompts(variant, make_model):
+    model = make_model("diff-debug", variant=variant, num_kv_heads=1)
+    for name, parameter in model.named_parameters():
+        if "sink" in name or "gate" in name:
+            torch.nn.init.normal_(parameter)
+    test_a_step_equals_a_pass(model)
+    test_unequal_prompts_equal_each_alone(model)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_the_same_where_they_are_read_every_few(model, temperature, monkeypatch):
     """As from a GPU: rows that have ended go on until the others have, and what they draw is left out."""

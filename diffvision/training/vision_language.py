@@ -1,0 +1,314 @@
+"""Training of vision-language models: one LightningModule.
+
+What it shares with others is in `next_token` and `module`, its optimizer in `optim`. What a checkpoint records is in
+`models.vision_language_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.data.batches import VisionLanguageBatch
+from diffvision.data.conversations import VisionLanguageData
+from diffvision.data.text.tokenizers import load_tokenizer
+from diffvision.models.architecture import KEY, architecture
+from diffvision.models.files import FOLDER
+from diffvision.opening.runs import best_checkpoint, run_in
+from diffvision.opening.specs import check_transformers
+from diffvision.training.next_token import NextTokenModule, shift
+from diffvision.training.optim import OptimizerSettings, param_groups
+
+PARTS = ("tower", "projector", "language_model")
+LLAVA = OptimizerSettings(lr=2e-5, weight_decay=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Settings of LoRA, low-rank adapters of the language model's layers (arXiv 2106.09685), by PEFT.
+
+    Attributes:
+        r: rank of the adapters.
+        alpha: what they add is multiplied by alpha / r.
+        dropout: of their inputs.
+        targets: the names of the layers, such as [q_proj, v_proj]; or "all-linear".
+    """
+
+    r: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: str | list[str] = "all-linear"
+
+
+class VisionLanguageModule(NextTokenModule):
+    """A model of `diffvision.models.vision_language` that learns the answers of conversations about images.
+
+    A step's loss is the mean over its learned tokens, of all its batches and on all ranks together; that of a batch is
+    logged. Parts that are not trained have no gradients and stay in evaluation mode.
+
+    Attributes:
+        model: the `VisionLanguageModel`; its keys in a checkpoint's state_dict have the prefix "model.".
+        tokenizer: the argument.
+        trained: the parts of the model that are trained.
+    """
+
+    keys: ClassVar = ("image", "tokens", "lengths", "learned")
+    needed: ClassVar = ("image", "tokens", "learned")
+    adamw: ClassVar = {"betas": (0.9, 0.999), "eps": 1e-8}
+
+    def __init__(
+        self,
+        model: str | dict[str, Any],
+        *,
+        tower: str | None = None,
+        tower_args: dict[str, Any] | None = None,
+        tower_pretrained: str | None = None,
+        language: str | None = None,
+        language_args: dict[str, Any] | None = None,
+        model_args: dict[str, Any] | None = None,
+        tokenizer: str | None = None,
+        pretrained: str | None = None,
+        train: str | list[str] = "all",
+        optimizer: OptimizerSettings = LLAVA,
+        projector_lr: float | None = None,
+        tower_lr: float | None = None,
+        language_lr: float | None = None,
+        lora: Lora | None = None,
+        loss_chunk: int = 1024,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Build the model, and choose which parts are trained.
+
+        Args:
+            model: name of a vision-language model, such as "vlm-debug" or "diff-vlm-debug"; "local-dir:FOLDER", a saved
+                one to start from; or a configuration, as a checkpoint records it.
+            tower: another image tower than the named model's, by timm's or OpenCLIP's name.
+            tower_args: arguments of the tower.
+            tower_pretrained: weights of the tower: a tag or a file.
+            language: another language model: a name of ours, local-dir:FOLDER or hf:PATH, with its weights.
+            language_args: fields of `LanguageConfig`, for a name.
+            model_args: fields of `VisionLanguageConfig` (feature_layer, projector, shuffle, preprocess).
+            tokenizer: tokenizer.json or its folder; that of the language model.
+            pretrained: the run, checkpoint or folder of an earlier stage to start from; of the same model.
+            train: "all", "projector", or a list of parts: tower, projector, language_model.
+            optimizer: it and its schedule; or a dictionary of what differs from the defaults, which are LLaVA-1.5's.
+            projector_lr: highest learning rate of the projector; null: the optimizer's, as for the next two.
+            tower_lr: that of the image tower.
+            language_lr: that of the language model.
+            lora: train adapters of the language model instead of its weights; or a dictionary of its settings.
+            loss_chunk: tokens whose logits are in memory together.
+            grad_checkpointing: recompute the blocks' activations in the backward pass.
+
+        Raises:
+            ValueError: settings that no model has; weights, or a tokenizer, of another model.
+        """
+        lora = Lora(**lora) if isinstance(lora, dict) else lora
+        super().__init__(locals() | {"lora": asdict(lora) if lora else None}, LLAVA)
+        check_transformers("VisionLanguageModule")
+        if loss_chunk < 1:
+            raise ValueError(f"loss_chunk is {loss_chunk}: give the number of tokens, 1 or more, such as 1024")
+        self.tokenizer, self.lora, self.loss_chunk = tokenizer, lora, loss_chunk
+        self.trained = _parts(train)
+        self.rates: dict[str, float | None] = {
+            "projector": projector_lr,
+            "tower": tower_lr,
+            "language_model": language_lr,
+        }
+        for part, rate in self.rates.items():
+            if rate is not None and (rate <= 0 or part not in self.trained):
+                why = "it must be above 0" if rate <= 0 else f"train leaves {part} out, so leave its rate out"
+                raise ValueError(f"{part.removesuffix('_model')}_lr is {rate}: {why}")
+        if lora is not None and "language_model" not in self.trained:
+            raise ValueError(f"lora is set, and train is {train!r}, without language_model: add it, or leave lora out")
+        from diffvision.models import vision_language
+
+        self.name = model if isinstance(model, str) else vision_language.VisionLanguageConfig.model_type
+        if isinstance(model, dict):
+            self.model = vision_language.VisionLanguageModel(vision_language.VisionLanguageConfig.from_dict(model))
+        elif model.startswith(FOLDER):
+            self.model = _open(model)
+        else:
+            chosen: dict[str, Any] = {"tower": tower, "tower_args": tower_args, "tower_pretrained": tower_pretrained}
+            chosen |= {"language": language, "language_args": language_args, "tokenizer": tokenizer}
+            chosen = {name: value for name, value in chosen.items() if value is not None}
+            self.model = vision_language.create(model, **chosen, **(model_args or {}))
+        if pretrained is not None:
+            self._start_from(pretrained)
+        self._choose(grad_checkpointing)
+        self.train()
+
+    def _start_from(self, source: str) -> None:
+        from diffvision.models.vision_language_checkpoint import check_record, record
+
+        loaded = _open(source)
+        layers = {"layers": architecture(loaded)["layers"]}
+        check_record({"config": record(loaded), KEY: layers}, self.model, source)
+        self.model.load_state_dict(loaded.state_dict())
+
+    def _choose(self, grad_checkpointing: bool) -> None:
+        """Freeze what is not trained, add adapters, and recompute activations."""
+        for part in PARTS:
+            getattr(self.model, part).requires_grad_(part in self.trained)
+        if self.lora is not None:
+            _add_adapters(self.model.language_model, self.lora)
+        if "tower" in self.trained:
+            _freeze_unreached(self.model)
+            self.model.tower.set_grad_checkpointing(grad_checkpointing)
+        if grad_checkpointing:
+            self.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def train(self, mode: bool = True) -> VisionLanguageModule:
+        """Set the mode; parts that are not trained stay in evaluation mode."""
+        super().train(mode)
+        for part in PARTS:
+            if part not in self.trained and hasattr(self, "model"):
+                getattr(self.model, part).eval()
+        return self
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of the model, for its data.
+
+        Raises:
+            FileNotFoundError, ValueError: there is no tokenizer, or that of another model.
+        """
+        from diffvision.models.vision_language import make_processor
+
+        if self.tokenizer is None:
+            raise ValueError("model.tokenizer is not set: give the language model's tokenizer.json or its folder")
+        return make_processor(self.model, self.tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """What tells the tokenizer from others; None without one."""
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer).fingerprint
+
+    @property
+    def image_tokens(self) -> int:
+        """Number of tokens for each image."""
+        return self.model.image_tokens
+
+    @property
+    def max_length(self) -> int | None:
+        """Number of tokens that the language model reads; None where its configuration does not say."""
+        return getattr(self.model.config.text_config, "max_position_embeddings", None)
+
+    @property
+    def _share(self) -> int:
+        return 1024
+
+    def setup(self, stage: str) -> None:
+        """Check that the data's conversations are not longer than the language model reads."""
+        super().setup(stage)
+        length, limit = getattr(getattr(self.trainer, "datamodule", None), "length", None), self.max_length
+        if isinstance(length, int) and limit is not None and length > limit:
+            raise ValueError(f"data.length is {length} tokens, over the language model's {limit}: lower data.length")
+
+    def forward(self, tokens: Tensor, image: Tensor | None = None) -> Tensor:
+        """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
+        return self.model(tokens, image).logits
+
+    def read(self, batch: VisionLanguageBatch) -> tuple[Tensor, Tensor]:
+        """Return final hidden states [B, N, dim] and their targets [B, N].
+
+        The padding follows the text, which therefore does not attend to it: no mask is needed.
+        """
+        inputs, targets, _ = shift(batch)
+        if len(batch["image"]):
+            return self.model.hidden(inputs, batch["image"]), targets
+        # Without images tower and projector need gradients too, of zeros: DDP waits for them.
+        blank = batch["image"].new_zeros(1, 3, *self.model.image_size)
+        return self.model.hidden(inputs) + 0 * self.model.image_features(blank).sum(), targets
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the trained parameters in groups, each with its weight decay and the learning rate of its part."""
+        scales = {
+            name: rate / self.settings.lr
+            for part, rate in self.rates.items()
+            for name, _ in self.model.named_parameters()
+            if rate is not None and name.startswith(f"{part}.")
+        }
+        settings = self.settings
+        return param_groups(self.model, settings.weight_decay, scales=scales or None, is_muon=settings.is_muon)
+
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics of VisionLanguageData's evaluation, if it has one."""
+        if not isinstance(data, VisionLanguageData):
+            return None
+        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
+
+    def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
+        from diffvision.models.vision_language_checkpoint import check_record
+
+        what = str(getattr(self.attached_trainer, "ckpt_path", None) or "the checkpoint")
+        about = checkpoint.get("diffvision", {})
+        check_record(about, self.model, what)
+        here = asdict(self.lora) if self.lora else None
+        if (there := about.get("lora")) != here:
+            raise ValueError(f"{what} has lora {there}, and here it is {here}: set model.lora to it")
+        if None not in (about.get("fingerprint"), self.fingerprint) and about["fingerprint"] != self.fingerprint:
+            raise ValueError(f"{what} is of another tokenizer than {self.tokenizer}: set model.tokenizer to its own")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the model's name, tokenizer, configuration, adapters and architecture."""
+        from diffvision.models.vision_language_checkpoint import record
+
+        about: dict[str, Any] = {"model": self.name, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint}
+        about |= {"config": record(self.model), "lora": asdict(self.lora) if self.lora else None}
+        return about | {KEY: {"layers": architecture(self.model)["layers"]}}
+
+    def arguments_without_weights(self) -> dict[str, Any]:
+        """Return the model's configuration in place of its name and of what it was made of."""
+        from diffvision.models.vision_language_checkpoint import record
+
+        made_of = ("tower", "tower_args", "tower_pretrained", "language", "language_args", "model_args", "pretrained")
+        return {**dict.fromkeys(made_of), "model": record(self.model)}
+
+
+def _parts(train: str | list[str]) -> tuple[str, ...]:
+    """Return the parts of a model that `train` names."""
+    chosen = list(PARTS) if train == "all" else [train] if isinstance(train, str) else train
+    if not chosen or not {*chosen} <= {*PARTS}:
+        raise ValueError(f"train is {train!r}: give all, projector, or a list of {', '.join(PARTS)}")
+    return tuple(part for part in PARTS if part in chosen)
+
+
+def _open(source: str) -> Any:
+    """Return the model of a run, a checkpoint of ours or a folder."""
+    from diffvision.models.vision_language import VisionLanguageModel
+    from diffvision.models.vision_language_checkpoint import load
+
+    path = Path(source.removeprefix(FOLDER))
+    path = best_checkpoint(run)[0] if (run := run_in(path)) else path
+    return load(path)[0] if path.is_file() else VisionLanguageModel.from_pretrained(path)
+
+
+def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
+    """Add LoRA's adapters to a language model, and freeze all but them."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError(f"lora needs PEFT: pip install peft, or leave lora out ({error})") from error
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    try:
+        settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
+        inject_adapter_in_model(settings, language_model)
+    except ValueError as error:
+        raise ValueError(f"lora is {lora}, which the language model cannot have: {error}") from error
+    for name, parameter in language_model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def _freeze_unreached(model: Any) -> None:
+    """Freeze what no feature depends on, as blocks after the feature layer: DDP would wait for its gradients."""
+    parameters = list(model.tower.parameters())
+    total = model.eval().image_features(torch.zeros(1, 3, *model.image_size)).sum()
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.requires_grad_(gradient is not None)

@@ -1,0 +1,311 @@
+"""Training of vision-language models: the loss against torch's, what is trained at which rate, stages, LoRA, DDP."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.training.language import LanguageModule
+from diffvision.training.optim import OptimizerSettings
+
+pytest.importorskip("transformers")
+from diffvision.models.vision_language_checkpoint import load
+from diffvision.training.vision_language import PARTS, Lora, VisionLanguageModule
+
+pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, decay="linear")
+LENGTH, IMAGES = 40, 16  # tokens of the longest row, and of an image
+VOCABULARY = 258  # and the placeholder, which is beyond it
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["a red star, a blue ring"], 258).save(folder / "tokenizer.json")
+    return str(folder)
+
+
+def make(tokenizer=None, name="vlm-debug", **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "max_length": 64}
+    return VisionLanguageModule(
+        name, **{"language_args": sizes, "tokenizer": tokenizer, "optimizer": SETTINGS} | settings
+    )
+
+
+class Rows(pl.LightningDataModule):
+    """Eight random conversations of unequal lengths, with one image, two or none; a rank takes its share of each batch.
+
+    `batch_size` is that of all ranks.
+    """
+
+    def __init__(self, batch_size: int = 8, images=(1, 1, 2, 1, 0, 1, 1, 1)):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.batch_size, self.rows = batch_size, []
+        for number, count in enumerate(images):
+            text = torch.randint(0, VOCABULARY, (LENGTH - 2 - number,), generator=generator)
+            text[1 : 1 + count * IMAGES] = VOCABULARY
+            learned = torch.arange(len(text)) >= len(text) - 1 - number % 4
+            image = torch.rand(count, 3, 32, 32, generator=generator)
+            self.rows.append({"tokens": text, "learned": learned, "image": image})
+
+    @staticmethod
+    def collate(rows):
+        pad = torch.nn.utils.rnn.pad_sequence
+        batch = {key: pad([row[key] for row in rows], batch_first=True) for key in ("tokens", "learned")}
+        return batch | {
+            "image": torch.cat([row["image"] for row in rows]),
+            "lengths": torch.tensor([len(row["tokens"]) for row in rows]),
+        }
+
+    def train_dataloader(self):
+        local = self.batch_size // self.trainer.world_size
+        starts = range(self.trainer.global_rank * local, len(self.rows), self.batch_size)
+        rows = [row for start in starts for row in self.rows[start : start + local]]
+        return DataLoader(rows, batch_size=local, collate_fn=self.collate)
+
+    def val_dataloader(self):
+        return DataLoader(self.rows[self.trainer.global_rank :: self.trainer.world_size], 3, collate_fn=self.collate)
+
+
+def train(module, *callbacks, data=None, **settings):
+    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = pl.Trainer(
+        **defaults | quiet | {"limit_val_batches": 0, "use_distributed_sampler": False} | settings,
+        callbacks=[*callbacks],
+    )
+    trainer.fit(module, datamodule=data or Rows())
+    return trainer
+
+
+class Gradients(pl.Callback):
+    """Keeps a copy of the first step's gradients."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            self.seen = {n: p.grad.clone() for n, p in pl_module.model.named_parameters() if p.grad is not None}
+
+
+def expected_gradients():
+    """Of the mean over all learned tokens, from transformers' logits of each row alone, without padding."""
+    model = make().model.double()
+    nats, count = 0.0, 0
+    for row in Rows().rows:
+        images = row["image"].double() if len(row["image"]) else None
+        logits = model(row["tokens"][None], images).logits[0, :-1]
+        learned = row["learned"][1:]
+        nats += F.cross_entropy(logits[learned], row["tokens"][1:][learned], reduction="sum")
+        count += int(learned.sum())
+    (nats / count).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, nats / count
+
+
+def same(a, b, rtol=1e-6, atol=1e-8):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# --- the loss ---
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_step_has_the_mean_over_its_learned_tokens_in_whichever_batch_they_are(accumulated):
+    kept, (expected, loss) = Gradients(), expected_gradients()
+    data = Rows(batch_size=8 // accumulated)
+    validated = {"limit_val_batches": 1.0, "accumulate_grad_batches": accumulated, "log_every_n_steps": 1}
+    trainer = train(make(), kept, data=data, precision="64-true", **validated)
+    same(expected, kept.seen)
+    assert trainer.callback_metrics["val/tokens"] == sum(int(row["learned"].sum()) for row in data.rows)
+    if accumulated == 1:
+        torch.testing.assert_close(trainer.logged_metrics["train/loss"].double(), loss, rtol=1e-6, atol=0)
+
+
+def test_validation_weighs_tokens():
+    module = make()
+    trainer = train(module, limit_val_batches=1.0, max_steps=1)
+    with torch.no_grad():
+        _, nats, count = module.eval().sums(Rows.collate(Rows().rows))
+    torch.testing.assert_close(
+        trainer.callback_metrics["val/loss"].double(), (nats / count).double(), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(trainer.callback_metrics["val/perplexity"], (nats / count).exp(), rtol=1e-5, atol=0)
+
+
+def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains_every_part():
+    plain, again = Gradients(), Gradients()
+    train(make(), plain)
+    train(make(grad_checkpointing=True), again)
+    same(plain.seen, again.seen)
+    train(make(), again, data=Rows(images=[0] * 8))
+    assert again.seen.keys() == plain.seen.keys()
+    assert not any(gradient.any() for name, gradient in again.seen.items() if not name.startswith("language_model."))
+
+
+# --- what is trained ---
+
+
+@pytest.mark.parametrize("parts", ["projector", ["projector", "language_model"], ["tower"]])
+def test_parts_that_are_not_trained_keep_their_weights_and_their_mode(parts):
+    module = make(train=parts)
+    chosen = {parts} if isinstance(parts, str) else {*parts}
+    before = {name: value.clone() for name, value in module.model.named_parameters()}
+
+    class Modes(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.seen = {part: {m.training for m in getattr(pl_module.model, part).modules()} for part in PARTS}
+
+    train(module, modes := Modes(), max_steps=2, limit_val_batches=1.0, val_check_interval=1)
+    assert modes.seen == {part: {part in chosen} for part in PARTS}
+    changed = {name for name, value in module.model.named_parameters() if not torch.equal(value, before[name])}
+    assert {name.partition(".")[0] for name in changed} == chosen
+    assert {name for name, p in module.model.named_parameters() if p.grad is not None or p.requires_grad} == changed
+
+
+def test_each_part_has_its_rate():
+    rates = {"projector_lr": 2e-3, "tower_lr": 1e-5}
+    module = make(**rates)
+    trainer = train(module)
+    groups = trainer.optimizers[0].param_groups
+    names = {id(parameter): name.partition(".")[0] for name, parameter in module.model.named_parameters()}
+    scales = {(names[id(p)], group["lr_scale"]) for group in groups for p in group["params"]}
+    assert {part: pytest.approx(scale * 1e-3) for part, scale in scales} == {
+        "projector": 2e-3,
+        "tower": 1e-5,
+        "language_model": 1e-3,
+    }
+    assert len(scales) == 3
+
+
+def test_what_no_feature_depends_on_is_not_trained():
+    module = make()
+    frozen = {name for name, p in module.model.named_parameters() if not p.requires_grad}
+    assert {name.split(".")[1] for name in frozen} == {"blocks", "norm"}
+    assert all(name.startswith(("tower.blocks.3.", "tower.norm.")) for name in frozen)
+
+
+# --- stages, checkpoints and adapters ---
+
+
+def test_a_second_stage_begins_from_the_first_and_a_checkpoint_needs_no_other_file(tokenizer, tmp_path):
+    first = make(tokenizer, train="projector")
+    train(first).save_checkpoint(tmp_path / "x.ckpt")
+    second = make(tokenizer, train="all", pretrained=str(tmp_path / "x.ckpt"))
+    same(dict(first.model.state_dict()), dict(second.model.state_dict()), rtol=0, atol=0)
+    loaded, about = load(tmp_path / "x.ckpt")
+    same(dict(first.model.state_dict()), dict(loaded.state_dict()), rtol=0, atol=0)
+    assert about["tokenizer"] == tokenizer
+    assert not loaded.training
+    again = VisionLanguageModule.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    same(dict(first.model.state_dict()), dict(again.model.state_dict()), rtol=0, atol=0)
+    assert again.trained == ("projector",)
+    assert again.processor.image_token_id == first.processor.image_token_id
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_args": {"projector": "pixel_shuffle", "shuffle": 2}}, "projector 'mlp' there"),
+        ({"model_args": {"feature_layer": -1}}, "feature_layer -2 there"),
+        ({"name": "diff-vlm-debug"}, "is of another model, with"),
+        ({"language_args": {"vocab_size": VOCABULARY, "max_length": 64, "mlp_dim": 100}}, "intermediate_size"),
+    ],
+)
+def test_weights_of_another_model_are_refused(settings, message, tokenizer, tmp_path):
+    train(module := make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=message):
+        make(tokenizer, pretrained=str(tmp_path / "x.ckpt"), **settings)
+    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match=message):
+        make(tokenizer, **settings).on_load_checkpoint(content)
+    module.on_load_checkpoint(content)
+
+
+def test_another_tokenizer_other_adapters_and_text_models_are_refused(tokenizer, tmp_path):
+    train(module := make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
+    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    train_tokenizer(["other other words words"], 258).save(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="of another tokenizer"):
+        make(str(tmp_path)).on_load_checkpoint(content)
+    with pytest.raises(ValueError, match="has lora None"):
+        make(tokenizer, lora={"r": 2}).on_load_checkpoint(content)
+    text = LanguageModule("diff-debug", model_args={"vocab_size": VOCABULARY})
+    with pytest.raises(ValueError, match="not of our vision-language"):
+        module.on_load_checkpoint({"diffvision": text.describe()})
+    torch.save({"state_dict": text.state_dict(), "pytorch-lightning_version": pl.__version__}, tmp_path / "y.ckpt")
+    with pytest.raises(ValueError, match="not of our vision-language"):
+        make(pretrained=str(tmp_path / "y.ckpt"))
+
+
+def test_adapters_alone_are_trained_and_merge(tmp_path):
+    pytest.importorskip("peft")
+    module = make(name="diff-vlm-debug", train=["projector", "language_model"], lora={"r": 2, "alpha": 6})
+    trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(name.startswith("projector.") or ".lora_" in name for name in trained)
+    train(module, max_steps=3, data=Rows(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
+    assert any(p.any() for name, p in module.model.named_parameters() if ".lora_B." in name)
+    loaded, about = load(tmp_path / "x.ckpt")
+    assert about["lora"] == {"r": 2, "alpha": 6, "dropout": 0.0, "targets": "all-linear"}
+    batch = Rows.collate(Rows().rows)
+    with torch.no_grad():
+        expected, actual = (m.eval().hidden(batch["tokens"], batch["image"]) for m in (module.model, loaded))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name in loaded.state_dict())
+    same(module.state_dict(), VisionLanguageModule.load_from_checkpoint(tmp_path / "x.ckpt").state_dict(), 0, 0)
+    assert make(name="diff-vlm-debug", pretrained=str(tmp_path / "x.ckpt")).lora is None
+
+
+def test_bad_settings_are_named(tokenizer, tmp_path):
+    for settings, message in (
+        ({"train": "towers"}, "train is 'towers'"),
+        ({"train": []}, r"train is \[\]"),
+        ({"train": "projector", "tower_lr": 1e-3}, "tower_lr is 0.001: train leaves tower"),
+        ({"language_lr": 0.0}, "language_lr is 0.0: it must"),
+        ({"train": "projector", "lora": Lora()}, "lora is set, and train is 'proj"),
+        ({"lora": {"targets": ["nothing"]}}, "lora is Lora"),
+        ({"loss_chunk": 0}, "loss_chunk is 0"),
+        ({"name": "vlm-9q"}, "model 'vlm-9q'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**settings)
+    data = Rows()
+    data.length = 65
+    with pytest.raises(ValueError, match="is 65 tokens, over"):
+        train(make(), data=data)
+    with pytest.raises(ValueError, match="tokenizer is not set"):
+        make().processor  # noqa: B018
+
+
+# --- two processes ---
+
+
+class Saved(Gradients):
+    """Writes them, from each rank, for the parent process to read."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_fit_end(self, trainer, pl_module):
+        torch.save(self.seen, self.directory / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.forks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{}, {"train": ["projector", "language_model"], "lora": {"r": 2}}], ids=["all", "lora"]
+)
+def test_ddp_has_the_gradients_and_the_validation_of_one_process(settings, tmp_path):
+    """The ranks' batches have unequal numbers of images and of learned tokens."""
+    validated = {"limit_val_batches": 1.0, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "precision": "64-true"}
+    kept, data = Gradients(), Rows(batch_size=4)
+    one = train(make(**settings), kept, data=data, **validated)
+    both = train(make(**settings), Saved(tmp_path), data=data, devices=2, strategy="ddp_fork", **validated)
+    for rank in (0, 1):
+        same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+    for key in ("val/loss", "val/tokens", "train/loss"):
+        torch.testing.assert_close(both.callback_metrics[key], one.callback_metrics[key], rtol=1e-6, atol=0)
