@@ -171,9 +171,9 @@ def _is_held_out(scene: Scene) -> bool:
 
 
 def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
-    """Return a scene with a conversation: is it there, twice; two other questions; and the caption.
+    """Return a scene with a conversation in any order: is it there, twice; two other questions; and the caption.
 
-    Answers do not follow from earlier ones: each of the first two is yes or no by the toss of a coin.
+    Answers to the first two do not follow from each other: each is yes or no by the toss of a coin.
     """
     turns = []
     present, absent = (list(rng.permutation(kinds)) for kinds in (scene.kinds, sorted({*SHAPES} - {*scene.kinds})))
@@ -184,8 +184,11 @@ def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
     for number in rng.choice(len(kinds), 2, replace=False):
         turns.append(_ask(kinds[number], scene, int(rng.integers(len(scene.kinds)))))
     turns.append((DESCRIBE, scene.caption()))
+    shuffled = [turns[number] for number in rng.permutation(len(turns))]
     conversations = [
-        {"from": speaker, "value": text} for turn in turns for speaker, text in zip(("human", "gpt"), turn, strict=True)
+        {"from": speaker, "value": text}
+        for turn in shuffled
+        for speaker, text in zip(("human", "gpt"), turn, strict=True)
     ]
     conversations[0]["value"] = "<image>\n" + conversations[0]["value"]
     record = {"conversations": conversations}
