@@ -76,8 +76,8 @@ def _fails(kind: str, name: str) -> str:
         works = timm.is_model(name)
     elif kind == "OpenCLIP model":
         works = name in open_clip.list_models()
-    elif kind == "text model":
-        works = name in recorded()["text"]
+    elif kind in ("text model", "image and text model"):
+        works = name in recorded()[kind.removesuffix(" model")]
     else:
         return _import_fails(name)
     return "" if works else f"{kind}: {name}"

@@ -14,7 +14,7 @@ from diffvision.models.names import TABLE, recorded
 
 
 def models(filter: str = "*") -> None:
-    """Print our models, for timm, OpenCLIP and text, with their parameters.
+    """Print our models, for timm, OpenCLIP, text, and image and text, with their parameters.
 
     Args:
         filter: shell pattern, e.g. "diff_vit_base*", "DiffCLIP*" or "*-3b".
@@ -38,9 +38,10 @@ def models(filter: str = "*") -> None:
 
 def names() -> dict[str, list[str]]:
     """Return host -> the names of our models."""
-    from diffvision.models import clip, language, vit
+    from diffvision.models import clip, language, vision_language, vit
 
-    return {"timm": vit.model_names(), "OpenCLIP": clip.model_names(), "text": language.model_names()}
+    images = {"timm": vit.model_names(), "OpenCLIP": clip.model_names()}
+    return {**images, "text": language.model_names(), "image and text": list(vision_language.NAMES)}
 
 
 def build_on_meta(host: str, name: str) -> Any:
@@ -54,6 +55,10 @@ def build_on_meta(host: str, name: str) -> Any:
     with torch.device("meta"), _quiet():
         if host == "timm":
             return timm.create_model(name)
+        if host == "image and text":
+            from diffvision.models import vision_language
+
+            return vision_language.create(name)
         if host == "OpenCLIP":
             return open_clip.create_model(name, device="meta")
         return language.create(name)

@@ -25,35 +25,10 @@ from diffvision.models.language.transformers_decoder import (
     mark_as_initialised,
 )
 from diffvision.models.names import unknown_model
-from diffvision.models.vision_language_parts import VisionLanguageConfig
+from diffvision.models.vision_language_parts import NAMES, Projector, VisionLanguageConfig
 from diffvision.models.vision_language_processor import IMAGE, make_processor, with_image_token
 
 __all__ = ["NAMES", "VisionLanguageConfig", "VisionLanguageModel", "create", "make_processor"]
-
-NAMES = {
-    "vlm-debug": ("plain_vit_debug", "transformer-debug"),
-    "diff-vlm-debug": ("diff_vit_debug", "diffv2-debug"),
-}
-"""Name of a vision-language model -> its tower and its language model."""
-
-
-class Projector(nn.Sequential):
-    """From the features of a tower to tokens: "mlp", two layers with GELU, or "pixel_shuffle", one without a bias."""
-
-    def __init__(self, kind: str, width: int, dim: int, shuffle: int) -> None:
-        width *= shuffle**2
-        if kind == "mlp":
-            super().__init__(nn.Linear(width, dim), nn.GELU(), nn.Linear(dim, dim))
-        else:
-            super().__init__(nn.Linear(width, dim, bias=False))
-            nn.init.normal_(self[0].weight, std=0.02)
-        self.shuffle = shuffle
-
-    def forward(self, features: Float[Tensor, "I C h w"]) -> Float[Tensor, "I T dim"]:
-        """Return a token for each square of patches, row by row; in it the patches' features, row by row."""
-        side = self.shuffle
-        squares = features.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
-        return super().forward(squares.flatten(3).flatten(1, 2))
 
 
 class VisionLanguageModel(PreTrainedModel, GenerationMixin):
@@ -78,10 +53,10 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
 
     config_class = VisionLanguageConfig
     main_input_name = "input_ids"
-    input_modalities = ("image", "text")
+    input_modalities = ["image", "text"]  # noqa: RUF012  (as the base class has it)
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (as the base class has it)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: VisionLanguageConfig, tower: Any = None, language_model: Any = None) -> None:
         super().__init__(config)
@@ -173,7 +148,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         """
         if (input_ids is None) == (inputs_embeds is None) or (inputs_embeds is not None and pixel_values is not None):
             raise ValueError("give input_ids, with or without pixel_values, or inputs_embeds")
-        if inputs_embeds is None:
+        if input_ids is not None:
             inputs_embeds = self.embed(input_ids, pixel_values, past_key_values)
         return self.language_model(
             inputs_embeds=inputs_embeds,
@@ -237,9 +212,8 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         parts.restore_buffers(model.tower, model.config.tower, model.config.tower_args)
         return (model, info) if wants_info else model
 
-    def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
-        host: Any = super()
-        host._set_gradient_checkpointing(enable, **kwargs)
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        super()._set_gradient_checkpointing(enable, *args, **kwargs)
         self.tower.set_grad_checkpointing(enable)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -251,7 +225,9 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         host._validate_generated_length(generation_config, *args, **kwargs)
         self._check_length(generation_config.max_length)
 
-    def _expand_inputs_for_generation(self, expand_size: int = 1, input_ids: Any = None, **kwargs: Any) -> Any:
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
+    ) -> Any:
         """Repeat a row's images together, for beams; transformers would repeat each image."""
         images = kwargs.pop("pixel_values", None)
         if images is not None and expand_size > 1:
@@ -260,7 +236,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
             rows = images.split((places.sum(1) // self.image_tokens).tolist())
             images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
         host: Any = super()
-        input_ids, kwargs = host._expand_inputs_for_generation(expand_size, input_ids=input_ids, **kwargs)
+        input_ids, kwargs = host._expand_inputs_for_generation(expand_size, False, input_ids, **kwargs)
         return input_ids, kwargs if images is None else {**kwargs, "pixel_values": images}
 
     register_for_auto_class = DiffTransformerPreTrainedModel.register_for_auto_class  # which does nothing
@@ -297,12 +273,15 @@ def create(
     """
     if name not in NAMES:
         raise unknown_model(name, "diffvision.models.vision_language has no", NAMES)
-    words = parts.open_language(language or NAMES[name][1], language_args)
+    named = NAMES[name]
+    if language is None:
+        language, language_args = named.language, {**(named.language_args or {}), **(language_args or {})}
+    if tower is None:
+        tower, tower_args = named.tower, {**(named.tower_args or {}), **(tower_args or {})}
+    words = parts.open_language(language, language_args)
     if tokenizer is not None:
         settings["image_token_id"] = with_image_token(tokenizer, words.config).convert_tokens_to_ids(IMAGE)
-    config = VisionLanguageConfig(
-        tower=tower or NAMES[name][0], tower_args=tower_args, text_config=words.config, **settings
-    )
+    config = VisionLanguageConfig(tower=tower, tower_args=tower_args, text_config=words.config, **settings)
     if tower_pretrained is None:
         return VisionLanguageModel(config, language_model=words)
     images, about = parts.load_tower(config.tower, tower_args, tower_pretrained)

@@ -1,13 +1,14 @@
 """The configuration of a vision-language model, and its halves: image towers and causal language models."""
 
 import os
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import timm
 import torch
 from jaxtyping import Float
 from timm.data import resolve_model_data_config
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from diffvision.models import language
@@ -52,7 +53,7 @@ class VisionLanguageConfig(PreTrainedConfig):
     shuffle: int = 1
     preprocess: dict[str, Any] | None = None
     image_token_id: int | None = None
-    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    text_config: Any = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.feature_layer not in (-1, -2):
@@ -71,6 +72,50 @@ class VisionLanguageConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     register_for_auto_class = DiffTransformerConfig.register_for_auto_class  # which does nothing
+
+
+class Halves(NamedTuple):
+    """The tower and the language model of a name, with their arguments."""
+
+    tower: str
+    language: str
+    tower_args: dict[str, Any] | None = None
+    language_args: dict[str, Any] | None = None
+
+
+_VICUNA = {"vocab_size": 32_000, "max_length": 4096, "tied": False}
+NAMES = {
+    "vlm-debug": Halves("plain_vit_debug", "transformer-debug"),
+    "diff-vlm-debug": Halves("diff_vit_debug", "diffv2-debug"),
+    "llava-1.5-7b": Halves(
+        "vit_large_patch14_clip_quickgelu_336", "transformer-6.8b", language_args={**_VICUNA, "mlp_dim": 11_008}
+    ),
+    # The MLP is narrower by the parameters of V2's second queries, as in `language.SIZES`.
+    "diff-llava-1.5-7b": Halves(
+        "diff_vit_large_patch14_clip_224", "diffv2-6.8b", {"img_size": 336}, {**_VICUNA, "mlp_dim": 9632}
+    ),
+}
+"""Name of a vision-language model -> its halves; LLaVA-1.5-7B's have the sizes of CLIP-L/14-336 and Vicuna-7B."""
+
+
+class Projector(nn.Sequential):
+    """From the features of a tower to tokens: "mlp", two layers with GELU, or "pixel_shuffle", one without a bias."""
+
+    def __init__(self, kind: str, width: int, dim: int, shuffle: int) -> None:
+        width *= shuffle**2
+        if kind == "mlp":
+            super().__init__(nn.Linear(width, dim), nn.GELU(), nn.Linear(dim, dim))
+        else:
+            layer = nn.Linear(width, dim, bias=False)
+            nn.init.normal_(layer.weight, std=0.02)
+            super().__init__(layer)
+        self.shuffle = shuffle
+
+    def forward(self, features: Float[Tensor, "I C h w"]) -> Float[Tensor, "I T dim"]:
+        """Return a token for each square of patches, row by row; in it the patches' features, row by row."""
+        side = self.shuffle
+        squares = features.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
+        return super().forward(squares.flatten(3).flatten(1, 2))
 
 
 class Geometry(NamedTuple):
@@ -121,7 +166,8 @@ def load_tower(name: str, args: dict[str, Any] | None, source: str) -> tuple[Any
     Raises:
         ValueError: there are no such weights, they are damaged, or not of this tower.
     """
-    path, about = local(source), {}
+    path: Path = local(source)
+    about: dict[str, Any] = {}
     if not path.exists():
         return create_tower(name, args, source), {}
     if path.is_dir():
@@ -200,9 +246,10 @@ def open_language(name: str, args: dict[str, Any] | None = None) -> Any:
     if name.startswith(FOLDER):
         return DiffTransformerForCausalLM.from_diffvision(language.load(path).to(dtype)).train()
     with bounded(path), tensors_only(name):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, trust_remote_code=False, dtype=dtype, output_loading_info=True
         )
+    model, info = loaded
     check_loaded({**info, "unexpected_keys": ()}, name, "the causal language model")
     return model.train()
 

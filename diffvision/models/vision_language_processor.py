@@ -83,7 +83,7 @@ def make_processor(model: Any, tokenizer: Any) -> LlavaProcessor:
         do_pad=True,
         size={"height": height, "width": width},
         crop_size={"height": height, "width": width},
-        resample=PILImageResampling[images["interpolation"].upper()],
+        resample=getattr(PILImageResampling, images["interpolation"].upper()),
         image_mean=list(images["mean"]),
         image_std=list(images["std"]),
     )

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from diffvision.models import language as languages
-from diffvision.models import vision_language
+from diffvision.models import vision_language_parts as parts
 from diffvision.models.vision_language import VisionLanguageConfig, create, make_processor
-from diffvision.models.vision_language_parts import create_tower
 from diffvision.opening.vision_language import open_vlm
 
 
@@ -30,10 +29,10 @@ def small(name="vlm-debug", *, seed=0, **settings):
     return model
 
 
-def text(model, *parts):
+def text(model, *pieces):
     """A row of tokens: "image" for an image's placeholders, numbers for themselves."""
     place = [model.config.image_token_id] * model.image_tokens
-    return torch.tensor([[token for part in parts for token in (place if part == "image" else [part])]])
+    return torch.tensor([[token for piece in pieces for token in (place if piece == "image" else [piece])]])
 
 
 MODELS = {
@@ -69,13 +68,13 @@ def test_text_alone_is_the_language_model(model):
 
 
 @pytest.mark.parametrize(
-    ("parts", "images"), [((5, 6), 1), ((5, "image"), 0), (("image", "image", 5), 1), (("image", 4), 2)]
+    ("pieces", "images"), [((5, 6), 1), ((5, "image"), 0), (("image", "image", 5), 1), (("image", 4), 2)]
 )
-def test_images_without_placeholders_and_the_reverse(parts, images):
+def test_images_without_placeholders_and_the_reverse(pieces, images):
     model = small()
     pixels = torch.zeros(images, 3, *model.image_size) if images else None
     with pytest.raises(ValueError, match="placeholders"):
-        model(text(model, *parts), pixels)
+        model(text(model, *pieces), pixels)
 
 
 def test_more_image_tokens_than_the_context():
@@ -102,7 +101,7 @@ def test_settings_that_do_not_fit(settings, named):
 
 
 def test_pixel_shuffle_joins_squares_of_patches():
-    projector = vision_language.Projector("pixel_shuffle", 3, 12, 2)
+    projector = parts.Projector("pixel_shuffle", 3, 12, 2)
     with torch.no_grad():
         projector[0].weight.copy_(torch.eye(12))
     features = torch.randn(1, 3, 4, 6)
@@ -288,7 +287,7 @@ def test_a_saved_language_model_of_ours(tmp_path):
 
 
 def test_weights_of_a_tower(tmp_path):
-    tower = create_tower("diff_vit_debug", {"num_classes": 5})
+    tower = parts.create_tower("diff_vit_debug", {"num_classes": 5})
     about = {"model": "diff_vit_debug", "preprocess": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
     save_file(tower.state_dict(), tmp_path / "tower.safetensors", metadata={"diffvision": json.dumps(about)})
     model = create("diff-vlm-debug", tower_pretrained=str(tmp_path / "tower.safetensors"))
@@ -347,3 +346,18 @@ def test_the_folder_in_another_process(tokenizer, tmp_path, first, trust):
     code = FOLDER.replace("IMPORT", first).replace("TRUST", trust)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "VisionLanguageModel" in done.stdout, done.stderr
+
+
+PARTS = {"tower": 303_507_456, "projector": 20_979_712, "language_model": 6_738_415_616}
+"""CLIP-L/14-336 (openai/clip-vit-large-patch14-336), LLaVA-1.5's two layers, Vicuna-7B (of 32,000 tokens): 7.06B."""
+
+
+@pytest.mark.parametrize(("name", "more"), [("llava-1.5-7b", 0), ("diff-llava-1.5-7b", 1e-4)])
+def test_the_sizes_of_llava(name, more):
+    with torch.device("meta"):
+        model = create(name)
+    assert model.image_tokens == 576
+    for part, published in PARTS.items():
+        count = sum(parameter.numel() for parameter in getattr(model, part).parameters())
+        assert published <= count <= published * (1 + more), part
+    assert round(model.num_parameters() / 1e9, 2) == 7.06

@@ -56,7 +56,8 @@ def from_llava(llava: LlavaForConditionalGeneration) -> VisionLanguageModel:
     Raises:
         ValueError: its tower is not CLIP's, or it has a setting that ours does not have.
     """
-    theirs, images = llava.config, llava.config.vision_config
+    theirs: Any = llava.config
+    images = theirs.vision_config
     fixed = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", "projector_hidden_act": "gelu"}
     check_settings("the Llava", theirs.to_dict(), "ours", {**fixed, "multimodal_projector_bias": True})
     check_settings("its tower", images.to_dict(), "CLIP's", {"model_type": "clip_vision_model", "layer_norm_eps": 1e-5})
@@ -123,14 +124,15 @@ def _clip(model: VisionLanguageModel) -> tuple[CLIPVisionConfig, dict[str, Tenso
     """Return the configuration and the weights of a tower in CLIPVisionModel's layout."""
     tower, name = model.tower, model.config.tower
     blocks = getattr(tower, "blocks", None) or getattr(getattr(tower, "transformer", None), "resblocks", [None])
-    attention, mlp = getattr(blocks[0], "attn", None), getattr(blocks[0], "mlp", None)
+    attention: Any = getattr(blocks[0], "attn", None)
+    mlp: Any = getattr(blocks[0], "mlp", None)
     kinds = {"QuickGELU": "quick_gelu", "QuickGELUActivation": "quick_gelu", "GELU": "gelu"}
     act = kinds.get(type(getattr(mlp, "act", getattr(mlp, "gelu", None))).__name__)
     if act is None or not hasattr(attention, "num_heads"):
         raise ValueError(
             f"tower {name!r} is not a CLIP ViT, which transformers' Llava needs: give one, such as ViT-B-16"
         )
-    width, rows = geometry(tower, -2).width, getattr(mlp, "fc1", getattr(mlp, "c_fc", None)).out_features
+    width, rows = geometry(tower, -2).width, (mlp.fc1 if hasattr(mlp, "fc1") else mlp.c_fc).out_features
     config = CLIPVisionConfig(
         image_size=model.image_size[0],
         patch_size=model.patch_size,
@@ -164,7 +166,7 @@ def _timm_args(images: CLIPVisionConfig) -> dict[str, Any]:
 
 def _to_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return timm's weights in CLIPVisionModel's layout."""
-    made = {}
+    made: dict[str, Tensor] = {}
     for name, value in state.items():
         theirs = _renamed(name)
         if ".qkv." in theirs:
