@@ -45,7 +45,7 @@ def open_vlm(spec: str | Path) -> VLM:
         ValueError: it is not an image-text-to-text model, its weights do not fit, or its processor is another model's.
     """
     check_transformers(str(spec))
-    if (file := find_trained(spec)) is not None:
+    if (file := find_trained(spec) or Path(spec)).is_file():
         return _open_trained(file)
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -287,8 +288,8 @@ def _open(source: str) -> tuple[Any, dict[str, Any]]:
     from diffvision.models.vision_language_checkpoint import load
     from diffvision.opening.vision_language import find_trained, open_vlm
 
-    file = find_trained(source)
-    return load(file) if file is not None else (open_vlm(source).model, {})
+    file = find_trained(source) or Path(source)
+    return load(file) if file.is_file() else (open_vlm(source).model, {})
 
 
 def _add_adapters(language_model: nn.Module, lora: Lora) -> None:

@@ -276,8 +276,9 @@ def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_pa
     assert main(["export", str(tmp_path / "x.ckpt"), str(tmp_path / "folder")]) == 0
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "folder").eval()
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "folder")
-    inputs = processor("<image>\na ring?", Image.new("RGB", (40, 30)), return_tensors="pt")
-    assert inputs.keys() == opened.processor("<image>\na ring?", Image.new("RGB", (40, 30)), return_tensors="pt").keys()
+    question = {"text": "<image>\na ring?", "images": Image.new("RGB", (40, 30)), "return_tensors": "pt"}
+    inputs = processor(**question)
+    assert inputs.keys() == opened.processor(**question).keys()
     with torch.no_grad():
         expected, actual = (model.eval()(**inputs).logits for model in (module.model, theirs))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
