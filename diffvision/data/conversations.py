@@ -21,7 +21,6 @@ from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_messages
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.trainer import LoaderData
@@ -44,7 +43,7 @@ def read_row(members: Members) -> tuple[Messages, list[bytes]]:
 
     Raises:
         BadSample: another layout; a conversation that does not alternate between user and assistant, or ends before the
-            answer; placeholders that are not as many as the images.
+            answer; more or fewer placeholders than images.
     """
     if (data := members.get("json")) is None:
         raise missing("json", members, "json", ("json",))
@@ -55,49 +54,37 @@ def read_row(members: Members) -> tuple[Messages, list[bytes]]:
 
 def read_conversation(record: dict[str, Any], images: int) -> Messages:
     """Return the messages of a row with that many images; see `read_row`."""
-    turns: list[tuple[Any, list[dict[str, str]]]]
-    if isinstance(record.get("texts"), list):
-        pairs = [pair if isinstance(pair, dict) else {} for pair in record["texts"]]
-        turns = [(role, _parts(pair.get(role))) for pair in pairs for role in ("user", ASSISTANT)]
-        turns = [(role, [part for part in parts if part["type"] == "text"]) for role, parts in turns]
-        for _, parts in turns[:1]:
-            parts[:0] = [{"type": "image"}] * images
-    elif isinstance(record.get("messages"), list):
-        rows = [row if isinstance(row, dict) else {} for row in record["messages"]]
-        turns = [(row.get("role"), _parts(row.get("content"))) for row in rows]
-    else:
-        turns = [(message["role"], _parts(message["content"])) for message in read_messages(record)]
-    roles = [role for role, _ in turns]
-    asked = roles[1:] if roles[:1] == ["system"] else roles
+    try:
+        if "texts" in record:
+            roles = ("user", ASSISTANT)
+            turns = [(role, pair[role].replace(PLACEHOLDER, "")) for pair in record["texts"] for role in roles]
+            turns[:1] = [(role, PLACEHOLDER * images + text) for role, text in turns[:1]]
+        else:
+            messages = record["messages"] if "messages" in record else read_messages(record)
+            turns = [(message["role"], message["content"]) for message in messages]
+        messages = [{"role": role, "content": _parts(content)} for role, content in turns]
+    except (LookupError, TypeError, AttributeError):
+        raise BadSample("a message that is not text, or parts of images and text") from None
+    speakers = [role for role, _ in turns]
+    asked = speakers[speakers[:1] == ["system"] :]
     if not asked or asked != ["user", ASSISTANT] * (len(asked) // 2):
         raise BadSample("conversation does not alternate between user and assistant")
-    placed = [role for role, parts in turns for part in parts if part["type"] == "image"]
+    placed = [message["role"] for message in messages for part in message["content"] if part["type"] == "image"]
     if set(placed) - {"user"}:
         raise BadSample("image in a message that is not the user's")
     if len(placed) != images:
         raise BadSample("image without placeholder" if len(placed) < images else "placeholder without image")
-    return [{"role": role, "content": parts} for role, parts in turns]
+    return messages
 
 
 def _parts(content: Any) -> list[dict[str, str]]:
-    """Return a message's content as parts."""
+    """Return a message's content as parts; raise an error of any kind where it is neither text nor parts."""
     if isinstance(content, str):
-        first, *others = content.split(PLACEHOLDER)
-        texts = [text.strip("\n") for text in (first, *others)] if others else [first]
+        texts = content.split(PLACEHOLDER)
+        texts = [text.strip("\n") for text in texts] if len(texts) > 1 else texts
         parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
         return [part for part in parts if part.get("text") != ""] or parts
-    if not isinstance(content, list):
-        raise BadSample("a message whose content is not text or parts")
-    parts = []
-    for part in content:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        if kind == "text" and isinstance(text, str):
-            parts.append({"type": "text", "text": text})
-        elif kind == "image":
-            parts.append({"type": "image"})
-        else:
-            raise BadSample("a part of a message that is not an image or text")
-    return parts
+    return [{"type": "image"} if p["type"] == "image" else {"type": "text", "text": "" + p["text"]} for p in content]
 
 
 class Conversation:
@@ -109,8 +96,8 @@ class Conversation:
         length: tokens of the longest conversation that is used; longer ones are bad samples.
 
     Raises:
-        ValueError: the processor has no chat template, or one that cannot be trained with; it is of another model; its
-            images differ in size; or an image has as many tokens as `length` or more.
+        ValueError: the processor has no chat template, one that cannot be trained with, or is of another model; or an
+            image has as many tokens as `length` or more.
     """
 
     def __init__(self, processor: Any, image_tokens: int, length: int) -> None:
@@ -123,41 +110,25 @@ class Conversation:
         theirs, template = processor.tokenizer, processor.chat_template
         if not isinstance(template, str):
             raise ValueError("the processor has no chat template: set processor.chat_template, then save it")
-        backend = tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str())
-        self.chat = Chat(Tokenizer(backend, theirs.eos_token), template, "of the processor", theirs.bos_token or "")
-        wide, high = (self.transform(Image.new("RGB", size)) for size in ((64, 32), (32, 64)))
-        if wide.shape != high.shape:
-            raise ValueError(
-                f"the processor's images differ in size, {list(wide.shape)} and {list(high.shape)}: set its size or "
-                "crop_size to a height and a width"
-            )
-        self.image_shape = wide.shape
-        self._start: list[int] = []  # what the processor's tokenizer writes before a text
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str()), theirs.eos_token)
+        self.chat = Chat(tokenizer, template, "of the processor", theirs.bos_token or "")
         self._check(processor)
 
     def _check(self, processor: Any) -> None:
-        """Compare the tokens of an example with the processor's."""
-        image: dict[str, Any] = {"type": "image"}
-        text = {"type": "text", "text": "What is it?"}
-        ids = self.chat.check_training([image, text], [text])
-        if (count := ids.count(self.placeholder)) != 1:
-            raise ValueError(f"the chat template writes {count} placeholders for an image: correct it to write one")
-        ids = self._expand(ids)
-        image["image"] = Image.new("RGB", (32, 32))
-        messages = [{"role": "user", "content": [image, text]}, {"role": ASSISTANT, "content": [text]}]
+        """Compare the tokens of an example with the processor's, and note those that begin a text and are no part."""
+        picture, text = Image.new("RGB", (64, 32)), {"type": "text", "text": "What is it?"}
+        ids = self._expand(self.chat.check_training([{"type": "image"}, text], [text]))
+        question = [{"type": "image", "image": picture}, text]
+        messages = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": [text]}]
         theirs = processor.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"][0]
-        if (count := theirs.count(self.placeholder)) != self.image_tokens:
-            raise ValueError(
-                f"the processor writes {count} placeholders for an image, the model has {self.image_tokens} tokens for "
-                "one: use the processor of this model"
-            )
         start = processor.tokenizer("")["input_ids"]
-        self._start = start if theirs[: len(start)] == start != ids[: len(start)] else []
+        self._start: list[int] = start if theirs[: len(start)] == start != ids[: len(start)] else []
         if theirs[: len(self._start) + len(ids)] != self._start + ids:
             raise ValueError(
-                "the processor's tokens of a conversation are not those of its tokenizer and chat template: use a "
-                "LlavaProcessor"
+                f"the processor writes {theirs.count(self.placeholder)} placeholders for an image, and the model has "
+                f"{self.image_tokens} tokens for one: use the LlavaProcessor of this model"
             )
+        self.image_shape = self.transform(picture).shape
 
     def transform(self, image: Image.Image) -> Tensor:
         """Return the pixels of an image as the model takes them, float [3, height, width]."""
@@ -175,11 +146,11 @@ class Conversation:
             ids, learned = self.chat.encode_messages(messages)
         except BadText as error:
             raise BadSample(error.reason) from None
-        counts = [self.image_tokens if token == self.placeholder else 1 for token in ids]
-        if len(self._start) + sum(counts) > self.length:
+        tokens = self._start + self._expand(ids)
+        if len(tokens) > self.length:
             raise BadSample(f"conversation longer than {self.length} tokens")
-        expanded = [bit for bit, count in zip(learned, counts, strict=True) for _ in range(count)]
-        return self._start + self._expand(ids), [False] * len(self._start) + expanded
+        bits = [bit for one, bit in zip(ids, learned, strict=True) for _ in self._expand([one])]
+        return tokens, [False] * len(self._start) + bits
 
     def _expand(self, ids: list[int]) -> list[int]:
         """Return the ids with as many placeholders for each image as it has tokens."""
@@ -194,11 +165,10 @@ class Conversation:
     def collate(self, items: list[dict[str, Any]]) -> VisionLanguageBatch:
         """Join decoded samples into a batch."""
         images = [image for item in items for image in item["image"]]
-        tokens = [torch.tensor(item["tokens"]) for item in items]
         return {
             "image": torch.stack(images) if images else torch.empty(0, *self.image_shape),
-            "tokens": pad_sequence(tokens, batch_first=True),
-            "lengths": torch.tensor([len(row) for row in tokens]),
+            "tokens": pad_sequence([torch.tensor(item["tokens"]) for item in items], batch_first=True),
+            "lengths": torch.tensor([len(item["tokens"]) for item in items]),
             "learned": pad_sequence([torch.tensor(item["learned"]) for item in items], batch_first=True),
         }
 
@@ -211,16 +181,10 @@ class VisionLanguageData(LoaderData):
         batch_size: conversations of a global batch, over all ranks.
         length: tokens of the longest conversation, placeholders among them; longer ones are left out and counted.
         evaluation: shards to validate on.
-        num_workers: processes that read and decode, on each rank.
-        seed: with the epoch, it determines the order of the samples.
-        max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
-        window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
-        eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
-            process is stuck.
         processor: the model's; None: that of the LightningModule that is trained, as for the next one.
         image_tokens: tokens per image of the model.
+        **settings: further ones of `LoaderData`.
     """
 
     def __init__(
@@ -230,35 +194,18 @@ class VisionLanguageData(LoaderData):
         length: int,
         evaluation: str | list[str] | None = None,
         *,
-        num_workers: int = 2,
-        seed: int = 0,
-        max_bad_fraction: float = 0.01,
-        window: int = 16,
         cache_bytes: int = 100 * 10**9,
-        eval_batch_size: int | None = None,
-        stall_timeout: float = STALL_TIMEOUT,
         processor: Any = None,
         image_tokens: int | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_bad_fraction=max_bad_fraction,
-            window=window,
-            stall_timeout=stall_timeout,
-        )
+        super().__init__(batch_size, **settings)
         self.train, self.length, self.evaluation, self.cache_bytes = train, length, evaluation, cache_bytes
         self.processor, self.image_tokens = processor, image_tokens
 
     @cached_property
     def conversation(self) -> Conversation:
-        """How samples are read.
-
-        Raises:
-            ValueError: no processor; see `Conversation`.
-        """
+        """How samples are read; a ValueError where there is no processor, or as of `Conversation`."""
         processor, image_tokens = self.setting_or_model("processor"), self.setting_or_model("image_tokens")
         if processor is None or image_tokens is None:
             raise ValueError(

@@ -39,9 +39,6 @@ def make_llava(
         per_shard: samples per shard.
         num_workers: processes.
 
-    Returns:
-        What was written.
-
     Raises:
         ValueError: not JSON, too many bad rows, or the directory has shards.
     """
@@ -53,42 +50,27 @@ def make_llava(
             f"{faults.total():,} of {len(records):,} rows of {source} cannot be used: give the folder of its images as "
             f"images, or a larger max_bad_fraction than {max_bad_fraction}\n{listed}"
         )
-    packed = pack_as(records, Path(directory), "{:06d}.tar", per_shard, num_workers, True, _Records.members)
-    return packed.summary()
+    return pack_as(
+        records, Path(directory), "{:06d}.tar", per_shard, num_workers, shuffle=True, members=_Records.members
+    ).summary()
 
 
 class _Records:
     """The records of a file, of which only the text is in memory, and the images that they name."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.source, self.text, self.root = str(path), path.read_text("utf-8"), folder.resolve()
-        decoder, spans, end = json.JSONDecoder(), [], 0
+    def __init__(self, path: Path, root: Path) -> None:
+        self.source, self.root, self.text = str(path), root.resolve(), path.read_text("utf-8")
+        spans, end = [], 0
         try:
             while (start := _BETWEEN.match(self.text, end).end()) < len(self.text):  # type: ignore[union-attr]
-                _, end = decoder.raw_decode(self.text, start)
+                _, end = json.JSONDecoder().raw_decode(self.text, start)
                 spans.append((start, end))
         except (ValueError, RecursionError) as error:
             raise BadSource(f"{path} is not JSON after {len(spans):,} rows ({error})") from None
-        self.spans = np.array(spans).reshape(-1, 2)
-        self.names = range(len(spans))
+        self.spans, self.names = np.array(spans).reshape(-1, 2), range(len(spans))
 
     def __len__(self) -> int:
         return len(self.spans)
-
-    def fault(self, row: int) -> str:
-        """Return why a row cannot be used; "" where it can, as far as is known without its images."""
-        try:
-            files = self._read(row)[1]
-        except BadSample as reason:
-            return str(reason)
-        return "" if all((files.root / name).is_file() for name in files.names) else "missing image"
-
-    def members(self, row: int) -> dict[str, bytes]:
-        """Return the images of a row and its JSON; raise BadSample where it cannot be used."""
-        record, files = self._read(row)
-        images = [(image_suffix(data), data) for data in map(files, range(len(files.names)))]
-        names = [suffix if len(images) == 1 else f"{number}.{suffix}" for number, (suffix, _) in enumerate(images)]
-        return {**dict(zip(names, (data for _, data in images), strict=True)), "json": json.dumps(record).encode()}
 
     def _read(self, row: int) -> tuple[dict[str, Any], ImageFiles]:
         start, end = self.spans[row]
@@ -97,7 +79,22 @@ class _Records:
             raise BadSample("row is not an object, or too large")
         names = record.get("image", record.get("images")) or []
         names = names if isinstance(names, list) else [names]
+        names = [check_path(self.root, name, f"{self.source}, row {row}") for name in names]
         read_conversation(record, len(names))
-        return record, ImageFiles(
-            self.root, [check_path(self.root, name, f"{self.source}, row {row}") for name in names]
-        )
+        return record, ImageFiles(self.root, names)
+
+    def fault(self, row: int) -> str:
+        """Return why a row cannot be used; "" where it can, as far as is known without decoding its images."""
+        try:
+            files = self._read(row)[1]
+        except BadSample as reason:
+            return str(reason)
+        return "" if all((self.root / name).is_file() for name in files.names) else "missing image"
+
+    def members(self, row: int) -> dict[str, bytes]:
+        """Return the images of a row and its JSON; raise BadSample where it cannot be used."""
+        record, read = self._read(row)
+        images = [read(number) for number in range(len(read.names))]
+        numbers = [""] if len(images) == 1 else [f"{number}." for number in range(len(images))]
+        named = {f"{number}{image_suffix(data)}": data for number, data in zip(numbers, images, strict=True)}
+        return {**named, "json": json.dumps(record).encode()}

@@ -215,14 +215,7 @@ def pack_as(
 ) -> Packed:
     """Write the usable images of a collection to shards, with a manifest; shards without a usable image are removed.
 
-    Args:
-        images: an `ImageCollection`, or what `members` takes that has a length, `source` and `names`.
-        directory: to write.
-        pattern: of the shards' names.
-        per_shard: samples in each shard.
-        num_workers: processes that read and check images.
-        shuffle: write in random order.
-        members: returns a sample's members besides its key; it raises BadSample where they cannot be used.
+    `images` have a length, `source` and `names`; `members` returns those of a row, or raises BadSample.
     """
     refuse_existing(directory)
     check_per_shard(per_shard)

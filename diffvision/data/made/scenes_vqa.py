@@ -28,13 +28,18 @@ TOGETHER = 0.75
 """How often, in a training scene of several shapes, the first one comes with the other shape of its pair."""
 HELD_OUT = frozenset(zip(SHAPES, 2 * tuple(COLOURS), strict=False))
 """Shapes and colours that no training scene combines: one colour of each shape."""
+QUESTIONS: dict[str, tuple[str, Callable[[Scene, int], str]]] = {
+    "count": ("How many shapes are there?", lambda scene, which: str(len(scene.kinds))),
+    "colour": ("What colour is the {kind}?", lambda scene, which: scene.colours[which]),
+    "place": ("Where is the {kind}?", lambda scene, which: scene.layout.positions[which]),
+    "shape": ("What shape is {colour}?", lambda scene, which: scene.kinds[which]),
+}
+"""Kind -> question about a drawing of a scene, and its answer."""
 DESCRIBE = "Describe the image."
-_NUMBERS = (1, 2, 3)  # of shapes in a scene, in turns
 _SIDE, _FINE = 48, 4  # of a drawing in pixels; it is drawn larger by this factor and scaled down
 _VARIANTS = 8  # of each shape, in training and in testing
 _TILT = 8  # degrees, at most: a square never becomes a diamond
 
-Row = dict[str, Any]
 Rng = np.random.Generator
 
 
@@ -59,37 +64,40 @@ def make_scenes_vqa(directory: str | Path, *, scenes: int = 4_000, evaluated: in
     """
     if scenes < 100 or evaluated < 1:
         raise ValueError(f"scenes is {scenes} and evaluated {evaluated}: give at least 100 and at least 1")
-    directory = Path(directory)
-    if (directory / "test").exists():
-        raise ValueError(f"{directory / 'test'} is there already: remove it, or choose another directory")
+    directory, test = Path(directory), Path(directory, "test")
+    if test.exists():
+        raise ValueError(f"{test} is there already: remove it, or choose another directory")
     for split in ("train", "validation"):
         refuse_existing(directory / split)
     drawings = draw_shapes(np.random.default_rng(30))
-    frequencies: Counter[str] = Counter()
-    pairs: Counter[tuple[str, ...]] = Counter()
     for number, (split, count) in enumerate({"validation": evaluated, "train": scenes}.items()):
         rng = np.random.default_rng([seed, 40 + number])
-        planned = [_compose_training(_NUMBERS[index % 3], drawings, rng) for index in range(count)]
-        frequencies = Counter(kind for scene in planned for kind in scene.kinds)
-        pairs = Counter(pair for scene in planned for pair in permutations(scene.kinds, 2))
+        planned = [_compose_training(1 + index % 3, drawings, rng) for index in range(count)]
         samples = (_sample(planned[row], index, drawings, rng) for index, row in enumerate(rng.permutation(count)))
         write_shards(directory / split, track(samples, f"{split} scenes", count))
+    # of the training scenes, which come last
+    frequencies = Counter(kind for scene in planned for kind in scene.kinds)
+    pairs = Counter(pair for scene in planned for pair in permutations(scene.kinds, 2))
     rng, drawings = np.random.default_rng([seed, 42]), draw_shapes(np.random.default_rng(31))
-    tested = [compose(drawings, [_NUMBERS[index % 3]], rng) for index in range(evaluated)]
-    (directory / "test" / "images").mkdir(parents=True)
-    for index, scene in enumerate(tested):
-        (directory / "test" / "images" / _image(index)).write_bytes(draw_scene(scene, drawings, rng))
+    tested = {f"{index:06d}.png": compose(drawings, [1 + index % 3], rng) for index in range(evaluated)}
+    (test / "images").mkdir(parents=True)
+    for image, scene in tested.items():
+        (test / "images" / image).write_bytes(draw_scene(scene, drawings, rng))
     files = {
         "pope_random": _pope(tested, lambda present, absent: rng.random()),
         "pope_popular": _pope(tested, lambda present, absent: frequencies[absent]),
         "pope_adversarial": _pope(tested, lambda present, absent: pairs[present, absent]),
         "vqa": _vqa(tested, rng),
-        "captions": [_about(index, scene, DESCRIBE) | _truth(scene) for index, scene in enumerate(tested)],
+        "captions": [
+            {"image": image, "text": DESCRIBE, "objects": scene.kinds, "caption": scene.caption()}
+            for image, scene in tested.items()
+        ],
     }
     for name, rows in files.items():
-        lines = [json.dumps({"question_id": number, **row}) for number, row in enumerate(rows, start=1)]
-        write_lines(directory / "test" / f"{name}.json", lines)
-    write_lines(directory / "test" / "objects.txt", SHAPES)
+        with_truth = [{**row, "held_out": _is_held_out(tested[row["image"]])} for row in rows]
+        lines = [json.dumps({"question_id": number, **row}) for number, row in enumerate(with_truth, start=1)]
+        write_lines(test / f"{name}.json", lines)
+    write_lines(test / "objects.txt", SHAPES)
     questions = ", ".join(f"{len(rows):,} in {name}" for name, rows in files.items())
     return f"{scenes:,} scenes for training, {evaluated:,} for testing; questions: {questions}"
 
@@ -180,7 +188,7 @@ def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
     for _ in range(2):
         is_yes = bool(present) and rng.random() < 0.5
         turns.append((_is_there((present if is_yes else absent).pop()), "yes" if is_yes else "no"))
-    kinds = list(_QUESTIONS)
+    kinds = list(QUESTIONS)
     for number in rng.choice(len(kinds), 2, replace=False):
         turns.append(_ask(kinds[number], scene, int(rng.integers(len(scene.kinds)))))
     turns.append((DESCRIBE, scene.caption()))
@@ -195,17 +203,9 @@ def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
     return {"__key__": f"scene{index:06d}", "png": draw_scene(scene, drawings, rng), "json": json.dumps(record)}
 
 
-_QUESTIONS: dict[str, tuple[str, Callable[[Scene, int], str]]] = {
-    "count": ("How many shapes are there?", lambda scene, which: str(len(scene.kinds))),
-    "colour": ("What colour is the {kind}?", lambda scene, which: scene.colours[which]),
-    "place": ("Where is the {kind}?", lambda scene, which: scene.layout.positions[which]),
-    "shape": ("What shape is {colour}?", lambda scene, which: scene.kinds[which]),
-}
-
-
 def _ask(kind: str, scene: Scene, which: int) -> tuple[str, str]:
-    """Return a question of `_QUESTIONS` about a drawing of a scene, and its answer."""
-    question, answer = _QUESTIONS[kind]
+    """Return a question of `QUESTIONS` about a drawing of a scene, and its answer."""
+    question, answer = QUESTIONS[kind]
     return question.format(kind=scene.kinds[which], colour=scene.colours[which]), answer(scene, which)
 
 
@@ -213,46 +213,31 @@ def _is_there(kind: str) -> str:
     return f"Is there {with_article(kind)} in the image?"
 
 
-def _pope(scenes: list[Scene], tempting: Callable[[str, str], float]) -> list[Row]:
+def _pope(scenes: dict[str, Scene], tempting: Callable[[str, str], float]) -> list[dict[str, Any]]:
     """Return POPE's questions: for each shape in a scene one yes, and one no, the most tempting of the absent shapes.
 
     Args:
-        scenes: to ask about.
+        scenes: by the names of their images.
         tempting: how much an absent shape tempts where another one is present; the first of equal ones is taken.
     """
     rows = []
-    for index, scene in enumerate(scenes):
+    for image, scene in scenes.items():
         absent = [kind for kind in SHAPES if kind not in scene.kinds]
         for present in scene.kinds:
-            absent.remove(other := max(absent, key=lambda kind: tempting(present, kind)))  # called here
-            rows += [
-                _about(index, scene, _is_there(kind), answer) for kind, answer in ((present, "yes"), (other, "no"))
-            ]
+            absent.remove(other := max(absent, key=lambda kind: tempting(present, kind)))
+            for kind, label in ((present, "yes"), (other, "no")):
+                rows.append({"image": image, "text": _is_there(kind), "label": label})
     return rows
 
 
-def _vqa(scenes: list[Scene], rng: Rng) -> list[Row]:
-    """Return one question of each kind about each scene, of the drawing whose answer is the rarest so far."""
+def _vqa(scenes: dict[str, Scene], rng: Rng) -> list[dict[str, Any]]:
+    """Return one question of each kind about each scene, about the drawing whose answer is the rarest so far."""
     rows = []
     given: Counter[tuple[str, str]] = Counter()
-    for index, scene in enumerate(scenes):
-        for kind in _QUESTIONS:
+    for image, scene in scenes.items():
+        for kind in QUESTIONS:
             choices = [_ask(kind, scene, int(which)) for which in rng.permutation(len(scene.kinds))]
-            question, answer = min(choices, key=lambda choice: given[kind, choice[1]])  # called here
-            given[kind, answer] += 1
-            rows.append(_about(index, scene, question, answer) | {"kind": kind})
+            text, label = min(choices, key=lambda choice: given[kind, choice[1]])
+            given[kind, label] += 1
+            rows.append({"image": image, "text": text, "label": label, "kind": kind})
     return rows
-
-
-def _truth(scene: Scene) -> Row:
-    return {"objects": list(scene.kinds), "caption": scene.caption()}
-
-
-def _about(index: int, scene: Scene, question: str, answer: str | None = None) -> Row:
-    """Return a row with a question about a scene."""
-    row: Row = {"image": _image(index), "text": question}
-    return row | ({} if answer is None else {"label": answer}) | {"held_out": _is_held_out(scene)}
-
-
-def _image(index: int) -> str:
-    return f"{index:06d}.png"
