@@ -44,6 +44,12 @@ class LayerMaps:
     factor: float = 1.0  # 1 - lambda_init, where there is one
     hidden: Tensor | None = None  # [N, C], the input of the layer's block: the residual stream
 
+    def by_kind(self) -> dict[str, Tensor]:
+        """Return "map 1", "map 2" and "difference", or "attention" in a standard layer, [H, N, N] each."""
+        if self.lam is None:
+            return {"attention": self.applied}
+        return {"map 1": self.maps[:, 0], "map 2": self.maps[:, 1], "difference": self.applied}
+
     def outputs(self, applied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the head outputs [H, N, V] that an applied map [H, N, N] gives.
 

@@ -5,6 +5,7 @@ Measuring is in `measurements`, drawing in `page`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from diffvision.analysis.capture import check_attention
 from diffvision.analysis.maps import image_trunk
 from diffvision.analysis.page import html_page
 from diffvision.inspection import inputs
+from diffvision.inspection.answers import look
 from diffvision.inspection.measurements import Measurement, measure_image, measure_text
 from diffvision.inspection.output import check_output, write
-from diffvision.inspection.page import draw
+from diffvision.inspection.page import draw, draw_answer
 from diffvision.inspection.summary import as_json
 from diffvision.opening import Model, labelled, open_model
 from diffvision.opening.model import KINDS
@@ -55,6 +57,25 @@ def inspect_models(
     page = html_page(f"Inside of {title}", _lead(models), sections, "Written by `diffvision inspect`.")
     write(folder, {**files, "index.html": page.encode()}, as_json(measurements))
     print(f"{folder / 'index.html'}: {title}; {len(files)} pictures and statistics.json next to it")
+
+
+def inspect_answers(
+    vlm: Any, pictures: Sequence[inputs.Picture], questions: Sequence[str], output: str, layers: Sequence[int] | None
+) -> None:
+    """Look at a vision-language model's answers to questions, which all come after all images, as `inspect` does."""
+    answers = [look(vlm, pictures, question, layers) for question in questions]
+    images = answers[0].images
+    measured: dict[str, list[Measurement]] = {vlm.name: []}
+    with contextlib.suppress(AttributeError, ValueError):  # no tower of ours, or one without maps
+        measured[vlm.name] = [measure_image(vlm.model.tower, image, title, []) for title, image in images.items()]
+    sections, files = draw(measured, {vlm.name: images}, {})
+    sections = [draw_answer(files, f"answer-{1 + index}", one) for index, one in enumerate(answers)] + sections
+    lead = "Attention of the token that predicts a word, mean over heads and layers; below, the image tower."
+    page = html_page(f"Answers of {vlm.name}", lead, sections, "Written by `diffvision inspect`.")
+    numbers = [{"tower": "answer", "input": one.question, "words": one.words,
+                "maps": {kind: maps.tolist() for kind, maps in one.maps.items()}} for one in answers]  # fmt: skip
+    write(Path(output), {**files, "index.html": page.encode()}, {vlm.name: as_json(measured)[vlm.name] + numbers})
+    print(f"{Path(output) / 'index.html'}: {' | '.join(' '.join(one.words) for one in answers)}")
 
 
 def _measure(

@@ -139,10 +139,7 @@ def _text_focus(passage: Passage) -> Focus:
 def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
     """Return one layer's numbers, what its readers read, and its maps for the page."""
     applied = layer.applied
-    kinds = {"attention": applied}
-    if layer.lam is not None:
-        kinds = {"map 1": layer.maps[:, 0], "map 2": layer.maps[:, 1], "difference": applied}
-    kinds = {kind: maps.float().cpu() for kind, maps in kinds.items()}
+    kinds = {kind: maps.float().cpu() for kind, maps in layer.by_kind().items()}
     focus = _pad(focus, applied.shape[-1])
     numbers = {key: value for kind, maps in kinds.items() for key, value in _of_maps(kind, maps, layer.causal, focus)}
     if focus.noise is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from diffvision.data.images.decode import decode_image
 from diffvision.data.shards.sample import BadSample
@@ -22,9 +23,17 @@ Asked = tuple[str, Sequence[Image.Image]]
 """A question and its images."""
 
 
-@torch.no_grad()
 def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
-    """Return greedy answers to questions in one batch, padded on the left.
+    """Return greedy answers to questions, as `generate_tokens` generates them."""
+    inputs, out = generate_tokens(model, processor, asked, max_new_tokens)
+    return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the model's inputs for questions in one batch, padded on the left, and these with greedy answers.
 
     Args:
         model: an image-text-to-text model of transformers, ours among them.
@@ -58,7 +67,7 @@ def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new
             f"a question has {read} tokens, its images' among them, and the model reads {limit}: lower "
             f"max_new_tokens={max_new_tokens}, or give smaller images"
         )
-    out = model.generate(
+    out: Tensor = model.generate(
         **inputs,
         do_sample=False,
         num_beams=1,
@@ -69,7 +78,7 @@ def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new
         max_new_tokens=max_new_tokens,
         pad_token_id=processor.tokenizer.pad_token_id,
     )
-    return processor.batch_decode(out[:, read:], skip_special_tokens=True)
+    return dict(inputs), out
 
 
 def answer_set(

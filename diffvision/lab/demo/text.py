@@ -145,10 +145,7 @@ def attention_on_needle(model: Any, text_tokenizer: Tokenizer) -> dict[str, Any]
     tokens = sample.tokens[: sample.answers[0][0]]
     words = [str(text_tokenizer.decode([token])).replace("\n", "↵") for token in tokens]
     *_, last = open_layers(model, {"tokens": torch.tensor([tokens], device=model.head_weight.device)})
-    kinds = {"attention": last.applied}
-    if last.lam is not None:
-        kinds = {"map 1": last.maps[:, 0], "map 2": last.maps[:, 1], "difference": last.applied}
-    reads = {kind: maps.mean(0)[-1].tolist() for kind, maps in kinds.items()}
+    reads = {kind: maps.mean(0)[-1].tolist() for kind, maps in last.by_kind().items()}
     return {"words": words, "answer": list(sample.needle), "reads": reads}
 
 
