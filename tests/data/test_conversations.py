@@ -17,7 +17,9 @@ from diffvision.data.made.scenes_vqa import make_scenes_vqa
 from diffvision.data.shards.report import BadDataError
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards
+from diffvision.data.text.chat import TEMPLATES
 from diffvision.data.text.tokenizers import END, train_tokenizer
+from diffvision.models import vision_language
 
 PART = "{%- for part in message.content %}{{ '<image>\n' if part.type == 'image' else part.text }}{% endfor %}"
 LLAVA = (
@@ -115,6 +117,23 @@ def test_the_tokens_are_those_of_the_processors_chat_template(template, turns, b
     assert item["tokens"] == theirs[: len(item["tokens"])]
     assert processor.decode(rest) == ("\n" if template == CHATML else "")  # after the last answer
     assert item["tokens"].count(processor.image_token_id) == TOKENS * len(images)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATES["chatml"]])
+def test_the_processor_of_our_models_is_taken_with_its_own_template_or_its_tokenizers(template, tmp_path):
+    train_tokenizer(TEXTS, 300).save(tmp_path / "tokenizer.json")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=END)
+    tokenizer.chat_template = template
+    model = vision_language.create("vlm-debug", tokenizer=tokenizer, language_args={"vocab_size": 320})
+    processor = vision_language.make_processor(model, tokenizer)
+    item = Conversation(processor, model.image_tokens, 800).decode(row(picture(), picture("blue"), **llava(*TWO)))
+    given = with_images(read_conversation(llava(*TWO), 2), [Image.new("RGB", (40, 30))] * 2)
+    theirs = processor.apply_chat_template(given, tokenize=True, return_dict=True)["input_ids"][0]
+    assert item["tokens"] == theirs[: len(item["tokens"])]
+    assert processor.decode(theirs[len(item["tokens"]) :]).strip() == ""
+    assert item["image"][0].shape == (3, *model.image_size)
+    batch = Conversation(processor, model.image_tokens, 800).collate([item])
+    assert model(batch["tokens"], batch["image"]).logits.shape[:2] == batch["tokens"].shape
 
 
 def test_only_the_answers_with_their_ends_are_learned(processor):
