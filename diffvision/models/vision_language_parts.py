@@ -118,14 +118,6 @@ class Projector(nn.Sequential):
         return super().forward(squares.flatten(3).flatten(1, 2))
 
 
-class Geometry(NamedTuple):
-    """The sizes of a tower: height and width of an image, side of a patch, channels of a patch's features."""
-
-    image_size: tuple[int, int]
-    patch_size: int
-    width: int
-
-
 def create_tower(name: str, args: dict[str, Any] | None = None, tag: str | None = None) -> Any:
     """Return timm's model without its classifier, or the image tower of OpenCLIP's, with weights of a tag or new ones.
 
@@ -209,14 +201,13 @@ def features(tower: Any, images: Float[Tensor, "I 3 h w"], layer: int) -> Float[
     return maps[0] if isinstance(maps, list) else maps["image_intermediates"][0]
 
 
-def geometry(tower: Any, layer: int) -> Geometry:
-    """Return the sizes of a tower whose features are taken after block `layer`."""
+def geometry(tower: Any, layer: int) -> tuple[tuple[int, int], int, int]:
+    """Return the height and width of an image, the side of a patch, and the channels of features of block `layer`."""
     if not _is_timm(tower):
-        return Geometry(tuple(tower.image_size), tower.patch_size[0], tower.conv1.out_channels)
+        return tuple(tower.image_size), tower.patch_size[0], tower.conv1.out_channels
     size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
     size = size or resolve_model_data_config(tower)["input_size"][-2:]
-    info = tower.feature_info[layer]
-    return Geometry(tuple(size), info["reduction"], info["num_chs"])
+    return tuple(size), tower.feature_info[layer]["reduction"], tower.feature_info[layer]["num_chs"]
 
 
 def preprocess(tower: Any) -> dict[str, Any]:

@@ -72,8 +72,9 @@ def from_llava(llava: LlavaForConditionalGeneration) -> VisionLanguageModel:
         language_model = AutoModelForCausalLM.from_config(text)
     setattr(language_model, language_model.base_model_prefix, llava.model.language_model)
     language_model.set_output_embeddings(llava.lm_head)
-    tower = create_tower(config.tower, args).to(llava.dtype)
-    tower.load_state_dict(_from_clip(llava.model.vision_tower.state_dict(), tower.state_dict()))
+    tower, weights = create_tower(config.tower, args).to(llava.dtype), llava.model.vision_tower.state_dict()
+    for name, value in tower.state_dict().items():
+        value.copy_(torch.cat([weights[part] for part in _names(name, _prefix(weights))]).view_as(value))
     model = VisionLanguageModel(config, tower, language_model)
     projector = llava.model.multi_modal_projector
     model.projector[0], model.projector[2] = projector.linear_1, projector.linear_2
@@ -112,7 +113,11 @@ def to_llava(model: VisionLanguageModel) -> LlavaForConditionalGeneration:
     with torch.device("meta"):
         llava = LlavaForConditionalGeneration(made)
     tower = CLIPVisionModel(images).to(next(model.tower.parameters()).dtype)
-    tower.load_state_dict({_prefix(tower.state_dict()) + name: value for name, value in weights.items()})
+    target = tower.state_dict()
+    for name, value in weights.items():
+        names = _names(name, _prefix(target))
+        for part, rows in zip(names, value.squeeze(0).chunk(len(names)), strict=True):
+            target[part].copy_(rows.view_as(target[part]))
     parts = llava.model
     parts.vision_tower, parts.language_model, llava.lm_head = tower, words.base_model, words.get_output_embeddings()
     projector = parts.multi_modal_projector
@@ -121,7 +126,7 @@ def to_llava(model: VisionLanguageModel) -> LlavaForConditionalGeneration:
 
 
 def _clip(model: VisionLanguageModel) -> tuple[CLIPVisionConfig, dict[str, Tensor]]:
-    """Return the configuration and the weights of a tower in CLIPVisionModel's layout."""
+    """Return a tower's configuration as CLIPVisionModel, and its weights under timm's names."""
     tower, name = model.tower, model.config.tower
     blocks = getattr(tower, "blocks", None) or getattr(getattr(tower, "transformer", None), "resblocks", [None])
     attention: Any = getattr(blocks[0], "attn", None)
@@ -132,7 +137,7 @@ def _clip(model: VisionLanguageModel) -> tuple[CLIPVisionConfig, dict[str, Tenso
         raise ValueError(
             f"tower {name!r} is not a CLIP ViT, which transformers' Llava needs: give one, such as ViT-B-16"
         )
-    width, rows = geometry(tower, -2).width, (mlp.fc1 if hasattr(mlp, "fc1") else mlp.c_fc).out_features
+    width, rows = geometry(tower, -2)[2], (mlp.fc1 if hasattr(mlp, "fc1") else mlp.c_fc).out_features
     config = CLIPVisionConfig(
         image_size=model.image_size[0],
         patch_size=model.patch_size,
@@ -149,7 +154,7 @@ def _clip(model: VisionLanguageModel) -> tuple[CLIPVisionConfig, dict[str, Tenso
         state = checkpoint_filter_fn({f"visual.{key}": value for key, value in state.items()}, twin)
         state = {key: value for key, value in state.items() if not key.startswith("head.")}
     check_fits(state, twin.state_dict(), f"tower {name!r} as a CLIP ViT")
-    return config, _to_clip(state)
+    return config, state
 
 
 def _timm_args(images: CLIPVisionConfig) -> dict[str, Any]:
@@ -164,37 +169,12 @@ def _timm_args(images: CLIPVisionConfig) -> dict[str, Any]:
     }
 
 
-def _to_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return timm's weights in CLIPVisionModel's layout."""
-    made: dict[str, Tensor] = {}
-    for name, value in state.items():
-        theirs = _renamed(name)
-        if ".qkv." in theirs:
-            made |= {
-                theirs.replace("qkv", f"{part}_proj"): rows for part, rows in zip("qkv", value.chunk(3), strict=True)
-            }
-        else:
-            made[theirs] = (
-                value.squeeze() if name == "cls_token" else value.squeeze(0) if name == "pos_embed" else value
-            )
-    return made
-
-
-def _from_clip(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return CLIPVisionModel's weights under the names and in the shapes of timm's `state`."""
-    prefix = _prefix(weights)
-    made = {}
-    for name, value in state.items():
-        theirs = prefix + _renamed(name)
-        parts = [theirs.replace("qkv", f"{part}_proj") for part in "qkv"] if ".qkv." in theirs else [theirs]
-        made[name] = torch.cat([weights[part] for part in parts]).view_as(value)
-    return made
+def _names(name: str, prefix: str) -> list[str]:
+    """Return the weights of CLIPVisionModel that make up timm's weight of a name: three for qkv, else one."""
+    theirs = next(re.sub(f"^{ours}", other, name) for ours, other in _NAMES if re.match(rf"{ours}(\.|$)", name))
+    return [prefix + theirs.replace(".qkv.", f".{part}_proj.") for part in ("qkv" if ".qkv." in theirs else "q")]
 
 
 def _prefix(weights: Mapping[str, Tensor]) -> str:
     """Return what names of CLIPVisionModel begin with, in older versions of transformers."""
     return "vision_model." if "vision_model.pre_layrnorm.weight" in weights else ""
-
-
-def _renamed(name: str) -> str:
-    return next(re.sub(f"^{ours}", theirs, name) for ours, theirs in _NAMES if re.match(rf"{ours}(\.|$)", name))
