@@ -35,6 +35,10 @@ generation_kwargs:
   max_new_tokens: {tokens}
   do_sample: false
   until: []
+lmms_eval_specific_kwargs:
+  default:
+    pre_prompt: ""
+    post_prompt: ""
 process_results: !function pope_utils.pope_process_results
 metric_list:
 """
@@ -93,7 +97,9 @@ def main() -> int:
     tasks = ",".join(f"scenes_{one.name}" for one in sets)
     command = [sys.executable, "-m", "lmms_eval", "--model", "diffvision", "--model_args", f"model={model}"]
     command += ["--include_path", "tasks", "--tasks", tasks, "--batch_size", "8", "--device", "cpu"]
-    shown.run("lmms_eval", [*command, "--log_samples", "--output_path", "lmms_eval"], lines=30)
+    # With another verbosity its exit status is 0 even if the evaluation failed.
+    command += ["--verbosity", "DEBUG", "--log_samples", "--output_path", "lmms_eval"]
+    shown.run("lmms_eval", command, lines=12, only="|")
     evaluate = [sys.executable, "-m", "diffvision", "evaluate-vlm"]
     settings = ["--data", ",".join(data), "--tasks", "pope", "--device", "cpu"]
     settings += ["--options.max_new_tokens", str(args.tokens), "--options.batch_size", "8"]
