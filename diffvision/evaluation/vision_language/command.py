@@ -47,7 +47,7 @@ def run(
     from diffvision.evaluation.samples import Metrics
     from diffvision.evaluation.vision_language.answers import answer_set, read_answers
     from diffvision.evaluation.vision_language.questions import read_sets
-    from diffvision.evaluation.vision_language.scores import about_set, mean_of_sets, repeated, score
+    from diffvision.evaluation.vision_language.scores import about_set, mean_of_sets, score, without_news
     from diffvision.opening import check_spec, labelled
     from diffvision.opening.vision_language import open_vlm
     from diffvision.tables import plain
@@ -86,5 +86,5 @@ def run(
         if output is not None:
             content = {"models": results, "sets": about, "options": dataclasses.asdict(options)}
             write_json(Path(output) / "results.json", plain(content))
-    show(results, hidden=repeated(results))
+    show(results, hidden=without_news(results))
     return results

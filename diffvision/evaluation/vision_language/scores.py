@@ -32,6 +32,8 @@ def _vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
 
 TASKS = {"pope": _pope, "chair": _chair, "vqa": _vqa}
 """A task -> its metrics."""
+HEADLINES = ("accuracy", "f1", "chair_i", "chair_s", "exact_match")
+"""What is also computed of the questions that are held out."""
 
 
 def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None = None) -> Metrics:
@@ -52,7 +54,7 @@ def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None =
     held_out = [n for n, row in enumerate(rows) if row.get("held_out")]
     if 0 < len(held_out) < len(rows):
         of_these = task([rows[n] for n in held_out], [answers[n] for n in held_out], names)
-        results |= {f"held_out/{name}": value for name, value in of_these.items()}
+        results |= {f"held_out/{name}": of_these[name] for name in HEADLINES if name in of_these}
     return {f"{questions.name}/{name}": value for name, value in results.items()}
 
 
@@ -64,15 +66,14 @@ def mean_of_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, flo
     return {f"pope/{key}": statistics.mean(found[f"{name}/{key}"] for name in names) for key in keys if len(names) > 1}
 
 
-def repeated(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the metrics by others' parsers that are equal to ours for every model."""
+def without_news(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the metrics by others' parsers that are equal to ours for every model, and the numbers of questions."""
+    keys = [*next(iter(results.values()))]
     pairs = [
-        (key, key.replace(f"/{parser}", "/"))
-        for key in next(iter(results.values()))
-        for parser in PARSERS
-        if f"/{parser}" in key and parser
+        (key, key.replace(f"/{parser}", "/")) for key in keys for parser in PARSERS if f"/{parser}" in key and parser
     ]
-    return [key for key, ours in pairs if all(str(one.get(key)) == str(one.get(ours)) for one in results.values())]
+    repeated = [key for key, ours in pairs if all(str(one.get(key)) == str(one.get(ours)) for one in results.values())]
+    return repeated + [key for key in keys if key.endswith("/questions")]
 
 
 def about_set(questions: QuestionSet) -> dict[str, Any]:
