@@ -109,7 +109,7 @@ def main() -> None:
         pictures = [Image.fromarray(picture) for picture in sklearn.datasets.load_sample_images().images]
         processor = make_processor(model, tokenizer)
         images = processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
-        ids = torch.tensor([processor.tokenizer(TEXT)["input_ids"][:TOKENS]])
+        ids = torch.tensor([processor.tokenizer(TEXT[:2000])["input_ids"][:TOKENS]])
         results = {
             "parameters": {
                 part: sum(parameter.numel() for parameter in getattr(model, part).parameters())
