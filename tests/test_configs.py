@@ -66,9 +66,16 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
             if path.stem in ("finetune", "long_context", "sft_math_stage1", "sft_math_stage2")
             else []
         )  # a checkpoint that the user names
+        if path.parent.name == "vlm":  # files that the user names, too; of the language model the sizes are the name's
+            halves = ["--model.tower_pretrained=null", *(["--model.language=null"] if path.stem[0] != "d" else [])]
+            pretrained = ["--model.pretrained=null", "--model.tokenizer=null", *halves]
         classes = ["--model.num_classes=10"] if path.parent.name == "vision" else []  # else that of data which are here
         cli = Parsed([*words, *on_cpu("--trainer.precision=32-true", "--trainer.num_nodes=1"), *pretrained, *classes])
     assert all(p.is_meta for p in cli.model.parameters())
+    if path.parent.name == "vlm":
+        assert cli.model.name == yaml.safe_load(path.read_text())["model"]["init_args"]["model"]
+        assert cli.datamodule.length <= cli.model.max_length
+        return
     if path.parent.name == "language":
         assert cli.datamodule.tokenizer == cli.model.tokenizer
         return

@@ -34,6 +34,7 @@ IGNORED_WARNINGS = (
     # Lightning advises to save the weights from before the step; ours resume after it, as usual.
     "Using ModelCheckpoint with manual optimization",
     # The interval counts the steps of the whole run, and may well be longer than an epoch.
+    r"Found \d+ module\(s\) in eval mode at the start of training",  # parts that are not trained
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
 HEADLINE = "headline"

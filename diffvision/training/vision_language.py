@@ -168,7 +168,17 @@ class VisionLanguageModule(NextTokenModule):
         for part in PARTS:
             if part not in self.trained and hasattr(self, "model"):
                 getattr(self.model, part).eval()
+        for layer in self.modules():
+            if getattr(layer, "gradient_checkpointing", False):
+                layer.training = mode  # transformers recomputes no activations in evaluation mode
         return self
+
+    def configure_model(self) -> None:
+        """Refuse sharding, which is not supported."""
+        if self.device_mesh is not None:
+            raise ValueError(
+                "trainer.strategy shards the weights, which vision-language models do not support: use ddp"
+            )
 
     @cached_property
     def processor(self) -> Any:
