@@ -152,3 +152,31 @@ def test_the_language_recipe_trains_validates_and_saves(tmp_path, monkeypatch):
     assert {"train/loss", "train/grad_norm", "train/tokens_per_second", "lambda", "val/perplexity"} <= set(columns)
     model = language.load(run / "checkpoints" / "last.ckpt")
     assert model.config == cli.model.model.config
+
+
+@pytest.mark.slow
+def test_the_vision_language_recipes_train_in_two_stages_are_evaluated_and_exported(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    data, vlm = "data/scenes-vqa", ROOT / "configs/vlm"
+    assert main(["data", "make", "scenes-vqa", data, "--scenes", "100", "--evaluated", "3"]) == 0
+    for line in re.findall(r"^  diffvision (data tokenizer .*)$", head(vlm / "debug_projector.yaml"), re.M):
+        assert main(shlex.split(line)) == 0
+    short = ["--trainer.max_steps=2", "--trainer.log_every_n_steps=1", "--data.batch_size=8"]
+    for stage, name in (("debug_projector", "vlm_debug_projector"), ("debug", "vlm_debug")):
+        validated = ["--trainer.val_check_interval=2", "--trainer.check_val_every_n_epoch=1"]
+        cli = fit([*command(vlm / f"{stage}.yaml"), *on_cpu(), *short, *validated])
+        run = Path("runs", name, "version_0")
+        assert run.samefile(cli.trainer.log_dir)
+        columns = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+        assert {"train/loss", "train/grad_norm", "lambda", "val/loss", "val/perplexity"} <= set(columns)
+        assert {p.requires_grad for p in cli.model.model.language_model.parameters()} == {stage == "debug"}
+    assert "evaluate it: diffvision evaluate-vlm" in capsys.readouterr().out
+    given = ["--data", f"{data}/test", "--tasks", "pope,chair,vqa", "--output", "answers"]
+    assert main(["evaluate-vlm", str(run), *given]) == 0
+    assert main(["export", str(run), "vlm"]) == 0
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained("vlm")
+    state = loaded.state_dict()
+    best = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, state[name.removeprefix("model.")]) for name, value in best.items())
+    assert transformers.AutoProcessor.from_pretrained("vlm").image_token_id == loaded.config.image_token_id

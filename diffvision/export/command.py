@@ -47,6 +47,10 @@ def export(
         check_installed(to)  # before PyTorch is imported and the model is loaded
     if tokenizer is not None and not Path(tokenizer).exists():
         raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
+    from diffvision.opening.vision_language import find_trained
+
+    if (file := find_trained(model)) is not None:
+        return _export_vision_language(file, target, to)
     from diffvision.export.finite import open_finite
 
     opened = open_finite(model, checkpoint)
@@ -60,6 +64,22 @@ def export(
     with written_whole(target) as made:
         form.write(opened, made, options)
     print(f"{model} is {opened.name}{opened.average_note}: wrote {target}, {form.what}")
+
+
+def _export_vision_language(file: Path, target: Path, to: To | None) -> None:
+    """Write a checkpoint of our vision-language training as a folder with its processor, LoRA's adapters merged."""
+    from diffvision.models.convert.state import check_finite
+    from diffvision.models.files import written_whole
+    from diffvision.opening.vision_language import open_vlm
+
+    if to not in (None, "huggingface"):
+        raise ValueError(f"to is {to!r}, and {file} is a vision-language model: leave it out, or set it to huggingface")
+    opened = open_vlm(file)
+    check_finite(opened.model.state_dict(), str(file))
+    with written_whole(target) as made:
+        opened.model.save_pretrained(made)
+        opened.processor.save_pretrained(made)
+    print(f"{file} is {opened.name}: wrote {target}, a folder that transformers loads")
 
 
 def adapt_to_folder(

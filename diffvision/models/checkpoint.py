@@ -19,6 +19,7 @@ from diffvision.models.architecture import KEY, METADATA, recorded
 from diffvision.models.files import unreadable
 
 _AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
+VISION_LANGUAGE = "diffvision_vlm"  # model_type of our vision-language models
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
@@ -43,10 +44,12 @@ class Origin(NamedTuple):
     Attributes:
         model: the model's name in the training run; None if the file records no name.
         language: whether it is a checkpoint of our language training.
+        vision_language: whether it is one of our vision-language training.
     """
 
     model: str | None
     language: bool
+    vision_language: bool = False
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -89,7 +92,9 @@ def read_origin(path: str | Path) -> Origin:
     config = hyper.get("config") if isinstance(hyper, dict) else None
     name = about.get("model")
     is_language = isinstance(config, dict) and {"variant", "depth"} <= config.keys()
-    return Origin(name if isinstance(name, str) else None, is_language)
+    joint = about.get("config")
+    is_joint = isinstance(joint, dict) and joint.get("model_type") == VISION_LANGUAGE
+    return Origin(name if isinstance(name, str) else None, is_language, is_joint)
 
 
 def holds_average(path: str | Path) -> bool:

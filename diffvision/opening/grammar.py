@@ -227,7 +227,9 @@ def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str,
 
 def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
     """Open a file of weights that records its model."""
-    name, is_language = read_origin(path)
+    name, is_language, is_joint = read_origin(path)
+    if is_joint:
+        raise ValueError(f"{path} is a vision-language model: use evaluate-vlm, export, or open_vlm in Python")
     if is_language:
         from diffvision.opening import texts
 

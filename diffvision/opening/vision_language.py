@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffvision.data.text.tokenizers import load_tokenizer
+from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert.state import few
 from diffvision.models.hub import FOLDER, HUGGING_FACE, local
+from diffvision.models.language import find_tokenizer
+from diffvision.opening.runs import best_checkpoint, run_in
 from diffvision.opening.specs import check_transformers
 from diffvision.opening.texts import from_pretrained
 
@@ -33,13 +37,16 @@ def open_vlm(spec: str | Path) -> VLM:
     """Open a vision-language model with its weights and processor.
 
     Args:
-        spec: a folder of transformers', with or without `local-dir:` or `hf:`, or an id on the Hub after `hf:`.
+        spec: the run of our training, whose best checkpoint is taken, or a .ckpt of it; a folder of transformers', with
+            or without `local-dir:` or `hf:`; or an id on the Hub after `hf:`.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: there is no such folder, or the tokenizer of a training is no longer there.
         ValueError: it is not an image-text-to-text model, its weights do not fit, or its processor is another model's.
     """
     check_transformers(str(spec))
+    if (file := find_trained(spec) or Path(spec)).is_file():
+        return _open_trained(file)
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     import diffvision.models.vision_language  # noqa: F401  (registers our classes)
@@ -59,10 +66,34 @@ def open_vlm(spec: str | Path) -> VLM:
 
 
 def is_vlm(spec: str | Path) -> bool:
-    """Return whether a model is a folder of transformers' whose configuration has a placeholder of images."""
+    """Return whether a model is of our training, or a folder of transformers' whose configuration has a placeholder."""
     text = str(spec)
     file = (local(spec) if text.startswith(HUGGING_FACE) else Path(text.removeprefix(FOLDER))) / "config.json"
-    return file.is_file() and '"image_token_i' in file.read_text(encoding="utf-8", errors="replace")
+    if file.is_file():
+        return '"image_token_i' in file.read_text(encoding="utf-8", errors="replace")
+    return find_trained(spec) is not None
+
+
+def find_trained(spec: str | Path) -> Path | None:
+    """Return the checkpoint of our vision-language training that a run or file stands for; None where it is another."""
+    path = Path(spec)
+    if run := run_in(path):
+        path = best_checkpoint(run)[0]
+    return path if path.suffix == ".ckpt" and path.is_file() and read_origin(path).vision_language else None
+
+
+def _open_trained(file: Path) -> VLM:
+    from diffvision.models.vision_language import make_processor
+    from diffvision.models.vision_language_checkpoint import load
+
+    model, about = load(file)
+    if (tokenizer := find_tokenizer(file)) is None:
+        raise FileNotFoundError(
+            f"{file} was trained with tokenizer {about.get('tokenizer')}, which is not here: put it next to the file"
+        )
+    if about.get("fingerprint") not in (None, load_tokenizer(tokenizer).fingerprint):
+        raise ValueError(f"{tokenizer} is not the tokenizer that {file} was trained with: put its own next to it")
+    return VLM(about["model"], model, make_processor(model, tokenizer), str(file))
 
 
 def check_processor(model: Any, processor: Any, what: str) -> None:

@@ -19,7 +19,6 @@ from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.architecture import KEY, architecture
 from diffvision.models.files import FOLDER
-from diffvision.opening.runs import best_checkpoint, run_in
 from diffvision.opening.specs import check_transformers
 from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings, param_groups
@@ -131,7 +130,7 @@ class VisionLanguageModule(NextTokenModule):
         if isinstance(model, dict):
             self.model = vision_language.VisionLanguageModel(vision_language.VisionLanguageConfig.from_dict(model))
         elif model.startswith(FOLDER):
-            self.model = _open(model)
+            self.model, _ = _open(model)
         else:
             chosen: dict[str, Any] = {"tower": tower, "tower_args": tower_args, "tower_pretrained": tower_pretrained}
             chosen |= {"language": language, "language_args": language_args, "tokenizer": tokenizer}
@@ -145,9 +144,10 @@ class VisionLanguageModule(NextTokenModule):
     def _start_from(self, source: str) -> None:
         from diffvision.models.vision_language_checkpoint import check_record, record
 
-        loaded = _open(source)
+        loaded, about = _open(source)
         layers = {"layers": architecture(loaded)["layers"]}
         check_record({"config": record(loaded), KEY: layers}, self.model, source)
+        self._check_tokenizer(about, source)
         self.model.load_state_dict(loaded.state_dict())
 
     def _choose(self, grad_checkpointing: bool) -> None:
@@ -262,7 +262,11 @@ class VisionLanguageModule(NextTokenModule):
         here = asdict(self.lora) if self.lora else None
         if (there := about.get("lora")) != here:
             raise ValueError(f"{what} has lora {there}, and here it is {here}: set model.lora to it")
-        if None not in (about.get("fingerprint"), self.fingerprint) and about["fingerprint"] != self.fingerprint:
+        self._check_tokenizer(about, what)
+
+    def _check_tokenizer(self, about: dict[str, Any], what: str) -> None:
+        prints = {about.get("fingerprint"), self.fingerprint} - {None}
+        if len(prints) > 1:
             raise ValueError(f"{what} is of another tokenizer than {self.tokenizer}: set model.tokenizer to its own")
 
     def describe(self) -> dict[str, Any]:
@@ -289,14 +293,13 @@ def _parts(train: str | list[str]) -> tuple[str, ...]:
     return tuple(part for part in PARTS if part in chosen)
 
 
-def _open(source: str) -> Any:
-    """Return the model of a run, a checkpoint of ours or a folder."""
-    from diffvision.models.vision_language import VisionLanguageModel
+def _open(source: str) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a run, a checkpoint of ours or a folder, and the record of a checkpoint."""
     from diffvision.models.vision_language_checkpoint import load
+    from diffvision.opening.vision_language import find_trained, open_vlm
 
-    path = Path(source.removeprefix(FOLDER))
-    path = best_checkpoint(run)[0] if (run := run_in(path)) else path
-    return load(path)[0] if path.is_file() else VisionLanguageModel.from_pretrained(path)
+    file = find_trained(source) or Path(source)
+    return load(file) if file.is_file() else (open_vlm(source).model, {})
 
 
 def _add_adapters(language_model: nn.Module, lora: Lora) -> None:

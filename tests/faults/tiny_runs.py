@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
@@ -43,6 +44,7 @@ from diffvision.training.fault_tolerance.resume import Ranks, prepare
 from diffvision.training.fault_tolerance.run_state import RunState
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
+from diffvision.training.vision_language import VisionLanguageModule
 
 # Samples of a batch and batches of an epoch; some samples are left over.
 BATCH, BATCHES, EPOCHS = 4, 6, 2
@@ -52,7 +54,7 @@ LENGTH, VOCABULARY = 12, 270
 UNEQUAL = ("train/samples_per_second", "train/tokens_per_second", "train/data_wait")
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 TASKS = ("clip", "classification", "language")
-MONITORS = dict.fromkeys((*TASKS, "conversations"), "val/loss") | {"clip": "zero_shot/eval/acc1"}
+MONITORS = dict.fromkeys((*TASKS, "conversations", "vision-language"), "val/loss") | {"clip": "zero_shot/eval/acc1"}
 # What ends a run. Lightning's loops differ where it is a number of steps.
 LENGTHS: dict[str, dict[str, Any]] = {
     "epochs": {"max_epochs": EPOCHS},
@@ -66,7 +68,7 @@ class Setting:
     """What is trained.
 
     Attributes:
-        task: one of TASKS; or "conversations", language on conversations.
+        task: one of TASKS; or "conversations", language on conversations; or "vision-language".
         ema: whether weights are averaged.
         accumulate: accum_freq of the contrastive task, accumulate_grad_batches of the others.
         by: key of LENGTHS.
@@ -145,6 +147,9 @@ def write_data(root: Path) -> None:
     chat = Chat(tokenizer, TEMPLATES["plain"], "plain")
     lines = JsonLines(root / "rows.jsonl")
     tokenize_shards(lines, root / "conversations", tokenizer, RowMember(), chat=chat, num_workers=0)
+    talks = [{"user": "a" * (1 + n % 5), "assistant": "b" * (1 + n % 7)} for n in range(BATCH * BATCHES + 2)]
+    samples = ({**s, "json": json.dumps({"texts": [t]})} for s, t in zip(images(len(talks)), talks, strict=True))
+    write_shards(root / "vision-language", samples, per_shard=10)
 
 
 def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
@@ -161,6 +166,9 @@ def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> 
     if task in ("language", "conversations"):
         text = str(root / {"language": "text"}.get(task, task))
         return TextData(text, BATCH, LENGTH, text, str(root / "tokenizer.json"), eval_batch_size=16, **common)
+    if task == "vision-language":
+        talks = str(root / task)
+        return VisionLanguageData(talks, BATCH, 60, talks, eval_batch_size=16, **common)
     common |= {"transform": module.transform, "eval_transform": module.eval_transform}
     if task == "classification":
         folder = str(root / "zero_shot" / "eval")
@@ -169,9 +177,19 @@ def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> 
     return ImageTextData(str(root / "images"), BATCH, folders, tokenizer=words_to_tokens, **common)
 
 
-def module_of(setting: Setting) -> pl.LightningModule:
-    """Return a new module with dropout in all its layers."""
+def module_of(setting: Setting, root: Path | None = None) -> pl.LightningModule:
+    """Return a new module with dropout in all its layers; that of vision and language needs the data's folder."""
     module: Any
+    if setting.task == "vision-language":
+        return VisionLanguageModule(
+            "diff-vlm-debug",
+            language_args={"vocab_size": VOCABULARY, "max_length": 64},
+            tokenizer=str(root),
+            train=["tower", "projector", "language_model"],
+            optimizer=SETTINGS,
+            tower_lr=1e-3,
+            lora={"r": 2, "dropout": 0.1},
+        )
     if setting.task in ("language", "conversations"):
         small = {"vocab_size": VOCABULARY, "dim": 16, "depth": 1, "num_heads": 2, "head_dim": 8, "mlp_dim": 24}
         module = LanguageModule("diff-debug", model_args=small, optimizer=SETTINGS)
@@ -293,7 +311,7 @@ def once(
     resumes = find_newest_valid([kept])[0] is not None
     # A run is resumed with generators in another state than it was saved with.
     seed(1000 + len(outcome.began) if resumes else 7)
-    module, state, cutter, memory = module_of(setting), RunState(), Cutter(cut), Memory()
+    module, state, cutter, memory = module_of(setting, data), RunState(), Cutter(cut), Memory()
     module.on_train_batch_end = lambda *_: cutter.reached("saved", module.trainer)
     averages = [EMA(decay=0.8)] if setting.ema else []
     callbacks: list[Any] = [state, LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]

@@ -3,10 +3,15 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import diffvision
+from diffvision.cli import main
 from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.export.command import export
+from diffvision.opening.vision_language import open_vlm
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -258,6 +263,44 @@ def test_adapters_alone_are_trained_and_merge(tmp_path):
     assert not any("lora" in name for name in loaded.state_dict())
     same(module.state_dict(), VisionLanguageModule.load_from_checkpoint(tmp_path / "x.ckpt").state_dict(), 0, 0)
     assert make(name="diff-vlm-debug", pretrained=str(tmp_path / "x.ckpt")).lora is None
+
+
+def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_path):
+    pytest.importorskip("peft")
+    import transformers
+
+    module = make(tokenizer, lora={"r": 2})
+    train(module, max_steps=2, data=Rows(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
+    opened = open_vlm(tmp_path / "x.ckpt")
+    assert (opened.name, opened.weights) == ("vlm-debug", str(tmp_path / "x.ckpt"))
+    assert main(["export", str(tmp_path / "x.ckpt"), str(tmp_path / "folder")]) == 0
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "folder").eval()
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "folder")
+    question = {"text": "<image>\na ring?", "images": Image.new("RGB", (40, 30)), "return_tensors": "pt"}
+    inputs = processor(**question)
+    assert inputs.keys() == opened.processor(**question).keys()
+    with torch.no_grad():
+        expected, actual = (model.eval()(**inputs).logits for model in (module.model, theirs))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    again = make(tokenizer, name=f"local-dir:{tmp_path / 'folder'}", language_args=None)
+    same(dict(theirs.state_dict()), dict(again.model.state_dict()), 0, 0)
+
+
+def test_what_cannot_be_opened_or_exported_is_named(tokenizer, tmp_path):
+    train(make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match="is a vision-language model"):
+        diffvision.open_model(str(tmp_path / "x.ckpt"))
+    with pytest.raises(ValueError, match="to is 'onnx'"):
+        export(str(tmp_path / "x.ckpt"), str(tmp_path / "y"), "onnx")
+    train_tokenizer(["other other words words"], 258).save(tmp_path / "tokenizer.json")  # comes before the recorded one
+    with pytest.raises(ValueError, match="is not the tokenizer that"):
+        open_vlm(tmp_path / "x.ckpt")
+    (tmp_path / "tokenizer.json").unlink()
+    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    content["diffvision"]["tokenizer"] = "elsewhere"
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(FileNotFoundError, match="trained with tokenizer elsewhere"):
+        open_vlm(tmp_path / "x.ckpt")
 
 
 def test_bad_settings_are_named(tokenizer, tmp_path):

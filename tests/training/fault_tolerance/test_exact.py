@@ -30,6 +30,7 @@ CASES = [
     Case(TRAINED, "three: epoch's end", (1, 2, 0)),
     Case(Setting("conversations", accumulate=3), "in accumulation, saved there"),
     Case(Setting("language", by="steps"), "last step of the run saved"),
+    pytest.param(Case(Setting("vision-language", True, 3), "in accumulation, saved there"), marks=pytest.mark.slow),
     Case(Setting("classification", True), "in validation, saved there"),
     Case(Setting("classification", True), "three: validation"),
     pytest.param(Case(Setting("clip", True, 3), "last step of an epoch saved"), marks=pytest.mark.slow),
