@@ -33,10 +33,9 @@ from open_clip.transformer import ResidualAttentionBlock, TextTransformer
 from torch import Tensor, nn
 
 from diffvision.models.by_layer import extra_queries, matched_heads, variants_by_layer
+from diffvision.models.clip_configs import CONFIGS
 from diffvision.models.released import TAGS, wrap_download
 from diffvision.nn import ATTENTION, build_attention, settings_of
-
-CONFIGS = Path(__file__).parent / "clip_configs"
 
 _PREFIX = "diffvision"
 # The functions of OpenCLIP that are wrapped, where they are defined, and the arguments that the wrappers pass on.
@@ -229,7 +228,7 @@ def _wrap_tokenizer(get: Callable[..., Any]) -> Callable[..., Any]:
         settings = (config.get("text_cfg") or {}).get("tokenizer_kwargs") or {}
         prefix, colon, file = str(settings.get("bpe_path", "")).partition(":")
         if prefix == _PREFIX and colon:
-            kwargs = {"bpe_path": str(CONFIGS / Path(file).name), **kwargs}
+            kwargs = {"bpe_path": str(Path(__file__).with_name(Path(file).name)), **kwargs}
         return get(model_name, context_length, cache_dir, **kwargs)
 
     get_tokenizer._replaces = get  # type: ignore[attr-defined]
@@ -295,7 +294,7 @@ def _check_host() -> None:
 
 
 def patch() -> None:
-    """Register our blocks, the configurations of `clip_configs/` and tags with OpenCLIP; a second call has no effect.
+    """Register our blocks, the configurations of `clip_configs` and tags with OpenCLIP; a second call has no effect.
 
     Raises:
         RuntimeError: the installed OpenCLIP lacks what the hooks need; nothing was changed.
@@ -306,8 +305,7 @@ def patch() -> None:
             function = getattr(module, name)
             _rebind(name, function, wrap(function))
         open_clip.pretrained._PRETRAINED.update(TAGS)
-    if CONFIGS not in open_clip.factory._MODEL_CONFIG_PATHS:
-        open_clip.add_model_config(CONFIGS)
+    open_clip.factory._MODEL_CONFIGS.update(CONFIGS)
 
 
 def unpatch() -> None:
@@ -318,15 +316,13 @@ def unpatch() -> None:
             _rebind(name, wrapper, wrapper._replaces)
     for name in TAGS:
         open_clip.pretrained._PRETRAINED.pop(name, None)
-    if CONFIGS in open_clip.factory._MODEL_CONFIG_PATHS:
-        open_clip.factory._MODEL_CONFIG_PATHS.remove(CONFIGS)
-        for name in model_names():
-            open_clip.factory._MODEL_CONFIGS.pop(name, None)
+    for name in CONFIGS:
+        open_clip.factory._MODEL_CONFIGS.pop(name, None)
 
 
 def model_names() -> list[str]:
     """Return our models' names in OpenCLIP, sorted."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+    return sorted(CONFIGS)
 
 
 try:

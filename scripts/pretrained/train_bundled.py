@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT / "diffvision" / "weights"
 RESULTS = ROOT / "docs" / "results" / "bundled.csv"
-MERGES = ROOT / "diffvision" / "models" / "clip_configs" / "nano_merges.txt.gz"
+MERGES = ROOT / "diffvision" / "models" / "nano_merges.txt.gz"
 WINDOW = 128  # tokens that the language models are trained on at a time
 COLUMNS = ("model", "parameters", "data", "metric", "value", "low", "high", "seeds", "mean", "mean_low", "mean_high")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import diffvision
-from diffvision.models import clip, language
+from diffvision.models import language
 from diffvision.models.adapt import merge_dex
 from diffvision.models.architecture import architecture, difference
 from diffvision.models.by_layer import as_text, matched_heads, variants_by_layer
@@ -240,7 +240,7 @@ def test_vits_refuse_what_does_not_fit():
 
 
 def clip_model(block_type, vision=None, **text):
-    config = json.loads((clip.CONFIGS / "DiffCLIP-debug.json").read_text())
+    config = open_clip.get_model_config("DiffCLIP-debug")
     config["text_cfg"] |= {"block_type": block_type, **text}
     if vision is not None:
         config["vision_cfg"] = {"image_size": 32, "patch_size": 8, "width": 64, "layers": 2, "head_width": 16} | vision

@@ -8,7 +8,6 @@ import torch
 
 import diffvision  # noqa: F401
 import nano_clip
-from diffvision.models.clip import CONFIGS
 
 PACKAGE = {"plain": "CLIP-debug", "diff": "DiffCLIP-debug"}
 RENAMED = {  # nano's name -> OpenCLIP's
@@ -44,7 +43,7 @@ def as_package(name, tensor):
 @pytest.fixture
 def package(request, tmp_path):
     """The package's debug model with the vocabulary and the caption length of the nano model."""
-    config = json.loads((CONFIGS / f"{PACKAGE[request.param]}.json").read_text())
+    config = open_clip.get_model_config(PACKAGE[request.param])
     config["text_cfg"] |= {"vocab_size": len(nano_clip.WORDS), "context_length": nano_clip.LENGTH}
     (tmp_path / "nano-clip-test.json").write_text(json.dumps(config))
     open_clip.add_model_config(tmp_path)
