@@ -361,3 +361,17 @@ def test_the_sizes_of_llava(name, more):
         count = sum(parameter.numel() for parameter in getattr(model, part).parameters())
         assert published <= count <= published * (1 + more), part
     assert round(model.num_parameters() / 1e9, 2) == 7.06
+
+
+def test_towers_of_openclips_own_classes():
+    words = {"width": 32, "heads": 2, "layers": 1, "vocab_size": 9, "context_length": 4}
+    images = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "head_width": 8}
+    vit = open_clip.CLIP(embed_dim=16, vision_cfg=images, text_cfg=words).visual.eval()
+    picture = torch.randn(2, 3, 32, 32)
+    _, found = vit.transformer.forward_intermediates(vit._embeds(picture), indices=[1, 2])
+    for layer, expected in ((-1, vit.ln_post(found[1])), (-2, found[0])):
+        assert parts.geometry(vit, layer) == ((32, 32), 8, 32)
+        torch.testing.assert_close(parts.features(vit, picture, layer).flatten(2).mT, expected[:, 1:])
+    resnet = open_clip.CLIP(embed_dim=16, vision_cfg={**images, "layers": [1, 1, 1, 1]}, text_cfg=words).visual
+    with pytest.raises(ValueError, match="ModifiedResNet"):
+        parts.geometry(resnet, -1)
