@@ -16,7 +16,7 @@ from pathlib import Path
 
 from datasets import Dataset, Image
 
-from diffvision.evaluation.vision_language.questions import QuestionSet, accepted, read_sets
+from diffvision.evaluation.vision_language.questions import QuestionSet, read_sets
 from shown import Shown, versions
 
 METRICS = ("accuracy", "precision", "recall", "f1")
@@ -56,7 +56,7 @@ def write_task(questions: QuestionSet, folder: Path, tokens: int) -> None:
         {
             "question_id": str(row["question_id"]),
             "question": row["text"],
-            "answer": accepted(row)[0],
+            "answer": row["label"],
             "image": str(questions.image_paths(row)[0]),
         }
         for row in questions.rows
@@ -106,7 +106,7 @@ def main() -> int:
     shown.run("lmms_eval", command, lines=12, only="|")
     evaluate = [sys.executable, "-m", "diffvision", "evaluate-vlm"]
     settings = ["--data", ",".join(data), "--tasks", "pope", "--device", "cpu"]
-    settings += ["--options.max_new_tokens", str(args.tokens), "--options.batch_size", "8"]
+    settings += ["--max_new_tokens", str(args.tokens), "--batch_size", "8"]
     shown.run("ours", [*evaluate, model, *settings, "--output", "ours"], lines=30)
     for one in sets:
         (samples,) = shown.folder.glob(f"lmms_eval/**/*_samples_scenes_{one.name}.jsonl")

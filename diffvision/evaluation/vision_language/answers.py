@@ -16,9 +16,9 @@ from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.records import Records
-from diffvision.evaluation.vision_language.options import VisionLanguageOptions
 from diffvision.evaluation.vision_language.questions import QuestionSet
 
+QUESTION = "{question}"
 Asked = tuple[str, Sequence[Image.Image]]
 """A question and its images."""
 
@@ -84,7 +84,10 @@ def generate_tokens(
 def answer_set(
     vlm: Any,
     questions: QuestionSet,
-    options: VisionLanguageOptions,
+    *,
+    prompt: str = QUESTION,
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
     file: Path | None = None,
     progress: Progress = unseen,
 ) -> list[str]:
@@ -93,28 +96,32 @@ def answer_set(
     Args:
         vlm: with `model` and `processor`.
         questions: the set.
-        options: the prompt, the length of answers and the batch size.
+        prompt: what is asked, with {question} in it.
+        max_new_tokens: most tokens of an answer.
+        batch_size: questions at a time.
         file: JSON lines {"question_id", "text"}, appended batch by batch; None for no file.
         progress: wraps the batches in a progress bar.
 
     Raises:
-        ValueError: a file of other questions, of another model or of other settings; an image that is none.
+        ValueError: a prompt without {question}; a file of other questions, of another model or of other settings; an
+            image that is none.
     """
-    settings: dict[str, Any] = {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens}
-    settings["processor"] = [vlm.processor.to_json_string(), vlm.processor.chat_template]
+    if QUESTION not in prompt:
+        raise ValueError(f"prompt is {prompt!r}: write {QUESTION} where the question belongs")
+    settings = [prompt, max_new_tokens, vlm.processor.to_json_string(), vlm.processor.chat_template]
     if file is not None:
         # Not the digest of the modules, which `generate` changes.
         config = {**vlm.model.config.to_dict(), "_name_or_path": None}
-        settings["model"] = [json.dumps(config, default=str), tensor_digest([*vlm.model.state_dict().values()])]
-    records = Records(file, settings)
+        settings += [json.dumps(config, default=str), tensor_digest([*vlm.model.state_dict().values()])]
+    records = Records(file, {"settings": settings})
     of = questions.fingerprints()
     ids = [str(row["question_id"]) for row in questions.rows]
     missing = [n for n, id in enumerate(ids) if records.get(id, of[n]) is None]
-    batches = [missing[start : start + options.batch_size] for start in range(0, len(missing), options.batch_size)]
+    batches = [missing[start : start + batch_size] for start in range(0, len(missing), batch_size)]
     for batch in progress(batches, f"{questions.name}, answers"):
         rows = [questions.rows[n] for n in batch]
-        asked = [(options.prompt.format(question=row["text"]), _images(questions, row)) for row in rows]
-        texts = generate_answers(vlm.model, vlm.processor, asked, options.max_new_tokens)
+        asked = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
+        texts = generate_answers(vlm.model, vlm.processor, asked, max_new_tokens)
         contents = [{"question_id": row["question_id"], "text": text} for row, text in zip(rows, texts, strict=True)]
         records.add([(ids[n], of[n], content) for n, content in zip(batch, contents, strict=True)])
     return [(records.get(id, one) or {})["text"] for id, one in zip(ids, of, strict=True)]
@@ -132,29 +139,24 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
     """
     if path.is_dir():
         path = path / f"{questions.name}.jsonl"
-    answers: dict[str, str] = {}
-    of: dict[str, str] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    rows: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_bytes().strip().split(b"\n"), start=1):
         try:
             row = json.loads(line)
-            id = str(row["question_id"])
-            answers[id] = str(row["text"] if "text" in row else row["answer"])
-            of |= {id: row["of"]} if "of" in row else {}
+            rows[str(row["question_id"])] = {**row, "text": row["text"] if "text" in row else row["answer"]}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"line {number} of {path} is no answer ({error!r}): write question_id, and text or answer"
+                f"line {number} of {path} is no answer ({error!r}): write question_id, and text"
             ) from error
     ids = [str(row["question_id"]) for row in questions.rows]
-    if other := sorted({*ids} ^ answers.keys()):
+    if other := sorted({*ids} ^ rows.keys()):
         raise ValueError(
-            f"{path} has {len(answers)} answers, {questions.path.name} {len(ids)} questions, and {other[0]} is in one "
-            "of them: give the answers to these questions"
+            f"{path} has {len(rows)} answers, {questions.path.name} {len(ids)} questions, and {other[0]} is in one of "
+            "them: give the answers to these questions"
         )
-    if of and [of.get(id) for id in ids] != questions.fingerprints():
+    if "of" in rows[ids[0]] and [rows[id].get("of") for id in ids] != questions.fingerprints():
         raise ValueError(f"{path} has answers to other questions or images than {questions.path}: generate them again")
-    return [answers[id] for id in ids]
+    return [str(rows[id]["text"]) for id in ids]
 
 
 def _images(questions: QuestionSet, row: Any) -> list[Image.Image]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-
-from diffvision.evaluation.vision_language.options import VisionLanguageOptions
+from typing import Any
 
 
 def run(
@@ -18,8 +16,10 @@ def run(
     answers: str | list[str] | None = None,
     synonyms: str | None = None,
     output: str | None = None,
+    prompt: str = "{question}",
+    max_new_tokens: int = 128,
+    batch_size: int = 8,
     device: str = "auto",
-    options: VisionLanguageOptions = VisionLanguageOptions(),  # noqa: B008  frozen
 ) -> dict[str, dict[str, float]]:
     """Ask vision-language models questions about images, and score the answers.
 
@@ -34,8 +34,11 @@ def run(
             SET.jsonl for each question file.
         synonyms: CHAIR's synonyms.txt, an object and its synonyms a line; by default the objects.txt of the questions.
         output: folder for results.json and the answers, from which an evaluation that was ended resumes.
+        prompt: what is asked, with {question} in it. LLaVA-1.5's results on POPE and VQA are with
+            "{question}\\nAnswer the question using a single word or phrase.", the \\n a line feed.
+        max_new_tokens: most tokens of an answer.
+        batch_size: questions at a time.
         device: auto, cpu, cuda, cuda:1, ...
-        options: how questions are asked.
 
     Raises:
         ValueError: neither models nor answers, two with one label, and what reading, generating and scoring raise.
@@ -65,6 +68,7 @@ def run(
     for _, spec in specs:
         check_spec(spec)
     written = {label: [read_answers(Path(path), one) for one in sets] for label, path in files}
+    asked: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
     about = [about_set(one) for one in sets]
     for one in about:
         print(f"{one['set']}: {one['task']}, {one['questions']}", file=sys.stderr)
@@ -74,9 +78,12 @@ def run(
         texts = written.get(label)
         if texts is None:
             vlm = open_vlm(spec)
-            vlm.model.to(resolve_device(device)).eval()
+            vlm.model.to(resolve_device(device))
             folder = None if output is None else Path(output) / "answers" / label
-            texts = [answer_set(vlm, one, options, folder and folder / f"{one.name}.jsonl", bar) for one in sets]
+            texts = [
+                answer_set(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
+                for one in sets
+            ]
         measured = {
             key: value for pair in zip(sets, texts, strict=True) for key, value in score(*pair, synonyms).items()
         }
@@ -84,7 +91,7 @@ def run(
         results[label] = with_intervals(measured) | differences(first, measured)
         first = first or measured
         if output is not None:
-            content = {"models": results, "sets": about, "options": dataclasses.asdict(options)}
+            content = {"models": results, "sets": about, "settings": asked}
             write_json(Path(output) / "results.json", plain(content))
     show(results, hidden=without_news(results))
     return results

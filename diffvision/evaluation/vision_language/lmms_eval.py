@@ -19,22 +19,22 @@ def manifest() -> ModelManifest:
 
 
 class DiffVision(lmms):
-    """Answers lmms-eval's questions with any model of `diffvision evaluate-vlm`, greedily.
+    """Answers lmms-eval's questions greedily.
 
     Args:
         model: as `diffvision evaluate-vlm` takes it.
         batch_size: questions at a time.
         device: auto, cpu, cuda, cuda:1, ...
-        max_batch_size: lmms-eval passes it; unused.
+        **_: what lmms-eval passes besides.
     """
 
-    def __init__(self, model: str, batch_size: int | str = 1, device: str = "auto", max_batch_size: Any = None) -> None:
+    def __init__(self, model: str, batch_size: int | str = 1, device: str = "auto", **_: Any) -> None:
         from diffvision.evaluation.distributed import resolve_device
         from diffvision.opening.vision_language import open_vlm
 
         super().__init__()
-        self._opened, self._batch_size = open_vlm(model), int(batch_size)
-        self._opened.model.to(resolve_device(device)).eval()
+        self._vlm, self._batch_size = open_vlm(model), int(batch_size)
+        self._vlm.model.to(resolve_device(device))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return an answer to each request, cut before the strings that end it.
@@ -50,28 +50,25 @@ class DiffVision(lmms):
         size = self._batch_size
         batches = [alike[start : start + size] for alike in groups for start in range(0, len(alike), size)]
         for batch in bar(batches, "answers"):
-            settings = batch[0][1]
+            settings, asked = batch[0][1], []
             if settings.get("do_sample") and settings.get("temperature", 1):
-                raise ValueError(f"temperature is {settings.get('temperature', 1)}: set do_sample to false")
-            asked = []
+                raise ValueError(
+                    f"the task samples at temperature {settings.get('temperature')}: set do_sample to false"
+                )
             for text, _, visuals, document, task, split in batch:
                 images = visuals(self.task_dict[task][split][document]) or []
                 if not all(hasattr(image, "convert") for image in images):
                     raise ValueError(f"{task} shows a {type(images[0]).__name__}: take a task of images")
                 asked.append((text, [image.convert("RGB") for image in images]))
-            texts = generate_answers(
-                self._opened.model, self._opened.processor, asked, settings.get("max_new_tokens", 128)
-            )
+            texts = generate_answers(self._vlm.model, self._vlm.processor, asked, settings.get("max_new_tokens", 128))
             ends = settings.get("until") or []
             for end in [ends] if isinstance(ends, str) else ends:
                 texts = [text.partition(end)[0] for text in texts]
             answers += texts
         return answers
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Any]) -> Any:
         """Refuse tasks that choose by likelihood."""
-        raise NotImplementedError("likelihoods of answers are not computed: take a task of type generate_until")
+        raise NotImplementedError("neither likelihoods nor several rounds: take a task of type generate_until")
 
-    def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Refuse tasks of several rounds."""
-        raise NotImplementedError("several rounds are not supported: take a task of type generate_until")
+    generate_until_multi_round = loglikelihood

@@ -11,9 +11,6 @@ from typing import Any
 
 from diffvision.evaluation.records import fingerprint
 
-SUFFIXES = (".json", ".jsonl")
-OBJECTS = "objects.txt"
-
 
 @dataclass(frozen=True)
 class QuestionSet:
@@ -39,7 +36,7 @@ class QuestionSet:
 
     def image_paths(self, row: Mapping[str, Any]) -> list[Path]:
         """Return the paths of a row's images."""
-        return [self.images / name for name in _as_list(row["image"])]
+        return [self.images / name for name in as_list(row["image"])]
 
     def fingerprints(self) -> list[str]:
         """Return a digest of each question: its text and its images' bytes."""
@@ -76,62 +73,44 @@ def read_sets(
         if has_images and (image := next(missing, None)):
             raise FileNotFoundError(f"no image {image}, of {path.name}: give the folder of the images as --images")
         sets[one.name] = one
-    for task in tasks or ():
-        if task not in {one.task for one in sets.values()}:
-            raise ValueError(f"no questions of {task} in {', '.join(data)}: give a file of them as --data")
+    if absent := {*(tasks or ())} - {one.task for one in sets.values()}:
+        raise ValueError(f"no questions of {min(absent)} in {', '.join(data)}: give a file of them as --data")
     return [*sets.values()]
 
 
-def accepted(row: Mapping[str, Any]) -> list[str]:
-    """Return the right answers of a row."""
-    return [str(one) for one in _as_list(row["label"])]
+def as_list(value: Any) -> list[Any]:
+    """Return a value that may stand alone as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def _files(data: Sequence[str]) -> Iterator[Path]:
     """Yield the files themselves, and the files with questions in folders."""
     for path in map(Path, data):
-        if path.is_file():
-            yield path
-            continue
-        files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES and _has_questions(file)]
+        files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+        files = [file for file in files if file == path or b'"question_id"' in file.open("rb").readline(100_000)]
         if not files:
             raise ValueError(f"{path} has no question files: give JSON lines with question_id, image and text")
         yield from files
 
 
-def _has_questions(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return '"question_id"' in file.readline(100_000)
-
-
 def _read_set(path: Path, images: Path) -> QuestionSet:
     rows: dict[str, dict[str, Any]] = {}
+    labels: set[str] = set()
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            id, _, text = str(row["question_id"]), row["image"], row["text"]
-            known = row["objects"] if "objects" in row else row["label"]
-        except (ValueError, KeyError, TypeError) as error:
+            id, _, _ = str(row["question_id"]), row["image"], row["text"].strip()
+            labels |= {"objects"} if "objects" in row else {str(one).lower() for one in as_list(row["label"])}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"line {number} of {path} is no question ({error!r}): write question_id, image, text, and label or "
-                "objects"
+                f"line {number} of {path} is no question ({error!r}): write question_id, image, text, label or objects"
             ) from error
-        if not isinstance(text, str) or not isinstance(known, str | int | float | list):
-            raise ValueError(f"line {number} of {path} has a text or label of another kind: write strings")
         if id in rows:
             raise ValueError(f"line {number} of {path} has question_id {id} again: give each question its own")
         rows[id] = row
-    if not rows:
-        raise ValueError(f"{path} is empty: write a question a line")
-    has_objects = {"objects" in row for row in rows.values()}
-    if len(has_objects) > 1:
-        raise ValueError(f"{path} has rows with objects and rows without: write them to two files")
-    words = set() if True in has_objects else {one.lower() for row in rows.values() for one in accepted(row)}
-    task = "chair" if not words else "pope" if words <= {"yes", "no"} else "vqa"
+    if not rows or any("objects" in row for row in rows.values()) != all("objects" in row for row in rows.values()):
+        raise ValueError(f"{path} is empty, or has rows with and without objects: write those to two files")
+    task = "chair" if "objects" in next(iter(rows.values())) else "pope" if labels <= {"yes", "no"} else "vqa"
     return QuestionSet(path, task, [*rows.values()], images)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

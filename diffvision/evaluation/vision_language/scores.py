@@ -10,7 +10,7 @@ from diffvision.evaluation.records import fingerprint
 from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 from diffvision.evaluation.vision_language.pope import PARSERS, SIZES, pope
-from diffvision.evaluation.vision_language.questions import OBJECTS, QuestionSet, accepted
+from diffvision.evaluation.vision_language.questions import QuestionSet, as_list
 from diffvision.evaluation.vision_language.vqa import vqa
 
 Rows = Sequence[Mapping[str, Any]]
@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 def _pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
     numbers: dict[str, int] = {}
     images = [numbers.setdefault(str(row["image"]), len(numbers)) for row in rows]
-    return pope(answers, [accepted(row)[0].lower() == "yes" for row in rows], images)
+    return pope(answers, [str(row["label"]).lower() == "yes" for row in rows], images)
 
 
 def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
@@ -27,7 +27,8 @@ def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
 
 
 def _vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
-    return vqa(answers, [accepted(row) for row in rows], [str(row.get("kind", "")) for row in rows])
+    labels = [[*map(str, as_list(row["label"]))] for row in rows]
+    return vqa(answers, labels, [str(row.get("kind", "")) for row in rows])
 
 
 TASKS = {"pope": _pope, "chair": _chair, "vqa": _vqa}
@@ -45,15 +46,15 @@ def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None =
         synonyms: for CHAIR, a file of object names as its `synonyms.txt`; None for the set's `objects.txt`, or the
             objects of its rows.
     """
-    beside = questions.path.with_name(OBJECTS)
-    known = (name for row in questions.rows for name in row.get("objects", []))
-    has_file = synonyms is not None or beside.is_file()
-    names = ObjectNames.read(synonyms or beside) if has_file else ObjectNames(dict.fromkeys(known))
-    task, rows = TASKS[questions.task], questions.rows
+    task, rows, beside = TASKS[questions.task], questions.rows, questions.path.with_name("objects.txt")
+    if synonyms is not None or beside.is_file():
+        names = ObjectNames.read(synonyms or beside)
+    else:
+        names = ObjectNames(dict.fromkeys(name for row in rows for name in row.get("objects", [])))
     results = task(rows, answers, names)
-    held_out = [n for n, row in enumerate(rows) if row.get("held_out")]
+    held_out = [number for number, row in enumerate(rows) if row.get("held_out")]
     if 0 < len(held_out) < len(rows):
-        of_these = task([rows[n] for n in held_out], [answers[n] for n in held_out], names)
+        of_these = task([rows[number] for number in held_out], [answers[number] for number in held_out], names)
         results |= {f"held_out/{name}": of_these[name] for name in HEADLINES if name in of_these}
     return {f"{questions.name}/{name}": value for name, value in results.items()}
 
@@ -61,9 +62,9 @@ def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None =
 def mean_of_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, float]:
     """Return the means of accuracy and F1 over several sets of POPE; LLaVA-1.5's POPE is the one of `llava/f1`."""
     names = [one.name for one in sets if one.task == "pope"]
-    keys = [f"{parser}{metric}" for parser in PARSERS for metric in ("accuracy", "f1")]
+    keys = [f"{parser}{metric}" for parser in PARSERS for metric in ("accuracy", "f1") if len(names) > 1]
     found = means(results)
-    return {f"pope/{key}": statistics.mean(found[f"{name}/{key}"] for name in names) for key in keys if len(names) > 1}
+    return {f"pope/{key}": statistics.mean(found[f"{name}/{key}"] for name in names) for key in keys}
 
 
 def without_news(results: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -76,13 +77,9 @@ def without_news(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     return repeated + [key for key in keys if key.endswith("/questions")]
 
 
-def about_set(questions: QuestionSet) -> dict[str, Any]:
+def about_set(questions: QuestionSet) -> dict[str, str]:
     """Return what identifies a set: its name, task, size and a digest of its rows."""
-    count = len(questions.rows)
-    size = SIZES.get(count, f"{count:,} questions") if questions.task == "pope" else f"{count:,} questions"
-    return {
-        "set": questions.name,
-        "task": questions.task,
-        "questions": size,
-        "digest": fingerprint([*map(dict, questions.rows)]),
-    }
+    count, size = len(questions.rows), f"{len(questions.rows):,} questions"
+    size = SIZES.get(count, size) if questions.task == "pope" else size
+    digest = fingerprint([*map(dict, questions.rows)])
+    return {"set": questions.name, "task": questions.task, "questions": size, "digest": digest}

@@ -10,10 +10,9 @@ from PIL import Image
 
 from diffvision.evaluation.vision_language import answers as module
 from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, read_answers
-from diffvision.evaluation.vision_language.options import VisionLanguageOptions
 from diffvision.evaluation.vision_language.questions import read_sets
 
-SHORT = VisionLanguageOptions(max_new_tokens=6, batch_size=4)
+SHORT = {"max_new_tokens": 6, "batch_size": 4}
 
 
 def images(*colours):
@@ -58,8 +57,7 @@ def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(name, request
 def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, monkeypatch):
     seen = []
     monkeypatch.setattr(module, "generate_answers", lambda *args: seen.extend(args[2]) or ["no"] * len(args[2]))
-    options = VisionLanguageOptions(prompt="{question}\nIn one word.", batch_size=2)
-    answer_set(vlm, set_of(questions, "vqa"), options)
+    answer_set(vlm, set_of(questions, "vqa"), prompt="{question}\nIn one word.", batch_size=2)
     assert [text for text, _ in seen] == ["How many?\nIn one word.", "Which?\nIn one word.", "Which?\nIn one word."]
     assert [len(pictures) for _, pictures in seen] == [1, 1, 2]
     assert seen[2][1][1].getpixel((0, 0)) == (160, 95, 0)
@@ -67,30 +65,30 @@ def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, 
 
 def test_a_killed_run_resumes_and_a_damaged_last_line_is_answered_again(vlm, questions, tmp_path, monkeypatch):
     asked, whole, file = set_of(questions, "pope"), tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-    answers = answer_set(vlm, asked, SHORT, whole)
+    answers = answer_set(vlm, asked, **SHORT, file=whole)
     assert [json.loads(line)["text"] for line in whole.read_text().splitlines()] == answers
     lines, counts = whole.read_bytes().splitlines(keepends=True), []
     file.write_bytes(b"".join(lines[:5]) + lines[5][:-20])
     real = module.generate_answers
     monkeypatch.setattr(module, "generate_answers", lambda *args: counts.append(len(args[2])) or real(*args))
-    assert answer_set(vlm, asked, SHORT, file) == answers
+    assert answer_set(vlm, asked, **SHORT, file=file) == answers
     assert counts == [4, 3]
     assert sorted(file.read_text().splitlines()) == sorted(whole.read_text().splitlines())
 
 
 def test_files_of_other_questions_models_or_settings_are_refused(vlm, questions, tmp_path):
     file, asked = tmp_path / "answers.jsonl", set_of(questions, "vqa")
-    answer_set(vlm, asked, SHORT, file)
+    answer_set(vlm, asked, **SHORT, file=file)
     before = file.read_bytes()
     with pytest.raises(ValueError, match="another model or other settings"):
-        answer_set(vlm, asked, VisionLanguageOptions(max_new_tokens=5), file)
+        answer_set(vlm, asked, max_new_tokens=5, file=file)
     other = SimpleNamespace(model=copy.deepcopy(vlm.model), processor=vlm.processor)
     torch.nn.init.zeros_(other.model.lm_head.weight[0].detach())
     with pytest.raises(ValueError, match="another model or other settings"):
-        answer_set(other, asked, SHORT, file)
+        answer_set(other, asked, **SHORT, file=file)
     Image.new("RGB", (40, 32), "red").save(questions / "images" / "0.png")
     with pytest.raises(ValueError, match="row 'a' of"):
-        answer_set(vlm, set_of(questions, "vqa"), SHORT, file)
+        answer_set(vlm, set_of(questions, "vqa"), **SHORT, file=file)
     with pytest.raises(ValueError, match="other questions or images"):
         read_answers(file, set_of(questions, "vqa"))
     assert file.read_bytes() == before
@@ -122,7 +120,7 @@ def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, quest
     (questions / "images" / "2.png").write_bytes(b"no image")
     asked, file = set_of(questions, "pope"), tmp_path / "answers.jsonl"
     with pytest.raises(ValueError, match="not a JPEG, PNG or WebP"):
-        answer_set(vlm, asked, SHORT, file)
+        answer_set(vlm, asked, **SHORT, file=file)
     assert len(file.read_text().splitlines()) == 8
 
 
@@ -131,5 +129,7 @@ def test_questions_that_cannot_be_asked(vlm):
         generate_answers(vlm.model, vlm.processor, [("<image>\nWhich?", images("red"))], 4)
     with pytest.raises(ValueError, match="max_new_tokens=120"):
         generate_answers(vlm.model, vlm.processor, ASKED[:1], 120)
+    with pytest.raises(ValueError, match="prompt is 'Which'"):
+        answer_set(vlm, None, prompt="Which")
     with pytest.raises(ValueError, match="chat template"):
         generate_answers(vlm.model, SimpleNamespace(chat_template=None), ASKED[:1], 4)

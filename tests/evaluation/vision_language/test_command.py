@@ -7,7 +7,6 @@ import pytest
 
 from diffvision.cli import main
 from diffvision.evaluation.vision_language.command import run
-from diffvision.evaluation.vision_language.options import VisionLanguageOptions
 from diffvision.evaluation.vision_language.questions import read_sets
 
 
@@ -97,12 +96,12 @@ def test_a_model_is_asked_once_and_its_answers_are_kept(vlm, questions, tmp_path
     folder, out = tmp_path / "tiny", tmp_path / "out"
     vlm.model.save_pretrained(folder)
     vlm.processor.save_pretrained(folder)
-    options = VisionLanguageOptions(max_new_tokens=4)
-    first = run(f"one={folder}", data=str(questions), output=str(out), options=options, device="cpu")["one"]
+    settings = {"data": str(questions), "output": str(out), "max_new_tokens": 4, "device": "cpu"}
+    first = run(f"one={folder}", **settings)["one"]
     kept = {path.name: path.read_bytes() for path in (out / "answers" / "one").iterdir()}
     assert sorted(kept) == ["captions.jsonl", "pope_random.jsonl", "vqa.jsonl"]
     monkeypatch.setattr("diffvision.evaluation.vision_language.answers.generate_answers", None)
-    again = run(f"one={folder}", data=str(questions), output=str(out), options=options, device="cpu")["one"]
+    again = run(f"one={folder}", **settings)["one"]
     scored = run(answers=f"one={out / 'answers' / 'one'}", data=str(questions))["one"]
     assert str(again) == str(scored) == str(first)
     assert kept == {path.name: path.read_bytes() for path in (out / "answers" / "one").iterdir()}

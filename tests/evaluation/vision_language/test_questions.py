@@ -2,7 +2,6 @@
 
 import pytest
 
-from diffvision.evaluation.vision_language.options import VisionLanguageOptions
 from diffvision.evaluation.vision_language.questions import read_sets
 
 
@@ -29,8 +28,7 @@ def test_images_are_found_next_to_the_questions_or_in_the_folder_that_is_named(q
     [
         ('{"question_id": 1, "image": "a.png", "label": "yes"}', "line 1 of .*text"),
         ('{"question_id": 1, "image": "a.png", "text": "?"}', "line 1 of .*label"),
-        ('{"question_id": 1, "image": "a.png", "text": 3, "label": "yes"}', "another kind"),
-        ('{"question_id": 1, "image": "a.png", "text": "?", "label": {}}', "another kind"),
+        ('{"question_id": 1, "image": "a.png", "text": 3, "label": "yes"}', "line 1 of"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\n' * 2, "line 2 of .* again"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\nnonsense', "line 2 of"),
         ("", "is empty"),
@@ -55,9 +53,3 @@ def test_sets_that_are_missing_or_named_alike_are_refused(questions, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no question files"):
         read_sets([str(tmp_path / "empty")])
-
-
-@pytest.mark.parametrize(("name", "value"), [("prompt", "?"), ("max_new_tokens", 0), ("batch_size", 0)])
-def test_options_out_of_range(name, value):
-    with pytest.raises(ValueError, match=name):
-        VisionLanguageOptions(**{name: value})
