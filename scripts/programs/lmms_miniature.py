@@ -30,9 +30,9 @@ FORMS = {
 TEMPLATE = (
     "{% for message in messages %}{{ message.role|upper }}: {% for part in message.content %}"
     "{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}{% endif %}{% endfor %} {% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-STEPS, BATCH = 200, 16
+STEPS, BATCH = 150, 16
 
 
 def question(colour: str) -> str:
@@ -72,7 +72,7 @@ def train(folder: Path, name: str, steps: int, draws: random.Random) -> None:
             )
             for _, asked in drawn
         ]
-        answers = [FORMS[asked][colour != asked] + "</s>" for colour, asked in drawn]
+        answers = [" " + FORMS[asked][colour != asked] + "</s>" for colour, asked in drawn]
         given = {"images": [image(colour) for colour, _ in drawn], "padding_side": "right", "padding": True}
         whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         inputs = processor(text=whole, **given, return_tensors="pt")
@@ -88,7 +88,7 @@ def train(folder: Path, name: str, steps: int, draws: random.Random) -> None:
     processor.save_pretrained(folder)
 
 
-def write_questions(folder: Path, draws: random.Random, images: int = 40) -> None:
+def write_questions(folder: Path, draws: random.Random, images: int = 15) -> None:
     """Write four questions to each image, half of them to be answered with yes."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []

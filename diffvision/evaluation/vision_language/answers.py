@@ -67,6 +67,7 @@ def generate_tokens(
             f"a question has {read} tokens, its images' among them, and the model reads {limit}: lower "
             f"max_new_tokens={max_new_tokens}, or give smaller images"
         )
+    ends = model.generation_config.eos_token_id
     out: Tensor = model.generate(
         **inputs,
         do_sample=False,
@@ -76,6 +77,7 @@ def generate_tokens(
         top_p=None,
         top_k=None,
         max_new_tokens=max_new_tokens,
+        eos_token_id=processor.tokenizer.eos_token_id if ends is None else ends,
         pad_token_id=processor.tokenizer.pad_token_id,
     )
     return dict(inputs), out
