@@ -19,7 +19,7 @@ class PerSample(NamedTuple):
         classes: int64 [N]: the metric is the mean of the classes' means; None: the mean of all samples.
         weights: [N]: what the values are divided by, such as the tokens of each sum; None: 1 each.
         exponential: the metric is exp of the mean.
-        ratio: the weights are of what a model did, such as the objects that it named, not of the samples.
+        ratio: the weights depend on the model, such as the objects that it named, so those of two models may differ.
     """
 
     values: Tensor

@@ -42,11 +42,11 @@ class NextTokenModule(TrainingModule):
         raise NotImplementedError
 
     def soft_targets(self, batch: Any) -> SoftTargets | None:
-        """Return distributions that are learned besides the targets; none by default."""
+        """Return soft targets, learned in addition to the targets; None by default."""
         return None
 
     def log_excess(self, nats: Tensor, excess: Tensor) -> None:
-        """Log, a prediction, what the loss has besides its cross entropy; nothing by default."""
+        """Log the excess of the loss over its cross entropy `nats`, both per prediction; nothing by default."""
 
     def sums(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""

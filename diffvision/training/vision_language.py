@@ -33,8 +33,8 @@ class Lora:
 
     Attributes:
         r: rank of the adapters.
-        alpha: what they add is multiplied by alpha / r.
-        dropout: of their inputs.
+        alpha: their output is scaled by alpha / r.
+        dropout: on their inputs.
         targets: the names of the layers, such as [q_proj, v_proj]; or "all-linear".
     """
 
@@ -88,7 +88,7 @@ class VisionLanguageModule(NextTokenModule):
                 one to start from; or a configuration, as a checkpoint records it.
             tower: another image tower than the named model's, by timm's or OpenCLIP's name.
             tower_args: arguments of the tower.
-            tower_pretrained: weights of the tower: a tag or a file.
+            tower_pretrained: weights of the tower: a tag, a file or a folder.
             language: another language model: a name of ours, local-dir:FOLDER or hf:PATH, with its weights.
             language_args: fields of `LanguageConfig`, for a name.
             model_args: fields of `VisionLanguageConfig` (feature_layer, projector, shuffle, preprocess).
@@ -138,7 +138,7 @@ class VisionLanguageModule(NextTokenModule):
             self.model = vision_language.create(model, **chosen, **(model_args or {}))
         if pretrained is not None:
             self._start_from(pretrained)
-        self._choose(grad_checkpointing)
+        self._set_trained_parts(grad_checkpointing)
         self.train()
 
     def _start_from(self, source: str) -> None:
@@ -150,8 +150,8 @@ class VisionLanguageModule(NextTokenModule):
         self._check_tokenizer(about, source)
         self.model.load_state_dict(loaded.state_dict())
 
-    def _choose(self, grad_checkpointing: bool) -> None:
-        """Freeze what is not trained, add adapters, and recompute activations."""
+    def _set_trained_parts(self, grad_checkpointing: bool) -> None:
+        """Freeze the other parts, add adapters, and set activation checkpointing."""
         for part in PARTS:
             getattr(self.model, part).requires_grad_(part in self.trained)
         if self.lora is not None:
@@ -195,7 +195,7 @@ class VisionLanguageModule(NextTokenModule):
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """What tells the tokenizer from others; None without one."""
+        """Digest of the tokenizer; None without one."""
         return None if self.tokenizer is None else load_tokenizer(self.tokenizer).fingerprint
 
     @property
@@ -231,7 +231,7 @@ class VisionLanguageModule(NextTokenModule):
         inputs, targets, _ = shift(batch)
         if len(batch["image"]):
             return self.model.hidden(inputs, batch["image"]), targets
-        # Without images tower and projector need gradients too, of zeros: DDP waits for them.
+        # DDP waits for gradients of tower and projector, which are zeros without images.
         blank = batch["image"].new_zeros(1, 3, *self.model.image_size)
         return self.model.hidden(inputs) + 0 * self.model.image_features(blank).sum(), targets
 
@@ -278,11 +278,11 @@ class VisionLanguageModule(NextTokenModule):
         return about | {KEY: {"layers": architecture(self.model)["layers"]}}
 
     def arguments_without_weights(self) -> dict[str, Any]:
-        """Return the model's configuration in place of its name and of what it was made of."""
+        """Return the model's configuration in place of the arguments that it was built from."""
         from diffvision.models.vision_language_checkpoint import record
 
-        made_of = ("tower", "tower_args", "tower_pretrained", "language", "language_args", "model_args", "pretrained")
-        return {**dict.fromkeys(made_of), "model": record(self.model)}
+        sources = ("tower", "tower_args", "tower_pretrained", "language", "language_args", "model_args", "pretrained")
+        return {**dict.fromkeys(sources), "model": record(self.model)}
 
 
 def _parts(train: str | list[str]) -> tuple[str, ...]:
@@ -319,7 +319,7 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
 
 
 def _freeze_unreached(model: Any) -> None:
-    """Freeze what no feature depends on, as blocks after the feature layer: DDP would wait for its gradients."""
+    """Freeze weights that no feature depends on (blocks after its layer): DDP would wait for their gradients."""
     parameters = list(model.tower.parameters())
     total = model.eval().image_features(torch.zeros(1, 3, *model.image_size)).sum()
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)

@@ -215,7 +215,7 @@ def pack_as(
 ) -> Packed:
     """Write the usable images of a collection to shards, with a manifest; shards without a usable image are removed.
 
-    `images` have a length, `source` and `names`; `members` returns those of a row, or raises BadSample.
+    `images` have a length, `source` and `names`; `members` returns a row's sample, or raises BadSample.
     """
     refuse_existing(directory)
     check_per_shard(per_shard)

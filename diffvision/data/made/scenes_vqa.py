@@ -23,7 +23,7 @@ from diffvision.progress import track
 SHAPES = ("circle", "star", "square", "heart", "triangle", "moon", "cross", "ring", "diamond", "arrow")
 """Circle and star are a pair, then square and heart, and so on."""
 FREQUENCIES = (5, 4, 3, 2, 1)
-"""How often the first shape of a training scene is of each pair."""
+"""Relative frequency of each pair, as that of a training scene's first shape."""
 TOGETHER = 0.75
 """How often, in a training scene of several shapes, the first one comes with the other shape of its pair."""
 HELD_OUT = frozenset(zip(SHAPES, 2 * tuple(COLOURS), strict=False))
@@ -187,7 +187,7 @@ def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
     present, absent = (list(rng.permutation(kinds)) for kinds in (scene.kinds, sorted({*SHAPES} - {*scene.kinds})))
     for _ in range(2):
         is_yes = bool(present) and rng.random() < 0.5
-        turns.append((_is_there((present if is_yes else absent).pop()), "yes" if is_yes else "no"))
+        turns.append((_ask_presence((present if is_yes else absent).pop()), "yes" if is_yes else "no"))
     kinds = list(QUESTIONS)
     for number in rng.choice(len(kinds), 2, replace=False):
         turns.append(_ask(kinds[number], scene, int(rng.integers(len(scene.kinds)))))
@@ -209,7 +209,7 @@ def _ask(kind: str, scene: Scene, which: int) -> tuple[str, str]:
     return question.format(kind=scene.kinds[which], colour=scene.colours[which]), answer(scene, which)
 
 
-def _is_there(kind: str) -> str:
+def _ask_presence(kind: str) -> str:
     return f"Is there {with_article(kind)} in the image?"
 
 
@@ -218,7 +218,7 @@ def _pope(scenes: dict[str, Scene], tempting: Callable[[str, str], float]) -> li
 
     Args:
         scenes: by the names of their images.
-        tempting: how much an absent shape tempts where another one is present; the first of equal ones is taken.
+        tempting: (present, absent) -> score of the absent shape as a negative; the first of equal ones is taken.
     """
     rows = []
     for image, scene in scenes.items():
@@ -226,7 +226,7 @@ def _pope(scenes: dict[str, Scene], tempting: Callable[[str, str], float]) -> li
         for present in scene.kinds:
             absent.remove(other := max(absent, key=lambda kind: tempting(present, kind)))
             for kind, label in ((present, "yes"), (other, "no")):
-                rows.append({"image": image, "text": _is_there(kind), "label": label})
+                rows.append({"image": image, "text": _ask_presence(kind), "label": label})
     return rows
 
 

@@ -50,7 +50,7 @@ def run(
     from diffvision.evaluation.samples import Metrics
     from diffvision.evaluation.vision_language.answers import answer_set, read_answers
     from diffvision.evaluation.vision_language.questions import read_sets
-    from diffvision.evaluation.vision_language.scores import about_set, mean_of_sets, score, without_news
+    from diffvision.evaluation.vision_language.scores import about_set, hidden_metrics, mean_of_sets, score
     from diffvision.opening import check_spec, labelled
     from diffvision.opening.vision_language import open_vlm
     from diffvision.tables import plain
@@ -93,5 +93,5 @@ def run(
         if output is not None:
             content = {"models": results, "sets": about, "settings": asked}
             write_json(Path(output) / "results.json", plain(content))
-    show(results, hidden=without_news(results))
+    show(results, hidden=hidden_metrics(results))
     return results

@@ -67,8 +67,8 @@ def mean_of_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, flo
     return {f"pope/{key}": statistics.mean(found[f"{name}/{key}"] for name in names) for key in keys}
 
 
-def without_news(results: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the metrics by others' parsers that are equal to ours for every model, and the numbers of questions."""
+def hidden_metrics(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the metrics without a row: those of other parsers that equal ours for every model, and question counts."""
     keys = [*next(iter(results.values()))]
     pairs = [
         (key, key.replace(f"/{parser}", "/")) for key in keys for parser in PARSERS if f"/{parser}" in key and parser
