@@ -113,7 +113,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         places, images = input_ids == self.config.image_token_id, 0 if pixel_values is None else len(pixel_values)
         if isinstance(start, int) and not torch.compiler.is_compiling():
             self._check_length(start + input_ids.shape[1])
-            if start == 0 or images:
+            if start == 0 or images or input_ids.shape[1] > 1:
                 self._check_count(places, images)
         embeds = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
         if pixel_values is None:

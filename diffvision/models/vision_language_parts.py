@@ -205,10 +205,13 @@ def geometry(tower: Any, layer: int) -> tuple[tuple[int, int], int, int]:
     """Return the height and width of an image, the side of a patch, and the channels of features of block `layer`.
 
     Raises:
-        ValueError: the tower gives no features of a block, or, if it is OpenCLIP's own, is not a ViT.
+        ValueError: the tower has no such block, gives no features of it, or, if it is OpenCLIP's own, is not a ViT.
     """
     if not hasattr(tower, "forward_intermediates") or not (_is_timm(tower) or hasattr(tower, "patch_size")):
         raise ValueError(f"a tower of {type(tower).__name__} gives no features of its blocks: give a ViT's name")
+    blocks = tower.feature_info if _is_timm(tower) else tower.transformer.resblocks
+    if len(blocks) < -layer:
+        raise ValueError(f"feature_layer is {layer}, and {type(tower).__name__} has {len(blocks)} blocks: give -1")
     if not _is_timm(tower):
         return tuple(tower.image_size), tower.patch_size[0], tower.conv1.out_channels
     size = getattr(getattr(tower, "patch_embed", None), "img_size", None)

@@ -19,11 +19,9 @@ def small_llava(**settings):
         vision_config=CLIPVisionConfig(
             image_size=32,
             patch_size=8,
-            hidden_size=32,
-            intermediate_size=96,
             num_hidden_layers=3,
-            **images,
             num_attention_heads=4,
+            **{"hidden_size": 32, "intermediate_size": 96, **images},
         ),
         text_config=LlamaConfig(
             vocab_size=97,
@@ -79,7 +77,7 @@ def check_equal(ours, theirs):
 
 @pytest.mark.parametrize("act", ["quick_gelu", "gelu"])
 def test_a_llava_is_read_and_written_back(act, tmp_path):
-    llava = small_llava(images={"hidden_act": act})
+    llava = small_llava(images={"hidden_act": act, "hidden_size": 44, "intermediate_size": 60})  # 44 * (60 / 44) < 60
     ours = from_llava(llava)
     check_equal(ours, llava)
     to_llava(ours).save_pretrained(tmp_path)

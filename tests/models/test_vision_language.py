@@ -77,6 +77,13 @@ def test_images_without_placeholders_and_the_reverse(pieces, images):
         model(text(model, *pieces), pixels)
 
 
+def test_a_placeholder_without_an_image_after_a_cache():
+    model = small()
+    cache = model(text(model, 5, 6), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="placeholders"):
+        model(text(model, "image", 7), past_key_values=cache)
+
+
 def test_more_image_tokens_than_the_context():
     model = small()
     count = 128 // model.image_tokens + 1
@@ -93,6 +100,7 @@ def test_more_image_tokens_than_the_context():
         ({"projector": "mpl"}, "projector"),
         ({"projector": "pixel_shuffle", "shuffle": 3}, "shuffle"),
         ({"tower": "vit_bsae_patch16_224"}, "vit_bsae_patch16_224"),
+        ({"tower_args": {"depth": 1}}, "feature_layer"),
     ],
 )
 def test_settings_that_do_not_fit(settings, named):

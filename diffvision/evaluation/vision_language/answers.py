@@ -145,8 +145,10 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
     for number, line in enumerate(path.read_bytes().strip().split(b"\n"), start=1):
         try:
             row = json.loads(line)
-            rows[str(row["question_id"])] = {**row, "text": row["text"] if "text" in row else row["answer"]}
-        except (ValueError, KeyError, TypeError) as error:
+            id, text = str(row["question_id"]), row["text"] if "text" in row else row["answer"]
+            if text is None or rows.setdefault(id, row := {**row, "text": text}) != row:
+                raise ValueError(f"{text!r} for {id}, which has {rows.get(id, {}).get('text')!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"line {number} of {path} is no answer ({error!r}): write question_id, and text"
             ) from error

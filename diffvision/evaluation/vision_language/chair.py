@@ -19,8 +19,10 @@ _MERGED = {
     **{f"passenger {vehicle}": vehicle for vehicle in ("jet", "train")},
     "toilet seat": "toilet",
     "bow tie": "tie",
+    "home plate": "",
+    "train track": "",
 }
-"""CHAIR's two words that are one of COCO's objects, though one of them alone is another: baby is person."""
+"""CHAIR's two words that are one object or "", none, though one of them alone is another: baby is person."""
 
 
 class ObjectNames:
@@ -34,7 +36,7 @@ class ObjectNames:
     def __init__(self, lines: Iterable[str]) -> None:
         objects = [[_text(name) for name in line.split(",")] for line in lines if line.strip()]
         self._objects = {name: names[0] for names in objects for name in names}
-        self._objects |= {two: self._objects[one] for two, one in _MERGED.items() if one in self._objects}
+        self._objects = {two: self._objects.get(one, "") for two, one in _MERGED.items()} | self._objects
         for name, known in [*self._objects.items()]:
             for plural in _plurals(name):
                 self._objects.setdefault(plural, known)
@@ -56,7 +58,7 @@ class ObjectNames:
             if end is not None:
                 found.append(self._objects[" ".join(words[start:end])])
             start = start + 1 if end is None else end
-        return found
+        return [*filter(None, found)]
 
 
 def chair(captions: Sequence[str], objects: Sequence[Collection[str]], names: ObjectNames) -> Metrics:
@@ -97,7 +99,7 @@ def chair(captions: Sequence[str], objects: Sequence[Collection[str]], names: Ob
 
 def _text(text: str) -> str:
     """Return the lower-case words of a text, with spaces between them."""
-    return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
+    return " ".join(re.findall(r"[^\W_]+", text.lower()))
 
 
 def _plurals(name: str) -> Iterator[str]:

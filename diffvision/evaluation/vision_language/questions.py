@@ -101,9 +101,16 @@ def _read_set(path: Path, images: Path) -> QuestionSet:
             continue
         try:
             row = json.loads(line)
-            id, _, _ = str(row["question_id"]), row["image"], row["text"].strip()
-            labels |= {"objects"} if "objects" in row else {str(one).lower() for one in as_list(row["label"])}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            id, known = (
+                str(row["question_id"]),
+                row["objects"] if "objects" in row else [*map(str, as_list(row["label"]))],
+            )
+            if not all(isinstance(one, str) for one in [row["text"], *as_list(row["image"]), *known]):
+                raise TypeError("texts, images and objects are strings")
+            if not isinstance(known, list) or ("objects" not in row and (not known or row["label"] is None)):
+                raise TypeError("a label, or a list of objects")
+            labels |= {"objects"} if "objects" in row else {one.lower() for one in known}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"line {number} of {path} is no question ({error!r}): write question_id, image, text, label or objects"
             ) from error

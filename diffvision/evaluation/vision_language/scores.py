@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 def _pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
     numbers: dict[str, int] = {}
     images = [numbers.setdefault(str(row["image"]), len(numbers)) for row in rows]
-    return pope(answers, [str(row["label"]).lower() == "yes" for row in rows], images)
+    return pope(answers, [str(as_list(row["label"])[0]).lower() == "yes" for row in rows], images)
 
 
 def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:

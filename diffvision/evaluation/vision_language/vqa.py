@@ -18,12 +18,12 @@ def normalise(answer: str) -> str:
     """Return an answer in lower case, without articles and punctuation, numbers up to ten as digits.
 
     The rules are those of VQA's evaluation (Antol et al. 2015, arXiv 1505.00468; `vqaEval.py`), except that apostrophes
-    are removed everywhere instead of being added to the contractions of a table.
+    are removed everywhere instead of being added to the contractions of a table, and that an answer "A" stays.
     """
     text = re.sub(r"(?<=\d),(?=\d)|['’]", "", answer.lower())
     text = re.sub(r"\.(?!\d)", "", text)
     words = re.sub(r"[^\w.]+", " ", text).split()
-    return " ".join(_DIGITS.get(word, word) for word in words if word not in _ARTICLES)
+    return " ".join(_DIGITS.get(word, word) for word in words if word not in _ARTICLES or len(words) == 1)
 
 
 def vqa(answers: Sequence[str], labels: Sequence[Collection[str]], kinds: Sequence[str]) -> Metrics:

@@ -165,7 +165,7 @@ def _timm_args(images: CLIPVisionConfig) -> dict[str, Any]:
         "embed_dim": images.hidden_size,
         "depth": images.num_hidden_layers,
         "num_heads": images.num_attention_heads,
-        "mlp_ratio": images.intermediate_size / images.hidden_size,
+        "mlp_ratio": (images.intermediate_size + 0.5) / images.hidden_size,
     }
 
 

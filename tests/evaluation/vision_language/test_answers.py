@@ -57,8 +57,8 @@ def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(name, request
 def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, monkeypatch):
     seen = []
     monkeypatch.setattr(module, "generate_answers", lambda *args: seen.extend(args[2]) or ["no"] * len(args[2]))
-    answer_set(vlm, set_of(questions, "vqa"), prompt="{question}\nIn one word.", batch_size=2)
-    assert [text for text, _ in seen] == ["How many?\nIn one word.", "Which?\nIn one word.", "Which?\nIn one word."]
+    answer_set(vlm, set_of(questions, "vqa"), prompt="{question}\nIn one {word}.", batch_size=2)
+    assert [text for text, _ in seen] == [f"{one}?\nIn one {{word}}." for one in ("How many", "Which", "Which")]
     assert [len(pictures) for _, pictures in seen] == [1, 1, 2]
     assert seen[2][1][1].getpixel((0, 0)) == (160, 95, 0)
 
@@ -107,6 +107,8 @@ def test_answers_of_other_projects_are_read_by_question_in_any_order(questions, 
         ('{"question_id": "a", "text": "3"}', "vqa.json 3 questions, and b"),
         ("".join(f'{{"question_id": "{name}", "text": ""}}\n' for name in "abcd"), "4 answers"),
         ('{"question_id": "a"}', "line 1 of"),
+        ('{"question_id": "a", "text": null}', "line 1 of"),
+        ('{"question_id": "a", "text": "3"}\n{"question_id": "a", "text": "4"}', "line 2 of"),
         ("[]", "line 1 of"),
     ],
 )

@@ -37,6 +37,7 @@ COCO = ObjectNames(
         ("bow ties and knives on busses and buses", ["tie", "knife", "bus"]),
         ("a Teddy-bear next to a panda", ["teddy bear", "bear"]),
         ("people, dogma, bears", ["person", "bear"]),
+        ("two baby animals on train tracks near a home plate", []),
         ("", []),
     ],
 )
@@ -79,3 +80,11 @@ def test_the_difference_of_two_models_weighs_each_by_what_it_named():
 def test_an_object_without_a_name_is_refused():
     with pytest.raises(ValueError, match="'sofa'"):
         chair(["a dog"], [["dog", "sofa"]], COCO)
+
+
+def test_names_in_other_alphabets():
+    assert ObjectNames(["зірка, зірки", "коло", "hot_dog"]).find("Коло й зірки; a hot dog") == [
+        "коло",
+        "зірка",
+        "hot dog",
+    ]

@@ -3,6 +3,7 @@
 import pytest
 
 from diffvision.evaluation.vision_language.questions import read_sets
+from diffvision.evaluation.vision_language.scores import score
 
 
 def test_a_folders_files_are_read_and_know_their_tasks(questions):
@@ -29,6 +30,12 @@ def test_images_are_found_next_to_the_questions_or_in_the_folder_that_is_named(q
         ('{"question_id": 1, "image": "a.png", "label": "yes"}', "line 1 of .*text"),
         ('{"question_id": 1, "image": "a.png", "text": "?"}', "line 1 of .*label"),
         ('{"question_id": 1, "image": "a.png", "text": 3, "label": "yes"}', "line 1 of"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": null}', "line 1 of"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": []}', "line 1 of"),
+        ('{"question_id": 1, "image": 7, "text": "?", "label": "yes"}', "line 1 of"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "objects": "star"}', "line 1 of"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "objects": [1]}', "line 1 of"),
+        ("[" * 100_000, "line 1 of"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\n' * 2, "line 2 of .* again"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "label": "no"}\nnonsense', "line 2 of"),
         ("", "is empty"),
@@ -53,3 +60,9 @@ def test_sets_that_are_missing_or_named_alike_are_refused(questions, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no question files"):
         read_sets([str(tmp_path / "empty")])
+
+
+def test_labels_of_pope_may_be_lists(tmp_path):
+    (tmp_path / "q.json").write_text('{"question_id": 1, "image": "a.png", "text": "?", "label": ["Yes"]}')
+    (one,) = read_sets([str(tmp_path / "q.json")], has_images=False)
+    assert score(one, ["yes"])["q/accuracy"].mean() == 1

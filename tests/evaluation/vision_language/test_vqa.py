@@ -17,7 +17,8 @@ from diffvision.evaluation.vision_language.vqa import normalise, vqa
         (".5", ".5"),
         ("It's on a table!", "its on table"),
         ("left/right", "left right"),
-        ("an", ""),
+        ("A.", "a"),
+        ("", ""),
     ],
 )
 def test_answers_are_compared_without_what_does_not_matter(answer, normal):
