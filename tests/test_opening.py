@@ -357,8 +357,8 @@ def test_names_with_weights(house, monkeypatch):
     assert text.tokenizer.vocab_size <= 300
     assert open_model("diff-debug", "text").weights == "text"
     assert open_model("local-dir:vit", "vit/model.safetensors").config["num_classes"] == 3
-    assert read_origin("text.ckpt") == ("diff-debug", True)
-    assert read_origin("bare.pt") == (None, False)
+    assert read_origin("text.ckpt") == ("diff-debug", True, False)
+    assert read_origin("bare.pt") == (None, False, False)
 
 
 @pytest.mark.parametrize(

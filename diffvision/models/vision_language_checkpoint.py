@@ -34,12 +34,16 @@ def check_record(about: dict[str, Any], model: VisionLanguageModel, what: str) -
     Raises:
         ValueError: the record is not of a vision-language model, or of one with other settings, which are named.
     """
-    saved = about.get("config")
-    if not isinstance(saved, dict) or saved.get("model_type") != VisionLanguageConfig.model_type:
-        raise ValueError(f"{what} is not of our vision-language training: give a checkpoint of VisionLanguageModule")
-    if differences := difference({"config": saved}, {"config": record(model)}):
+    if differences := difference({"config": _config(about, what)}, {"config": record(model)}):
         raise ValueError(f"{what} is of another model, with {differences}: set model.* as in its config.yaml")
     check({KEY: about.get(KEY)}, model, what)
+
+
+def _config(about: dict[str, Any], what: str) -> dict[str, Any]:
+    config = about.get("config")
+    if not isinstance(config, dict) or config.get("model_type") != VisionLanguageConfig.model_type:
+        raise ValueError(f"{what} is not of our vision-language training: give a checkpoint of VisionLanguageModule")
+    return config
 
 
 def load(path: str | Path, map_location: torch.device | str = "cpu") -> tuple[VisionLanguageModel, dict[str, Any]]:
@@ -52,16 +56,14 @@ def load(path: str | Path, map_location: torch.device | str = "cpu") -> tuple[Vi
         ValueError: it is damaged, or not a checkpoint of our vision-language training.
     """
     read = read_checkpoint(path)
-    config, lora = read.about.get("config"), read.about.get("lora")
-    if not isinstance(config, dict) or config.get("model_type") != VisionLanguageConfig.model_type:
-        raise ValueError(f"{path} is not of our vision-language training: give a checkpoint of VisionLanguageModule")
+    config, lora = _config(read.about, str(path)), read.about.get("lora")
     try:
         model: Any = VisionLanguageModel(VisionLanguageConfig.from_dict(config))
         model.load_state_dict(merge_adapters(read.state, lora["alpha"] / lora["r"] if lora else 0.0))
     except (TypeError, KeyError, RuntimeError) as error:
         first = " ".join(line.strip() for line in str(error).splitlines()[:3])
         raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
-    check_record(read.about, model, str(path))
+    check(read.about, model, str(path))
     return model.to(map_location).eval(), read.about
 
 

@@ -216,13 +216,8 @@ def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoi
         return ["diffvision", "evaluate-language", *arguments, "--tasks", "perplexity"]
     if isinstance(module, VisionLanguageModule):
         tests = [Path(folder).parent / "test" for folder in folders]  # as `data make scenes-vqa` has them
-        return [
-            "diffvision",
-            "evaluate-vlm",
-            checkpoint,
-            "--data",
-            next((str(t) for t in tests if t.is_dir()), "FOLDER"),
-        ]
+        test = next((str(folder) for folder in tests if folder.is_dir()), "FOLDER")
+        return ["diffvision", "evaluate-vlm", checkpoint, "--data", test]
     config = _relative(str(Path(trainer.log_dir or ".", "config.yaml")))
     packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]

@@ -204,18 +204,14 @@ class VisionLanguageModule(NextTokenModule):
         return self.model.image_tokens
 
     @property
-    def max_length(self) -> int | None:
-        """Number of tokens that the language model reads; None where its configuration does not say."""
-        return getattr(self.model.config.text_config, "max_position_embeddings", None)
-
-    @property
     def _share(self) -> int:
         return 1024
 
     def setup(self, stage: str) -> None:
         """Check that the data's conversations are not longer than the language model reads."""
         super().setup(stage)
-        length, limit = getattr(getattr(self.trainer, "datamodule", None), "length", None), self.max_length
+        length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
+        limit = getattr(self.model.config.text_config, "max_position_embeddings", None)
         if isinstance(length, int) and limit is not None and length > limit:
             raise ValueError(f"data.length is {length} tokens, over the language model's {limit}: lower data.length")
 
