@@ -59,9 +59,10 @@ class _Records:
     """The records of a file, of which only the text is in memory, and the images that they name."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self.source, self.root, self.text = str(path), root.resolve(), path.read_text("utf-8")
+        self.source, self.root = str(path), root.resolve()
         spans, end = [], 0
         try:
+            self.text = path.read_text("utf-8-sig")
             while (start := _BETWEEN.match(self.text, end).end()) < len(self.text):  # type: ignore[union-attr]
                 _, end = json.JSONDecoder().raw_decode(self.text, start)
                 spans.append((start, end))

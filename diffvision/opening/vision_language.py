@@ -102,10 +102,10 @@ def check_processor(model: Any, processor: Any, what: str) -> None:
         raise ValueError(f"{what} has no processor of images and text: save it with processor.save_pretrained")
     known = {"placeholder": (getattr(processor, "image_token_id", None), getattr(model.config, "image_token_id", None))}
     if hasattr(model, "image_tokens"):  # ours
-        size = processor.image_processor.crop_size
+        size = getattr(processor.image_processor, "crop_size", None) or {"height": None, "width": None}
         known["size of images"] = ((size["height"], size["width"]), model.image_size)
         side = model.patch_size * model.config.shuffle
-        known["patch_size"] = (processor.patch_size, side)
+        known["patch_size"] = (getattr(processor, "patch_size", None), side)
     for name, (theirs, its) in known.items():
         if None not in (theirs, its) and theirs != its:
             raise ValueError(

@@ -310,6 +310,11 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
         inject_adapter_in_model(settings, language_model)
     except ValueError as error:
         raise ValueError(f"lora is {lora}, which the language model cannot have: {error}") from error
+    for name, layer in language_model.named_modules():
+        if not isinstance(base := getattr(layer, "base_layer", None), nn.Linear | None):
+            raise ValueError(
+                f"lora.targets has {name}, a {type(base).__name__}: name nn.Linear layers alone, to merge them"
+            )
     for name, parameter in language_model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

@@ -78,10 +78,12 @@ def test_missing_and_damaged_images_are_counted_and_too_many_refused(folder, tmp
         (json.dumps([record(0, "../rows.json")]), "not a path inside"),
         (json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),
         ("[]", "no images|no rows"),
+        ("\ufeff" + json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),
+        ("\udcff", "not JSON after 0 rows"),
     ],
 )
 def test_files_of_another_kind_are_refused(folder, tmp_path, text, error):
-    (tmp_path / "rows.json").write_text(text)
+    (tmp_path / "rows.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=error):
         make("llava", tmp_path / "out", source=str(tmp_path / "rows.json"), images=str(folder))
     assert not (tmp_path / "out").exists()

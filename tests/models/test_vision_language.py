@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 from diffvision.models import language as languages
 from diffvision.models import vision_language_parts as parts
 from diffvision.models.vision_language import VisionLanguageConfig, create, make_processor
-from diffvision.opening.vision_language import open_vlm
+from diffvision.opening.vision_language import check_processor, open_vlm
 
 
 def small(name="vlm-debug", *, seed=0, **settings):
@@ -329,6 +330,9 @@ def test_open_vlm(tokenizer, tmp_path):
     make_processor(other, tokenizer).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="another model"):
         open_vlm(tmp_path / "model")
+    images_of_another_kind = SimpleNamespace(image_processor=SimpleNamespace(), tokenizer=None)
+    with pytest.raises(ValueError, match="another model"):
+        check_processor(model, images_of_another_kind, "a folder")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         open_vlm(tmp_path / "nowhere")
 

@@ -311,6 +311,7 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
         ({"language_lr": 0.0}, "language_lr is 0.0: it must"),
         ({"train": "projector", "lora": Lora()}, "lora is set, and train is 'proj"),
         ({"lora": {"targets": ["nothing"]}}, "lora is Lora"),
+        ({"lora": {"targets": ["embed"]}}, "lora.targets has model.embed"),
         ({"loss_chunk": 0}, "loss_chunk is 0"),
         ({"name": "vlm-9q"}, "model 'vlm-9q'"),
     ):
