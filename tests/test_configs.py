@@ -4,6 +4,7 @@ import io
 import re
 import shlex
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from diffvision.cli import main
 from diffvision.data.made.digits import make_digits
 from diffvision.models import language
 from diffvision.training.fit import FitCLI, fit
+from diffvision.training.settings import check
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(ROOT.glob("configs/*/*.yaml"))
@@ -51,6 +53,7 @@ class Parsed(FitCLI):
     "clip/cc3m_diffclip",
     "language/3b",
     "vision/debug",
+    "vlm/debug",
 )
 def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, tmp_path):
     text = head(path)
@@ -58,6 +61,8 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     assert "Expect" in text or "overlays" in text  # a base says what it is a base of
     words = command(path)
     assert str(path) in words
+    with suppress(FileNotFoundError):  # the data are not there
+        check(words)  # what the command does first, without Lightning
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):
         # fp32 on a CPU, which is all that there is here
