@@ -79,7 +79,7 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     assert all(p.is_meta for p in cli.model.parameters())
     if path.parent.name == "vlm":
         assert cli.model.name == yaml.safe_load(path.read_text())["model"]["init_args"]["model"]
-        assert cli.datamodule.length <= cli.model.max_length
+        assert cli.datamodule.length <= cli.model.model.config.text_config.max_position_embeddings
         return
     if path.parent.name == "language":
         assert cli.datamodule.tokenizer == cli.model.tokenizer
