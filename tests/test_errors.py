@@ -38,6 +38,8 @@ REASONS = {
     "two values of {}",
     "the sidecar unpacks to {} bytes",
     "a machine and reasons are texts",
+    "{} for {}, which has {}",
+    "texts, images and objects are strings",
     "{}; got q {}, k {}, v {}",
     "{} is not YAML{}",
 }

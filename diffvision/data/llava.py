@@ -22,7 +22,7 @@ _BETWEEN = re.compile(r"[\s,\[\]]*")  # records: in a list, or one a line
 def make_llava(
     directory: str | Path,
     source: str | Path,
-    images: str | Path,
+    images: str | Path | None = None,
     max_bad_fraction: float = 0.01,
     per_shard: int = 10_000,
     num_workers: int = 2,
@@ -33,7 +33,7 @@ def make_llava(
         directory: the folder to write; it must have no shards yet.
         source: the .json or .jsonl file: records with `image` (a path, a list of them, or none for text alone) and
             `conversations`, or `messages`, or nanoVLM's `texts`.
-        images: the folder that the paths are relative to.
+        images: the folder that the paths are relative to; by default that of the source.
         max_bad_fraction: rows that cannot be used, and those without their images, are left out and counted; a larger
             share of them is an error, before anything is written.
         per_shard: samples per shard.
@@ -42,7 +42,7 @@ def make_llava(
     Raises:
         ValueError: not JSON, too many bad rows, or the directory has shards.
     """
-    records = _Records(Path(source), Path(images))
+    records = _Records(Path(source), Path(images or Path(source).parent))
     faults = Counter(fault for row in track(range(len(records)), "checking rows") if (fault := records.fault(row)))
     if faults.total() > max_bad_fraction * len(records):
         listed = ", ".join(f"{count:,} x {fault}" for fault, count in faults.most_common())
