@@ -17,8 +17,6 @@ import timm
 from timm.models import load_pretrained, register_model
 from torch import nn
 
-from diffvision.models.vit import filter_weights
-
 __all__ = ["adapted_vit"]
 
 
@@ -67,5 +65,7 @@ def adapted_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 def _filter(state: dict[str, Any], model: Any, kept: Collection[str] | None) -> dict[str, Any]:
     """Apply timm's filter, and drop weights of parts that a features-only model does not have."""
+    from diffvision.models.vit import filter_weights  # which may be importing timm, and so this module
+
     filtered = filter_weights(state, model)
     return {name: value for name, value in filtered.items() if kept is None or name in kept}
