@@ -32,7 +32,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -372,8 +372,10 @@ def answer(model: VisionLanguageModel, data: Data, rows: list[dict[str, Any]], c
 
 
 def report(grid: Grid) -> None:
-    """Print the tables, in Markdown."""
-    print(grid.describe(), end="\n\n")
+    """Print the tables, in Markdown; of the first kind of processor with runs, if this one has none."""
+    if not grid.results.is_dir() and (others := sorted(grid.results.parent.glob("*/"))):
+        grid = replace(grid, results=others[0])
+    print(f"{grid.results.name}: {grid.describe()}", end="\n\n")
     for metrics in (PRIMARY, SECONDARY[:4], SECONDARY[4:]):
         print(grid.means(metrics), end="\n\n")
     print(f"| contrast, points of {PRIMARY[0]} | |\n|---|---|")
