@@ -94,8 +94,8 @@ class _Records:
 
     def members(self, row: int) -> dict[str, bytes]:
         """Return the images of a row and its JSON; raise BadSample where it cannot be used."""
-        record, read = self._read(row)
-        images = [read(number) for number in range(len(read.names))]
+        record, files = self._read(row)
+        images = [files(number) for number in range(len(files.names))]
         numbers = [""] if len(images) == 1 else [f"{number}." for number in range(len(images))]
         named = {f"{number}{image_suffix(data)}": data for number, data in zip(numbers, images, strict=True)}
         return {**named, "json": json.dumps(record).encode()}

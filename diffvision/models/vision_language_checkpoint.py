@@ -1,6 +1,6 @@
 """Checkpoints of trained vision-language models: what they record, and the model that is rebuilt from them.
 
-`diffvision fit` saves the record beside the weights, under "diffvision":
+`diffvision fit` saves the record next to the weights, under "diffvision":
 
     {"model": name, "tokenizer": path, "fingerprint": of the tokenizer, "config": {...},
      "lora": {"r": 8, "alpha": 16, ...} or None, "architecture": {...}}
@@ -52,7 +52,7 @@ def load(path: str | Path, map_location: torch.device | str = "cpu") -> tuple[Vi
     Where averaged weights (EMA) are in the file, they are taken.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: it is damaged, or not a checkpoint of our vision-language training.
     """
     read = read_checkpoint(path)

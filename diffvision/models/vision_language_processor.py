@@ -39,7 +39,7 @@ def with_image_token(tokenizer: Any, config: PreTrainedConfig) -> PreTrainedToke
         config: the language model's configuration.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the tokenizer has more tokens than the language model.
     """
     if isinstance(tokenizer, str | Path):

@@ -9,6 +9,7 @@ from typing import Any
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert.state import few
+from diffvision.models.files import read_json
 from diffvision.models.hub import FOLDER, HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.opening.runs import best_checkpoint, run_in
@@ -70,7 +71,7 @@ def is_vlm(spec: str | Path) -> bool:
     text = str(spec)
     file = (local(spec) if text.startswith(HUGGING_FACE) else Path(text.removeprefix(FOLDER))) / "config.json"
     if file.is_file():
-        return '"image_token_i' in file.read_text(encoding="utf-8", errors="replace")
+        return not {"image_token_id", "image_token_index"}.isdisjoint(read_json(file))
     return find_trained(spec) is not None
 
 

@@ -163,9 +163,9 @@ def test_twins_have_equal_parameters(variant):
 
 
 def test_a_gate_where_there_is_none_is_one_sentence():
-    with pytest.raises(TypeError, match="'v1_dint' attention, which takes no gate='head': leave it out"):
+    with pytest.raises(TypeError, match=r"'v1_dint' .* gate='head'"):
         timm.create_model("dint_vit_debug", gate="head")
-    with pytest.raises(TypeError, match="'vca' attention in all layers, which takes no variant"):
+    with pytest.raises(TypeError, match=r"'vca' .* variant"):
         timm.create_model("vca_vit_debug", variant="gated")
     with pytest.raises(TypeError, match="takes no gate"):
         timm.create_model("vca_vit_debug", gate="head")
