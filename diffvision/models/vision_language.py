@@ -115,6 +115,12 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
             self._check_length(start + input_ids.shape[1])
             if start == 0 or images or input_ids.shape[1] > 1:
                 self._check_count(places, images)
+        return self._merge(input_ids, pixel_values)
+
+    def _merge(
+        self, input_ids: Int[Tensor, "B N"], pixel_values: Float[Tensor, "I 3 h w"] | None
+    ) -> Float[Tensor, "B N dim"]:
+        places = input_ids == self.config.image_token_id
         embeds = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
         if pixel_values is None:
             return embeds
@@ -168,8 +174,11 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Float[Tensor, "B N dim"]:
-        """Return the input of the output projection; the arguments are those of `forward`."""
-        embeds = self.embed(input_ids, pixel_values)
+        """Return the input of the output projection, for training; the arguments are those of `forward`.
+
+        Placeholders and images are not compared, which would wait for a GPU: `VisionLanguageData` has done so.
+        """
+        embeds = self._merge(input_ids, pixel_values)
         decoder = self.language_model.base_model
         return decoder(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
 

@@ -125,6 +125,13 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
+def retrieved(clip: SmallClip, data: Data, name: str) -> dict[str, float]:
+    """Return image and text R@1 of the pairs of that name."""
+    images, texts = clip.images(data.images[name]).cpu(), clip.texts(data.captions.of[name]).cpu()
+    found = recalls(images, texts, torch.arange(len(images)))
+    return {f"{kind} R@1": round(found[f"{kind}_retrieval_recall@1"], 4) for kind in ("image", "text")}
+
+
 def metrics(clip: SmallClip, data: Data, split: str) -> dict[str, float]:
     """Return the primary metric and the others of a split."""
     of, numbers = data.captions.of, {}
@@ -136,11 +143,8 @@ def metrics(clip: SmallClip, data: Data, split: str) -> dict[str, float]:
         return clip.texts(of[name]).cpu()
 
     for folder, prefix in (("retrieval", ""), ("retrieval-sketch", "sketches ")):
-        name = f"{folder}/{split}"
-        images, texts = images_of(name), texts_of(name)
-        recalled = recalls(images, texts, torch.arange(len(images)))
-        numbers[f"{prefix}image R@1"] = recalled["image_retrieval_recall@1"]
-        numbers[f"{prefix}text R@1"] = recalled["text_retrieval_recall@1"]
+        found = retrieved(clip, data, f"{folder}/{split}")
+        numbers |= {f"{prefix}{name}": value for name, value in found.items()}
     for folder, metric in (("zero_shot", "names"), ("zero_shot-subcategories", "subcategories")):
         name = f"{folder}/{split}"
         right = (images_of(name) @ texts_of(folder).T).argmax(1)
@@ -179,7 +183,7 @@ def train(
     learned = {}
 
     def evaluate(epoch: int) -> None:
-        learned[epoch] = metrics(clip, data, "validation")["image R@1"]
+        learned[epoch] = retrieved(clip, data, "retrieval/validation")["image R@1"]
 
     numbers: dict[str, Any] = {
         **asdict(run),
