@@ -198,7 +198,6 @@ def test_parts_of_the_retrieved_images_that_are_right():
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_runs_are_trained_and_evaluated_in_processes_that_print_little(tmp_path, capfd):
     """What their fits print is in their logs, and one that cannot be trained is tried again here, which says why."""
     digits.make_digits(tmp_path / "digits", copies=1)
