@@ -327,48 +327,63 @@ def segment(weights: Sequence[Path], source: Path, data: Path, results: Path, co
 def report(results: Path) -> None:
     """Print the tables of a folder's runs, in Markdown."""
     whole = grid_of(tuple(CELLS), results)
-    print(whole.describe(), end="\n\n")
     complete = {
         name for name in CELLS if whole.chosen(name) and len(whole.by_seed(name, PRIMARY[0])) == len(whole.seeds)
     }
     cells = tuple(CELLS) if complete == set(CELLS) else WITHOUT_REGISTERS
     if not complete >= set(cells):
+        print(whole.describe())
         raise SystemExit(f"{len(complete)} of {len(CELLS)} cells are whole: {', '.join(sorted(complete))}")
     grid = grid_of(cells, results)
+    print(grid.describe(), end="\n\n")
     for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
         print(grid.means(metrics), end="\n\n")
-    print("| contrast, points of image R@1 | |\n|---|---|")
-    for name, one in contrasts({CELLS[name]: grid.by_seed(name, PRIMARY[0]) for name in cells}, FACTORS).items():
-        print(f"| {name} | {one.text(2)} |")
-    print("\n| cell | learning rate | parameters | FLOPs |\n|---|---:|---:|---:|")
-    for name in cells:
-        numbers = grid.numbers(grid.fresh(name)[0])
-        assert numbers is not None
-        print(f"| {name} | {grid.chosen(name):g} | {numbers['parameters']:,} | {numbers['FLOPs']:,} |")
+    print_contrasts("points of image R@1", {name: grid.by_seed(name, PRIMARY[0]) for name in cells})
+    print("\n| cell | learning rate | parameters | FLOPs | seconds |\n|---|---:|---:|---:|---:|")
+    runs = {name: [numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))] for name in cells}
+    for name, (one, *_) in runs.items():
+        seconds = spread([numbers["seconds"] for numbers in runs[name]], 0)
+        print(f"| {name} | {grid.chosen(name):g} | {one['parameters']:,} | {one['FLOPs']:,} | {seconds} |")
     print()
-    print_sinks(grid)
+    print_sinks(runs)
     if (file := results / "segmentation.json").is_file():
         print()
         print_segmentation(grid, json.loads(file.read_text()))
 
 
-def print_sinks(grid: Cells) -> None:
+def print_contrasts(unit: str, values: dict[str, dict[int, float]]) -> None:
+    """Print main effects and interactions of {cell: {seed: value}}, with Holm's correction over them."""
+    print(f"| contrast, {unit} | |\n|---|---|")
+    for name, one in contrasts({CELLS[cell]: of for cell, of in values.items()}, FACTORS).items():
+        print(f"| {name} | {one.text(2)} |")
+
+
+def print_sinks(runs: dict[str, list[Numbers]]) -> None:
     """Print what `sinks` measured in the runs of each cell, by the layer that `SINKS` says."""
     print(f"| cell | runs | {' | '.join(SINKS)} |\n|---|---:|" + len(SINKS) * "---:|")
-    for name in grid.families:
-        runs = [numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))]
-        found = [one["sinks"] for one in runs if "sinks" in one]
-        shown = " | ".join(spread([of(one[key]) for one in found], 3) for key, of in SINKS.items())
-        print(f"| {name} | {len(found)} | {shown} |")
+    found = {name: {one["seed"]: one["sinks"] for one in of if "sinks" in one} for name, of in runs.items()}
+    for name, of in found.items():
+        shown = " | ".join(spread([layer(one[key]) for one in of.values()], 3) for key, layer in SINKS.items())
+        print(f"| {name} | {len(of)} | {shown} |")
+    if all(len(of) > 1 for of in found.values()):
+        print()
+        shares = {name: {seed: 100 * max(one["sinks"]) for seed, one in of.items()} for name, of in found.items()}
+        print_contrasts("points of sinks", shares)
 
 
 def print_segmentation(grid: Cells, found: Numbers) -> None:
     """Print the overlap of each cell's maps with the masks of scenes."""
     limits = f"chance {100 * found['chance']:.1f}, best {100 * found['best']:.1f}"
     print(f"| cell | runs | IoU, % ({limits}) |\n|---|---:|---:|")
-    for name in grid.families:
-        runs = [found["runs"][run.name] for run in grid.fresh(name) if run.name in found["runs"]]
-        print(f"| {name} | {len(runs)} | {spread([100 * one['IoU'] for one in runs])} |")
+    overlap = {
+        name: {run.seed: 100 * one["IoU"] for run in grid.fresh(name) if (one := found["runs"].get(run.name))}
+        for name in grid.families
+    }
+    for name, of in overlap.items():
+        print(f"| {name} | {len(of)} | {spread(list(of.values()))} |")
+    if all(len(of) > 1 for of in overlap.values()):
+        print()
+        print_contrasts("points of IoU", overlap)
 
 
 def main() -> None:
