@@ -148,6 +148,7 @@ def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
     assert len(comparison.contestants) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_new_variant_is_exported(folders, tmp_path):
     assert main(["export", str(folders / "mixed"), str(tmp_path / "onnx"), "--to", "onnx"]) == 0

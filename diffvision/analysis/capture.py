@@ -192,7 +192,8 @@ def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
         ValueError: the batch has text, and the model takes images only.
     """
     if "image" in batch and "tokens" in batch:
-        model.hidden(batch["tokens"], batch["image"] if len(batch["image"]) else None)
+        images = batch["image"] if len(batch["image"]) else None
+        model(batch["tokens"], images, use_cache=False, logits_to_keep=1)
         return
     if "image" in batch:
         getattr(model, "encode_image", model)(batch["image"])

@@ -177,7 +177,11 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         """Return the input of the output projection, for training; the arguments are those of `forward`.
 
         Placeholders and images are not compared, which would wait for a GPU: `VisionLanguageData` has done so.
+
+        Raises:
+            ValueError: there are more tokens than the context.
         """
+        self._check_length(input_ids.shape[1])
         embeds = self._merge(input_ids, pixel_values)
         decoder = self.language_model.base_model
         return decoder(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state

@@ -53,7 +53,7 @@ from clip import PRIMARY, Data
 from diffvision.analysis.capture import Call, captured
 from diffvision.data.made.fashion import load_splits
 from diffvision.lab.datasets.fashion_scenes import Scenes
-from grid import Grid, Numbers, Run, contrasts, processor, processor_folder, spread
+from grid import Grid, Numbers, Run, contrasts, differences, processor, processor_folder, spread
 from small_clip import SmallClip, Towers
 
 FACTORS = ("gate", "registers", "difference")
@@ -339,6 +339,8 @@ def report(results: Path) -> None:
     for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
         print(grid.means(metrics), end="\n\n")
     print_contrasts("points of image R@1", {name: grid.by_seed(name, PRIMARY[0]) for name in cells})
+    again = differences({name: grid.by_seed(name, PRIMARY[0]) for name in REUSED})
+    print(f"\nV2 minus plain alone, as in clip.py: {again['V2'].text(2)}")
     print("\n| cell | learning rate | parameters | FLOPs | seconds |\n|---|---:|---:|---:|---:|")
     runs = {name: [numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))] for name in cells}
     for name, (one, *_) in runs.items():
@@ -363,7 +365,7 @@ def print_sinks(runs: dict[str, list[Numbers]]) -> None:
     print(f"| cell | runs | {' | '.join(SINKS)} |\n|---|---:|" + len(SINKS) * "---:|")
     found = {name: {one["seed"]: one["sinks"] for one in of if "sinks" in one} for name, of in runs.items()}
     for name, of in found.items():
-        shown = " | ".join(spread([layer(one[key]) for one in of.values()], 3) for key, layer in SINKS.items())
+        shown = " | ".join(spread([layer(one[key]) for one in of.values()], 4) for key, layer in SINKS.items())
         print(f"| {name} | {len(of)} | {shown} |")
     if all(len(of) > 1 for of in found.values()):
         print()
