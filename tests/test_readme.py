@@ -194,7 +194,7 @@ def test_the_numbers_under_the_picture_are_those_of_its_file():
     assert f"its mean share falls, from {low} and from {high}" in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_python_of_the_readme_has_the_right_types(tmp_path):
     for number, code in enumerate(blocks(ROOT / "README.md", "python")):
         (tmp_path / f"block{number}.py").write_text(code)

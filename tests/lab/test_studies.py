@@ -223,7 +223,7 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
     assert len(list(tmp_path.glob("*.svg"))) == bool(draw)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_large_study_of_emoji_in_small(emoji, tmp_path, monkeypatch, capsys):
     """Its runs on the CPU, each done once, and its report."""
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ def test_the_table_has_the_parameters_of_small_models(host, name):
     assert parameters.recorded()[host][name] == parameters.count_parameters(host, name), REMEDY
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_has_the_parameters_of_all_models():
     wrong = [
         name for host, name in LARGE if parameters.recorded()[host][name] != parameters.count_parameters(host, name)

@@ -85,7 +85,7 @@ def test_models(tmp_path, capsys):
     assert all(entry["models"]["diff_vit_debug"]["ratio"] > 0 for entry in report["tables"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_growth(monkeypatch, tmp_path, capsys):
     sizes = {"tokens": (5, 9), "batch": (1, 2), "depth": (2,), "workers": (0,)}
     monkeypatch.setattr(bench_growth, "QUICK_SIZES", sizes)
@@ -298,8 +298,8 @@ def check(part: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "part",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "kernels", "steps", "fits")),
-        pytest.param("tune", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "kernels", "steps")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fits", "tune")),
     ],
 )
 def test_each_part_of_the_check_passes_without_a_gpu(part, tmp_path):
