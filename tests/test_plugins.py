@@ -125,13 +125,13 @@ def test_dataset_and_command_of_a_plugin_have_their_own_options(tmp_path):
     program = """
 import os, sys; os.chdir(FOLDER)
 from diffvision.cli import main
-assert main(["--help"]) == 0
-assert main(["hello", "you", "--quiet"]) == 2
 assert main(["data", "make", "--help"]) == 0
 assert main(["data", "make", "squares", "out", "--side", "3"]) == 2
 assert "tiny_plugin" not in sys.modules
-assert main(["data", "make", "squares", "out", "--seed", "3"]) == 0
 assert main(["hello", "you", "--loud"]) == 0
+assert main(["hello", "you", "--quiet"]) == 2
+assert main(["--help"]) == 0
+assert main(["data", "make", "squares", "out", "--seed", "3"]) == 0
 """
     printed = run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
     assert "squares         Write nothing but a note." in printed

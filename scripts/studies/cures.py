@@ -342,9 +342,9 @@ def report(results: Path) -> None:
     again = differences({name: grid.by_seed(name, PRIMARY[0]) for name in REUSED})
     print(f"\nV2 minus plain alone, as in clip.py: {again['V2'].text(2)}")
     print("\n| cell | learning rate | parameters | FLOPs | seconds |\n|---|---:|---:|---:|---:|")
-    runs = {name: [numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))] for name in cells}
-    for name, (one, *_) in runs.items():
-        seconds = spread([numbers["seconds"] for numbers in runs[name]], 0)
+    runs = {name: {run.seed: numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))} for name in cells}
+    for name, of in runs.items():
+        one, seconds = next(iter(of.values())), spread([numbers["seconds"] for numbers in of.values()], 0)
         print(f"| {name} | {grid.chosen(name):g} | {one['parameters']:,} | {one['FLOPs']:,} | {seconds} |")
     print()
     print_sinks(runs)
@@ -360,10 +360,10 @@ def print_contrasts(unit: str, values: dict[str, dict[int, float]]) -> None:
         print(f"| {name} | {one.text(2)} |")
 
 
-def print_sinks(runs: dict[str, list[Numbers]]) -> None:
+def print_sinks(runs: dict[str, dict[int, Numbers]]) -> None:
     """Print what `sinks` measured in the runs of each cell, by the layer that `SINKS` says."""
     print(f"| cell | runs | {' | '.join(SINKS)} |\n|---|---:|" + len(SINKS) * "---:|")
-    found = {name: {one["seed"]: one["sinks"] for one in of if "sinks" in one} for name, of in runs.items()}
+    found = {name: {seed: one["sinks"] for seed, one in of.items() if "sinks" in one} for name, of in runs.items()}
     for name, of in found.items():
         shown = " | ".join(spread([layer(one[key]) for one in of.values()], 4) for key, layer in SINKS.items())
         print(f"| {name} | {len(of)} | {shown} |")

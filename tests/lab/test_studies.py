@@ -655,10 +655,12 @@ def test_the_report_of_cures_has_sinks_and_masks_by_cell(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert (
         "| gate, V2 | 5 | "
-        + " | ".join(f"{0.25 if name in ('value norm', 'row sum') else 0.5:.3f} ± 0.000" for name in cures.SINKS)
+        + " | ".join(f"{0.25 if name in ('value norm', 'row sum') else 0.5:.4f} ± 0.0000" for name in cures.SINKS)
         + " |"
         in lines
     )
     assert "| cell | runs | IoU, % (chance 8.0, best 60.0) |" in lines
     assert "| gate | 5 | 28.0 ± 1.6 |" in lines
     assert "| plain | 0 |  |" in lines
+    assert "| gate x difference | +3.00 [+1.04, +4.96] higher (p 0.04) |" in lines
+    assert "V2 minus plain alone, as in clip.py: -3.00 [-4.96, -1.04] lower (p 0.013)" in lines
