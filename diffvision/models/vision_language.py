@@ -11,7 +11,7 @@ Sources: LLaVA-1.5 (arXiv 2310.03744) for the two-layer projector and the second
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -110,11 +110,11 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
             ValueError: placeholders and images do not match, or there are more tokens than the context.
         """
         start: Any = 0 if past_key_values is None else past_key_values.get_seq_length()
-        places, images = input_ids == self.config.image_token_id, 0 if pixel_values is None else len(pixel_values)
+        images = 0 if pixel_values is None else len(pixel_values)
         if isinstance(start, int) and not torch.compiler.is_compiling():
             self._check_length(start + input_ids.shape[1])
             if start == 0 or images or input_ids.shape[1] > 1:
-                self._check_count(places, images)
+                self._check_count(input_ids, images)
         return self._merge(input_ids, pixel_values)
 
     def _merge(
@@ -191,8 +191,8 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         """The weight of the output projection."""
         return self.language_model.get_output_embeddings().weight
 
-    def _check_count(self, places: Bool[Tensor, "B N"], images: int) -> None:
-        if (count := int(places.sum())) != images * self.image_tokens:
+    def _check_count(self, input_ids: Int[Tensor, "B N"], images: int) -> None:
+        if (count := int((input_ids == self.config.image_token_id).sum())) != images * self.image_tokens:
             raise ValueError(
                 f"{count} placeholders (token {self.config.image_token_id}) for {images} images of "
                 f"{self.image_tokens} tokens: write one <image> for each image and use the model's processor"
@@ -244,8 +244,8 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         """Repeat a row's images together, for beams; transformers would repeat each image."""
         images = kwargs.pop("pixel_values", None)
         if images is not None and expand_size > 1:
+            self._check_count(input_ids, len(images))
             places = input_ids == self.config.image_token_id
-            self._check_count(places, len(images))
             rows = images.split((places.sum(1) // self.image_tokens).tolist())
             images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
         host: Any = super()

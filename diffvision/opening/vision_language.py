@@ -42,7 +42,7 @@ def open_vlm(spec: str | Path) -> VLM:
             or without `local-dir:` or `hf:`; or an id on the Hub after `hf:`.
 
     Raises:
-        FileNotFoundError: there is no such folder, or the tokenizer of a training is no longer there.
+        FileNotFoundError: the folder does not exist, or the tokenizer of a training does not any more.
         ValueError: it is not an image-text-to-text model, its weights do not fit, or its processor is another model's.
     """
     check_transformers(str(spec))

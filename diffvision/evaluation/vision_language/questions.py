@@ -86,11 +86,15 @@ def as_list(value: Any) -> list[Any]:
 def _files(data: Sequence[str]) -> Iterator[Path]:
     """Yield the files themselves, and the files with questions in folders."""
     for path in map(Path, data):
-        files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
-        files = [file for file in files if file == path or b'"question_id"' in file.open("rb").readline(100_000)]
+        files = [file for file in sorted(path.glob("*.json*")) if _has_questions(file)] if path.is_dir() else [path]
         if not files:
             raise ValueError(f"{path} has no question files: give JSON lines with question_id, image and text")
         yield from files
+
+
+def _has_questions(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b'"question_id"' in file.readline(100_000)
 
 
 def _read_set(path: Path, images: Path) -> QuestionSet:

@@ -46,9 +46,9 @@ def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None =
         synonyms: for CHAIR, a file of object names as its `synonyms.txt`; None for the set's `objects.txt`, or the
             objects of its rows.
     """
-    task, rows, beside = TASKS[questions.task], questions.rows, questions.path.with_name("objects.txt")
-    if synonyms is not None or beside.is_file():
-        names = ObjectNames.read(synonyms or beside)
+    task, rows, objects = TASKS[questions.task], questions.rows, questions.path.with_name("objects.txt")
+    if synonyms is not None or objects.is_file():
+        names = ObjectNames.read(synonyms or objects)
     else:
         names = ObjectNames(dict.fromkeys(name for row in rows for name in row.get("objects", [])))
     results = task(rows, answers, names)
