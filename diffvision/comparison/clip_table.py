@@ -256,7 +256,9 @@ def _notes(pair: Sequence[Group], rows: Sequence[Row]) -> Iterator[str]:
         if absent:
             yield f"The paper's {part.replace('_', ' ')} has sets that are not here: {', '.join(absent)}."
     if len(pair) > 1 and any(one.low is not None for row in rows for one in row.differences.values()):
-        yield "Mean ± standard deviation over seeds, and Welch's 95% CI of the difference of two means."
+        from diffvision.evaluation.intervals import RULE
+
+        yield f"Mean ± standard deviation over seeds, and Welch's 95% CI of the difference of two means. {RULE}"
 
 
 def _last_step(entry: Entry) -> int:

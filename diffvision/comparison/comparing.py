@@ -26,7 +26,7 @@ from diffvision.comparison.measuring import (
 )
 from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
 from diffvision.evaluation.inference import InferenceSettings
-from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, RESAMPLES, difference
+from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED_RULE, RESAMPLES, RULE, difference
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.samples import Metrics, PerSample, means
 from diffvision.evaluation.suite import check_blind
@@ -181,13 +181,12 @@ def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings
     if "paired" in methods:
         notes.append(
             f"Paired: both models saw the same samples. 95% CIs from {RESAMPLES:,} bootstrap resamples of images or "
-            "documents. A difference is marked if its interval excludes zero and McNemar's p is below 0.05. One run of "
-            "each says nothing about other seeds."
+            f"documents. {PAIRED_RULE} One run of each says nothing about other seeds."
         )
     if any(len(values) > 1 for row in rows for values in row.values.values()):
         notes.append(
-            "Across seeds: mean ± standard deviation. Intervals are Welch's 95% CIs of the difference of two means. A "
-            "difference is marked if its interval excludes zero."
+            "Across seeds: mean ± standard deviation. Intervals are Welch's 95% CIs of the difference of two means. "
+            f"{RULE}"
         )
     if any(method.startswith(("too few", "no spread")) for method in methods):
         notes.append(

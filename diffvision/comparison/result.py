@@ -298,7 +298,7 @@ def format_mean(values: Sequence[float], factor: int) -> str:
 
 
 def format_difference(row: Row, label: str) -> str:
-    """Return a difference with its interval and its word, such as "-2.1 [-3.0, -1.2] lower"."""
+    """Return a difference with its interval and its verdict, such as "-2.1 [-3.0, -1.2] lower"."""
     one = row.differences.get(label)
     if one is None:
         return ""
@@ -306,7 +306,7 @@ def format_difference(row: Row, label: str) -> str:
     value = f"{row.factor * one.value:+.{digits}f}"
     if one.low is None or one.high is None:
         return f"{value}, {one.method}"
-    return f"{value} [{row.factor * one.low:+.{digits}f}, {row.factor * one.high:+.{digits}f}] {one.word}"
+    return f"{value} [{row.factor * one.low:+.{digits}f}, {row.factor * one.high:+.{digits}f}] {one.verdict}"
 
 
 def format_flops(flops: int) -> str:

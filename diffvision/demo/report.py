@@ -12,7 +12,7 @@ import rich.table
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
-from diffvision.evaluation.intervals import FEWEST_SEEDS, Difference, difference
+from diffvision.evaluation.intervals import FEWEST_SEEDS, RULE, Difference, difference
 
 
 @dataclass
@@ -100,13 +100,13 @@ def results(
             cells = bars(values, factor=factor, digits=digits, top=top)
             first, *compared = values.values()
             differences = [_difference(first, other, factor) for other in compared] if several else []
-            texts = [f"{_interval(one, factor, digits)} {one.word}".strip() for one in differences]
+            texts = [f"{_interval(one, factor, digits)} {one.verdict}".strip() for one in differences]
             rows.append([f"{row}, %" if factor == 100 else row, *cells, *texts])
     empty = [""] * (len(others) if several else 0)
     rows += [["Size and speed"], *([*cells, *empty] for cells in more)]
     if several:
         note += f" Mean ± standard deviation of {len(next(iter(models.values())))} seeds, each of which is a dot; "
-        note += "differences with their 95% interval over seeds (Welch's)."
+        note += f"differences with their 95% interval over seeds (Welch's). {RULE}"
     return Table(heads, rows, note, models=list(models))
 
 
@@ -139,14 +139,14 @@ def verdict(values: Values, first: str, other: str, metrics: Rows) -> str:
             f"Fewer than {FEWEST_SEEDS} seeds of each say little: how much the numbers vary from seed to seed is not "
             f"known, so neither model is called better. `--seeds {FEWEST_SEEDS}` repeats the demo with more."
         )
-    words: dict[str, list[str]] = {"higher": [], "lower": [], "level": [], "": []}
+    words: dict[str, list[str]] = {"higher": [], "lower": [], "not significant": [], "": []}
     for name, (_, factor, digits) in metrics.items():
         one = _difference(*pairs[name], factor)
         words[one.word].append(f"{name} ({_interval(one, factor, digits)})")
     titles = {
         "higher": f"Higher with {other} than with {first}",
         "lower": f"Lower with {other} than with {first}",
-        "level": f"No significant difference across seeds between {other} and {first}",
+        "not significant": f"No significant difference across seeds between {other} and {first}",
         "": "No verdict",
     }
     return " ".join(f"{title}: {', '.join(words[word])}." for word, title in titles.items() if words[word])

@@ -25,6 +25,12 @@ FEWEST_SAMPLES = 10
 """Units (images, documents) that an interval needs: with 10 the bootstrap of two equal models' losses excludes zero in
 one case of ten, with 3 in one of four, and with equal differences its width is zero whatever their number."""
 FEWEST_SEEDS = 3
+RULE = (
+    "Higher or lower: the interval excludes zero. n.s. (not significant): it includes zero, which does not show that "
+    "the models are equal."
+)
+PAIRED_RULE = f"{RULE} Unclear: the interval excludes zero, but McNemar's p is 0.05 or more."
+"""What `Difference.verdict` says, for the notes below a table."""
 _CELLS = 4_000_000  # of one table of draws
 
 
@@ -47,16 +53,24 @@ class Difference:
 
     @property
     def word(self) -> str:
-        """Say "higher", "lower" or "level", or nothing where there is no interval.
+        """Say "higher", "lower", "unclear" or "not significant", or nothing where there is no interval.
 
-        A difference is marked only if its interval excludes zero, and McNemar's p, where there is one, is below 0.05:
-        the bootstrap of few samples is too sure.
+        A difference is "not significant" if its interval includes zero, which does not show that the models are equal.
+        It is "unclear" if the interval excludes zero and McNemar's p is 0.05 or more, because the bootstrap interval of
+        few samples is too narrow.
         """
         if self.low is None or self.high is None or not math.isfinite(self.low + self.high):
             return ""
-        if (self.p is not None and self.p >= 1 - LEVEL) or self.low <= 0 <= self.high:
-            return "level"
+        if self.low <= 0 <= self.high:
+            return "not significant"
+        if self.p is not None and self.p >= 1 - LEVEL:
+            return "unclear"
         return "higher" if self.low > 0 else "lower"
+
+    @property
+    def verdict(self) -> str:
+        """The word as tables show it: "n.s." if not significant, and with McNemar's p where it decides."""
+        return {"not significant": "n.s.", "unclear": f"unclear (p {self.p or 0:.2g})"}.get(self.word, self.word)
 
 
 def wilson_interval(right: int, total: int) -> tuple[float, float]:

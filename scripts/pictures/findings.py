@@ -19,7 +19,7 @@ from concepts import THEMES, styled
 from diffvision.analysis.figures.style import COLOURS
 
 STUDIES = Path(__file__).parents[1] / "studies"
-DIFFERENCE = re.compile(r"([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\] (level|unclear|higher|lower)")
+DIFFERENCE = re.compile(r"([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\] (n\.s\.|unclear|higher|lower)")
 
 
 class Panel(NamedTuple):

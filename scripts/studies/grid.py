@@ -70,8 +70,11 @@ class Difference(NamedTuple):
         return self.text(1)
 
     def text(self, digits: int) -> str:
-        """Return the interval, and which is higher where it excludes zero and p is below 5%."""
-        word = "level"
+        """Return the interval, and which is higher where it excludes zero and p is below 5%.
+
+        Where it includes zero the difference is not significant (n.s.), which does not show that the two are equal.
+        """
+        word = "n.s."
         if abs(self.mean) > self.width:
             name = "unclear" if self.p >= 0.05 else "higher" if self.mean > 0 else "lower"
             word = f"{name} (p {self.p:.2g})"
@@ -371,10 +374,13 @@ def best_rate(scores: dict[float, float]) -> float:
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of differences, half of its 95% t interval, and p of the t test."""
+    """Return the mean of differences, half of its 95% t interval, and p of the t test.
+
+    Equal differences have p 0, the limit of the test, or 1 if they are zero.
+    """
     mean, freedom = statistics.mean(differences), len(differences) - 1
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else 1.0
+    p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else float(mean == 0)
     return mean, float(stats.t.ppf(0.975, freedom)) * error, float(p)
 
 

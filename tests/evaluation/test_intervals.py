@@ -94,12 +94,15 @@ def test_nine_in_ten_intervals_of_equal_models_hold_zero():
 def test_what_a_difference_is_called():
     assert Difference(0.1, 0.01, 0.2).word == "higher"
     assert Difference(-0.1, -0.2, -0.01).word == "lower"
-    assert Difference(0.1, 0.0, 0.2).word == "level"
+    assert Difference(0.1, 0.0, 0.2).word == "not significant"
+    assert Difference(-0.15, -0.317, 0.017, p=0.04).verdict == "n.s."
     assert Difference(0.1).word == ""
     unsure = difference([0.5], [0.625], (right("x" * 20 + "." * 20), right("x" * 25 + "." * 15)))
     assert unsure.low > 0  # of the bootstrap
     assert unsure.p == 2 / 2**5
-    assert unsure.word == "level"
+    assert unsure.word == "unclear"
+    assert unsure.verdict == "unclear (p 0.062)"
+    assert Difference(-0.133, -0.25, -0.017, p=0.01).verdict == "lower"
 
 
 @pytest.mark.parametrize("units", [1, 3, 9, 10])

@@ -5,10 +5,12 @@ import importlib.util
 import itertools
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from fashion_files import write_miniature
 
@@ -90,20 +92,30 @@ def write(runs, run, value, diverged=""):
     (runs.results / f"{run.name}.json").write_text(json.dumps(numbers))
 
 
-def test_a_difference_whose_interval_includes_zero_is_level(tmp_path):
+def test_a_difference_whose_interval_includes_zero_is_not_significant(tmp_path):
     best = {"plain": 1e-3, "other": 2e-3}
     runs = made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.55, 0.60))
     assert runs.chosen("other") == 2e-3
     assert len(runs.confirming()) == 6
-    assert str(runs.differences("right")["other"]) == "+2.5 [-29.3, +34.3] level"
+    assert str(runs.differences("right")["other"]) == "+2.5 [-29.3, +34.3] n.s."
     made(tmp_path, best=best, plain=(0.50, 0.60), other=(0.41, 0.50))
     assert str(runs.differences("right")["other"]) == "-9.5 [-15.9, -3.1] lower (p 0.033)"
     assert str(Difference(9.5, 6.4, 0.06)) == "+9.5 [+3.1, +15.9] unclear (p 0.06)"
-    assert str(Difference(*grid.paired_interval([2.0, 2.0]))) == "+2.0 [+2.0, +2.0] unclear (p 1)"  # no spread
+    assert str(Difference(*grid.paired_interval([2.0, 2.0]))) == "+2.0 [+2.0, +2.0] higher (p 0)"  # no spread
     write(runs, Run("other", 2e-3, 1), 0.41, diverged="the loss is nan")
     assert runs.differences("right") == {}  # one seed is left
     assert "| other | 50.0 |  |" in runs.table(["right"])
     assert "1 diverged" in runs.describe()
+
+
+@pytest.mark.parametrize("differences", [(-0.25, -0.25, -0.25), (0.5, 0.5), (-1.0, -2.0, -4.0), (0.0, 1.0, -1.0)])
+def test_p_of_paired_differences_is_scipys(differences):
+    """Equal differences are the test's limit."""
+    with np.errstate(divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # no spread
+        expected = scipy.stats.ttest_1samp(differences, 0.0).pvalue
+    assert grid.paired_interval(differences)[2] == pytest.approx(expected)
+    assert grid.paired_interval([0.0] * len(differences)) == (0.0, 0.0, 1.0)
 
 
 def test_a_run_that_is_done_is_not_trained_again(tmp_path):
@@ -530,7 +542,7 @@ def test_models_of_several_seeds(tmp_path, capsys):
     seeds.main([str(file), "2x1/*", "only", "--percent", "--save", str(saved)])
     rows = capsys.readouterr().out.splitlines()
     assert rows[0] == "| metric | plain | diff | diff, from plain |"
-    assert "| 2x1/correct | 15 (10, 20) | 40 (30, 50) | +25 [-39, +89] level |" in rows
+    assert "| 2x1/correct | 15 (10, 20) | 40 (30, 50) | +25 [-39, +89] n.s. |" in rows
     assert "| only | 12 (12) |  |  |" in rows
     assert not any("malformed" in row for row in rows)
     content = json.loads(saved.read_text())
