@@ -28,7 +28,7 @@ from diffvision.models.files import read_json
 
 DIFFERENCE = "difference [95% CI]"
 FOLDER = "evaluations"  # of a run, with CLIP_benchmark's records
-_NINE = "caltech dtd pets flowers sun397 aircraft cifar10 cifar100 food101"
+_NINE = "caltech101 dtd pets flowers sun397 aircraft cifar10 cifar100 food101"
 _VARIED = ("model.init_args.model", "trainer.logger")  # settings in which twins differ
 
 
@@ -38,13 +38,24 @@ class Part(NamedTuple):
     task: str  # of `diffvision evaluate`, which measures it
     record: str  # the task's name in records
     metrics: dict[str, str]  # metric -> its name in the table
-    sets: str  # of the paper: what the names of its datasets begin or end with, without hyphens and underscores
+    sets: str  # of the paper
     only: bool = False  # other datasets do not count
 
 
 _RECALLS = {f"{of}_retrieval_recall@5": f"{of} R@5" for of in ("image", "text")}
 _KINDS = {"mean_of_7_kinds_image_score": "7 kinds", "mean_per_kind_image_score": "all kinds"}
 _SHIFTED = "imagenetv2 imageneta imagenetr imagenetsketch"
+_OTHER_NAMES = {
+    "imagenet1k": "imagenet",
+    "mscoco": "coco",
+    "oxfordpets": "pets",
+    "oxfordiiitpet": "pets",
+    "flowers102": "flowers",
+    "oxfordflowers": "flowers",
+    "oxfordflowers102": "flowers",
+    "fgvcaircraft": "aircraft",
+    "mmvpvlm": "mmvp",
+}
 PARTS = {
     "zero_shot": Part("zero_shot", "zeroshot_classification", {"acc1": ""}, "imagenet"),
     "out_of_distribution": Part("zero_shot", "zeroshot_classification", {"acc1": ""}, _SHIFTED, only=True),
@@ -162,14 +173,15 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 def _is_of(part: str, dataset: str) -> bool:
     if PARTS[part].only:
-        return any(_is_set(name, dataset) for name in PARTS[part].sets.split())
+        return _set_name(dataset) in PARTS[part].sets.split()
     return part != "zero_shot" or not _is_of("out_of_distribution", dataset)
 
 
-def _is_set(name: str, dataset: str) -> bool:
-    key = re.sub("[^a-z0-9]", "", dataset.lower().removesuffix("_captions"))  # mscoco_captions is CLIP_benchmark's
-    is_other = name[-1].isdecimal() and key.removeprefix(name)[:1].isdecimal()  # cifar100 is not cifar10
-    return key.endswith(name) or (key.startswith(name) and not is_other)
+def _set_name(dataset: str) -> str:
+    """Return a dataset's name as `Part.sets` has it: "coco" for CLIP_benchmark's "wds_mscoco_captions"."""
+    plain = re.sub("[^a-z0-9]", "", dataset.lower())
+    name = plain.removeprefix("wds").removeprefix("vtab").removesuffix("captions")
+    return _OTHER_NAMES.get(name, name)
 
 
 def _refuse_missing(metrics: dict[str, dict[str, float]], parts: Sequence[str]) -> None:
@@ -252,7 +264,7 @@ def _notes(pair: Sequence[Group], rows: Sequence[Row]) -> Iterator[str]:
         yield f"Trained to different steps: {', '.join(f'{run} to {step:,}' for run, step in steps.items())}."
     for part in dict.fromkeys(row.metric.split("/")[0] for row in rows):
         sets = dict.fromkeys(row.metric.split("/")[1] for row in rows if row.metric.startswith(f"{part}/"))
-        absent = [one for one in PARTS[part].sets.split() if not any(_is_set(one, name) for name in sets)]
+        absent = [one for one in PARTS[part].sets.split() if one not in map(_set_name, sets)]
         if absent:
             yield f"The paper's {part.replace('_', ' ')} has sets that are not here: {', '.join(absent)}."
     if len(pair) > 1 and any(one.low is not None for row in rows for one in row.differences.values()):

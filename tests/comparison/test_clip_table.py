@@ -68,7 +68,7 @@ def test_seeds_of_twins(runs, tmp_path, capsys):
     assert "| cifar100 | 50.0 ± 0.0 | 50.0 ± 0.0 | +0.0, no spread across seeds |" in markdown
     assert "winoground" not in markdown
     assert (
-        "linear probe has sets that are not here: caltech, dtd, pets, flowers, sun397, aircraft, cifar10, food101."
+        "linear probe has sets that are not here: caltech101, dtd, pets, flowers, sun397, aircraft, cifar10, food101."
         in markdown
     )
     assert r"imagenet & 31.3 $\pm$ 1.5 & 41.0 $\pm$ 1.0 &" in latex
@@ -121,6 +121,25 @@ def test_models_without_a_twin_and_runs_of_others(runs):
     assert not tables[0].rows[0].differences
     assert f"Left out, no trained CLIPs: {other}." in tables[-1].notes
     assert all(len(row) in (1, 2) for row in tables[0].cells())
+
+
+def test_sets_of_the_paper_have_exact_names(tmp_path):
+    """ImageNet-ReaL has other labels of ImageNet's images, and Caltech-256 other classes."""
+    run = evaluated(tmp_path, "CLIP-debug", 0, 0.3)
+    for name in ("imagenet-real", "imagenet_a_plus", "my-imagenetv2", "wds_imagenet_sketch"):
+        record(run, name, PARTS["zero_shot"].record, acc1=0.2)
+    for name in ("wds_vtab-caltech101", "caltech256", "oxford_pets", "small-food101"):
+        record(run, name, PARTS["linear_probe"].record, acc1=0.5)
+    (table,) = make_tables([str(tmp_path)], ["zero_shot", "out_of_distribution", "linear_probe"])
+    parts = [row.metric.split("/")[:2] for row in table.rows]
+    assert [name for part, name in parts if part == "out_of_distribution"] == [
+        "imagenet-r",
+        "wds_imagenet_sketch",
+        "mean of 2",
+    ]
+    assert ["zero_shot", "imagenet-real"] in parts
+    (note,) = [note for note in table.notes if note.startswith("The paper's linear probe")]
+    assert note.endswith("not here: dtd, flowers, sun397, aircraft, cifar10, food101.")
 
 
 def test_what_is_refused(runs, capsys):
