@@ -42,7 +42,6 @@ COMMANDS = {
     ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "match": Command("diffvision.models.matching", "match", "heads and MLP of V1, V2 and grouped for a Transformer"),
-    "tune": Command("diffvision.tuning.command", "tune", "find the fastest attention backends of this machine"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),
@@ -83,7 +82,6 @@ for _name, _entry in entry_points("diffvision.commands").items():
 TABLES = (
     "models",
     "match",
-    "tune",
     "doctor",
     "evaluate",
     "compare",

@@ -100,13 +100,20 @@ def find_versions(packages: Mapping[str, Need]) -> dict[str, str | None]:
     return installed
 
 
+def processor() -> str:
+    """Return what the maker calls the processor."""
+    information = Path("/proc/cpuinfo")
+    for line in information.read_text().splitlines() if information.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def list_devices() -> list[str]:
     """Return a line for each device."""
     import torch
 
-    from diffvision.ops.attention import tuned
-
-    lines = [f"cpu: {tuned.device_name('cpu')}, {torch.get_num_threads()} threads"]
+    lines = [f"cpu: {processor()}, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
@@ -115,13 +122,6 @@ def list_devices() -> list[str]:
         )
     if torch.backends.mps.is_available():
         lines.append("mps: Apple GPU")
-    if (file := tuned.tuning_file()) is None:
-        return [*lines, f"attention backends: {tuned.VARIABLE} is off, so measurements are not used"]
-    for device in tuned.DEVICES if torch.cuda.is_available() else ("cpu",):
-        tuning = tuned.tuning_of(device)
-        date = "" if tuning is None else tuning.date
-        what = f"measured on {date}, in {file}" if date else "not measured: `diffvision tune`"
-        lines.append(f"attention backends on {device}: {what}")
     return lines
 
 
@@ -140,18 +140,23 @@ def list_backends() -> list[tuple[str, str, str, str]]:
     """Return (shape, device and dtype, chosen backend, why) of usual trainings on the devices of this machine."""
     import torch
 
-    from diffvision.ops.attention import supported_backends
-    from diffvision.tuning.cases import usual_cases
+    from diffvision.ops.attention import Problem
+    from diffvision.ops.attention.choice import rule
 
+    usual = {
+        "ViT-B/16 at 224, V1": Problem(1, 6, 6, 197, 197, 64, 128),
+        "ViT-B/16 at 224, V2": Problem(1, 12, 12, 197, 197, 64, 64, shared_keys=True),
+        "CLIP's text, V1": Problem(1, 4, 4, 77, 77, 64, 128, causal=True),
+        "language, 1024 tokens, V1": Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True),
+        "packed, 1024 tokens, V1": Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True, packed=True),
+        "decoding at 1024 tokens, V1": Problem(1, 6, 6, 1, 1024, 64, 128, grad=False),
+    }
     kinds = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
-    rows = []
-    for device, dtype in kinds:
-        for case in usual_cases(device, dtype):
-            if case.problem.grad:
-                chosen, why = next(iter(supported_backends(case.problem).items()))
-                kind = f"{device}, {str(dtype).removeprefix('torch.')}"
-                rows.append((case.name, kind, chosen, why.removeprefix("chosen: ")))
-    return rows
+    return [
+        (name, f"{device}, {str(dtype).removeprefix('torch.')}", *rule(problem._replace(device=device, dtype=dtype)))
+        for device, dtype in kinds
+        for name, problem in usual.items()
+    ]
 
 
 def check_versions(packages: Mapping[str, Need], installed: Mapping[str, str | None]) -> list[Finding]:

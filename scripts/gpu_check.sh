@@ -2,9 +2,7 @@
 # The check of a machine with a GPU, in parts of at most nine minutes, each one command; in order of worth:
 #
 #     scripts/gpu_check.sh tests OUT     layers under autocast, then all GPU tests
-#     scripts/gpu_check.sh kernels OUT   the backend and kernels of the usual calls, and why others are not taken
 #     scripts/gpu_check.sh steps OUT     step time and peak memory of ViTs, CLIPs and language models beside others'
-#     scripts/gpu_check.sh tune OUT      `diffvision tune`
 #     scripts/gpu_check.sh fits OUT      short trainings by `diffvision fit`: compile, flash, FSDP2, resume
 #
 # Each writes OUT/gpu_PART.json, with the machine and versions in it, and OUT/gpu_PART.log. `steps` resumes an
@@ -14,10 +12,10 @@
 # of it has no git folder.
 set -u
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
 [ $# -eq 2 ] || usage
 part=$1
-case $part in tests | kernels | steps | tune | fits) ;; *) usage ;; esac
+case $part in tests | steps | fits) ;; *) usage ;; esac
 device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 if [ "$device" != cpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
@@ -30,7 +28,7 @@ cd "$(dirname "$0")/.." || exit 1
 work=$out/$part
 mkdir -p "$work"
 : >"$work/parts.tsv"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 DIFFVISION_TUNING=$work/tuning.json
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 : >"$out/gpu_$part.log"
 
 LIMIT=520 # seconds; a benchmark starts nothing new in its last 20
@@ -52,7 +50,6 @@ if [ -n "${WHEELS:-}" ]; then
     export PYTHONPATH=$PWD:$work/site:$PYTHONPATH
 fi
 room=$((LIMIT - SECONDS)) quick=()
-[ "$part" != kernels ] || room=$((room - 90)) # which sdpa takes at most
 minutes=$(awk -v seconds="$room" 'BEGIN { print (seconds - 20) / 60 }')
 [ -z "${QUICK:-}" ] || quick=(--quick)
 bench=(--device "$device" --output "$work" --minutes "$minutes")
@@ -63,17 +60,7 @@ case $part in
         run tests "$LIMIT" INT "$python" -m pytest -o addopts= --import-mode=importlib -q --junitxml "$work/tests.xml" \
             "${tests[@]}"
         ;;
-    kernels)
-        [ "$device" = cpu ] ||
-            run sdpa 90 TERM "$python" scripts/benchmarks/sdpa_kernels.py --output "$work/sdpa_kernels.json"
-        run kernels "$((LIMIT - SECONDS))" TERM "$python" scripts/benchmarks/gpu_kernels.py "${bench[@]}" "${quick[@]}"
-        ;;
     steps) run steps "$LIMIT" TERM "$python" scripts/benchmarks/gpu_steps.py "${bench[@]}" "${quick[@]}" ;;
-    tune)
-        tuned=(--device "$device" --minutes "$minutes" --json)
-        [ -z "${QUICK:-}" ] || tuned=(--model diff_vit_debug --batch 4 --device "$device" --minutes 3 --json)
-        run tune "$LIMIT" TERM "$python" -m diffvision tune "${tuned[@]}"
-        ;;
     fits)
         [ -z "${QUICK:-}" ] || bench=(--device "$device" --output "$work" --minutes 0.1 --steps 6)
         rm -rf "$work/fits" "$work/fits-data"

@@ -18,7 +18,6 @@ from diffvision.plugins import LAB
 if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-os.environ["DIFFVISION_TUNING"] = "off"  # no test depends on what was measured on its machine
 
 ASSETS = Path(__file__).parent / "assets"
 

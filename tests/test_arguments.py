@@ -69,8 +69,6 @@ MISTAKES = {  # a command line, and what its error names
     "evaluate CLIP-debug --data . --device cudda": "cudda",
     "compare CLIP-debug nomodel --data .": "nomodel",
     "compare a=CLIP-debug b=CLIP-debgu --data .": "CLIP-debug",
-    "tune --device cudda": "cudda",
-    "tune --model nomodel --batch 1": "nomodel",
     "data make nothing out": "nothing",
     "data make digits out --per_shard x": "--per_shard",
     "data make digits out --copies x": "copies is 'x'",

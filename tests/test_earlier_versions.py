@@ -12,7 +12,6 @@ epoch. They were started from `recipes/`, whose class paths name modules in full
     diffvision export runs/clip exported/openclip   # also runs/vision to timm, runs/text to transformers
     diffvision export v2 exported/transformers_v2   # a small randomly initialised diffv2-1m
     diffvision export runs/vision exported/int8.safetensors --to int8
-    diffvision tune --model exported/timm --batch 2   # then an entry of a fictitious machine, by tuning.store.save
     diffvision fit --config runs/clip/config.yaml --resume must   # in a copy: the final metrics of expected.json
 """
 
@@ -30,8 +29,6 @@ import torch
 import diffvision
 from diffvision.cli import main
 from diffvision.models import language
-from diffvision.ops import supported_backends
-from diffvision.ops.attention import Problem, tuned
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -145,23 +142,6 @@ def test_the_code_in_a_v2_folder_still_runs(expected, inputs):
     torch.testing.assert_close(model(inputs[1]).logits[0, -1, :4], torch.tensor(expected["transformers_v2"]))
     model = diffvision.open_model("exported/transformers_v2").module
     torch.testing.assert_close(model(inputs[1])[0, -1, :4], torch.tensor(expected["transformers_v2_language"]))
-
-
-@only_0_2
-@pytest.mark.usefixtures("expected")
-def test_a_tuning_file_chooses_the_backend(monkeypatch):
-    """The entry of the fictitious machine says `blocked`, where the heuristic takes another backend."""
-    problem = Problem(batch=2, heads=2, kv_heads=2, queries=9, keys=9, head_dim=8, value_dim=16)
-    assert supported_backends(problem)["eager"].startswith("chosen")
-    entry = json.loads(Path("tuning.json").read_text())["machines"][-1]
-    entry["machine"] = tuned.machine_of("cpu")
-    Path("tuning.json").write_text(json.dumps({"machines": [entry]}))
-    monkeypatch.setenv("DIFFVISION_TUNING", str(Path("tuning.json").absolute()))
-    with tuned.restore_at_end():
-        tuned.forget()
-        reasons = supported_backends(problem)
-    assert reasons["blocked"].startswith("chosen: measured here on 2026-11-24, 1.50x faster")
-    assert "it crashed" in reasons["sdpa"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from diffvision import ops
 from diffvision.nn.linear import Linear
-from diffvision.ops.attention import tuned
 from diffvision.ops.autocast import cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
@@ -153,7 +152,6 @@ class AttentionLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        tuned.load()  # here, so that no forward pass reads a file
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if context_dim is not None and (not isinstance(context_dim, int) or context_dim < 1):
             raise ValueError(f"context_dim is {context_dim!r}: give a whole number of at least 1, or None for dim")

@@ -27,9 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmark import Way
 from diffvision.ops import diff_attention
-from diffvision.ops.attention import BACKENDS, Problem, supported_backends
+from diffvision.ops.attention import BACKENDS, supported_backends
 from diffvision.ops.attention.problem import describe
-from diffvision.tuning.inputs import Inputs
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -77,22 +76,28 @@ class Shape(NamedTuple):
         return f"{self.batch} x {heads} x {length} x {self.head_dim}{' causal' if self.causal else ''}"
 
 
+class Inputs(NamedTuple):
+    """q, k, v and lambda as `diff_attention` takes them, with the strides that a layer's projections give them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lam: Tensor
+
+
 def inputs_of(shape: Shape, device: str, dtype: torch.dtype, grad: bool) -> Inputs:
-    """Return random inputs of a shape."""
-    problem = Problem(
-        batch=shape.batch,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        queries=shape.queries,
-        keys=shape.keys,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        shared_keys=shape.variant == "v2",
-        dtype=dtype,
-        device=device,
-        grad=grad,
-    )
-    return Inputs.random(problem, torch.Generator().manual_seed(0))
+    """Return random inputs of a shape, with a lambda for each token and head in V2."""
+    generator, is_v2 = torch.Generator().manual_seed(0), shape.variant == "v2"
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    q = normal(shape.batch, shape.queries, shape.heads, 2, shape.head_dim).permute(0, 2, 3, 1, 4)
+    k = normal(shape.batch, shape.keys, shape.kv_heads, 1 if is_v2 else 2, shape.head_dim).permute(0, 2, 3, 1, 4)
+    v = normal(shape.batch, shape.keys, shape.kv_heads, shape.value_dim).transpose(1, 2)
+    lam = 0.2 + 0.6 * torch.rand((shape.batch, shape.queries, shape.heads, 1) if is_v2 else (1,), generator=generator)
+    lam = lam.transpose(1, 2) if is_v2 else lam
+    return Inputs(*(t.requires_grad_(grad) for t in (q, k, v, lam.to(device))))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -35,13 +35,13 @@ from benchmark import (
     matrix_product,
     measure_all,
     parse,
+    peak_memory,
     ratios_to,
     reading,
     remarks,
     table,
 )
 from benchmark_picture import Panel, draw
-from diffvision.tuning.timing import peak_memory
 from machine import describe_machine, device_in_words, environment
 
 # Keys up to which a whole row of both maps' scores fits on a GPU's chip.

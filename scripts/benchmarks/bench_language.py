@@ -35,6 +35,7 @@ from benchmark import (
     in_turns,
     measure_all,
     parse,
+    peak_memory,
     ratios_to,
     remarks,
     table,
@@ -45,7 +46,6 @@ from diffvision.models import language
 from diffvision.models.language.generation import generate
 from diffvision.nn.linear import few_rows_linear
 from diffvision.training.cross_entropy import linear_cross_entropy
-from diffvision.tuning.timing import peak_memory
 from machine import describe_machine, device_in_words, environment
 
 LLAMA, DIFFLLAMA = "HF Llama", "HF DiffLlama"

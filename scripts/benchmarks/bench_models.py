@@ -36,12 +36,12 @@ from benchmark import (
     in_turns,
     measure_all,
     parse,
+    peak_memory,
     remarks,
     table,
     training_step,
 )
 from benchmark_picture import Panel, draw
-from diffvision.tuning.timing import peak_memory
 from machine import describe_machine, device_in_words, environment
 
 

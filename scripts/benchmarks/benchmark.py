@@ -11,9 +11,11 @@ it is timed, so that nothing is compiled or chosen while the clock runs.
 import argparse
 import json
 import math
+import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -89,6 +91,38 @@ def _repeats(way: Way, device: str, least: float) -> int:
 def _failure(error: BaseException) -> dict[str, Any]:
     lines = str(error).strip().splitlines()
     return {"failed": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
+
+
+def peak_memory(call: Callable[[], Any], device: str) -> int:
+    """Return the peak bytes that a call holds beyond what was held before it.
+
+    Exact for what goes through torch's allocator: on CUDA its result counter, elsewhere the running sum over the
+    allocations and frees in the profiler's record. What a library allocates for itself is not in it.
+    """
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # It would complain of the absent GPU.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    held = peak = 0
+    for event in sorted(_memory_events(profile), key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+def _memory_events(profile: Any) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        trace = Path(scratch, "trace.json")
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return (event for event in events if event["name"] == "[memory]")
 
 
 def in_turns(

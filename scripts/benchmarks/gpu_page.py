@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-PARTS = ("tests", "kernels", "steps", "tune", "fits")
+PARTS = ("tests", "steps", "fits")
 ABSENT = "Not measured."
 COMMANDS = """## Measure
 
@@ -20,9 +20,7 @@ Each command takes at most nine minutes and writes one JSON. A second `steps` re
 
 ```bash
 scripts/gpu_check.sh tests runs/gpu     # layers under autocast, then all GPU tests
-scripts/gpu_check.sh kernels runs/gpu   # the backend and kernels of the usual calls
 scripts/gpu_check.sh steps runs/gpu     # step time and peak memory of models
-scripts/gpu_check.sh tune runs/gpu      # `diffvision tune`
 scripts/gpu_check.sh fits runs/gpu      # short trainings: compile, flash, FSDP2, resume
 python scripts/benchmarks/gpu_page.py runs/gpu
 ```
@@ -71,15 +69,6 @@ def tests(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def kernels(report: dict[str, Any]) -> str:
-    rows = []
-    for name, call in report["benchmarks"]["kernels"]["calls"].items():
-        ran = call["ran"].get(call["chosen"], {})
-        longest = f"`{ran['kernels'][0][:40]}`" if ran.get("kernels") else ran.get("failed", "–")[:60]
-        rows.append([name, call["chosen"], longest])
-    return table(["call", "backend", "longest kernel"], rows)
-
-
 def steps(report: dict[str, Any]) -> str:
     parts = ["A step is forward, backward and AdamW in bfloat16 autocast. Peak memory is all that torch allocated."]
     for name, setting in report["benchmarks"]["steps"]["settings"].items():
@@ -93,18 +82,6 @@ def steps(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def tune(report: dict[str, Any]) -> str:
-    entry = report["benchmarks"]["tuning"]["machines"][-1]
-    rows = []
-    for choice in entry["choices"]:
-        calls = choice["calls"]
-        kind = [calls["dtype"], f"D {calls['head_dim']}, V {calls['value_dim']}, {calls['queries']} x {calls['keys']}"]
-        kind += [name for name in ("causal", "masked", "packed", "grad", "compiled") if calls[name]]
-        rows.append([", ".join(kind), choice["backend"], f"{choice['faster']:.2f}"])
-    excluded = [f"- `{name}` is excluded: {why}" for name, why in entry["excluded"].items()]
-    return "\n\n".join([table(["calls", "backend", "speed-up ↑"], rows), *excluded])
-
-
 def fits(report: dict[str, Any]) -> str:
     rows = []
     for name, one in report["benchmarks"]["fits"].items():
@@ -115,9 +92,7 @@ def fits(report: dict[str, Any]) -> str:
 
 SECTIONS = {
     "tests": ("Tests", tests),
-    "kernels": ("Backends and kernels", kernels),
     "steps": ("Step time and memory", steps),
-    "tune": ("Tuning", tune),
     "fits": ("Short trainings", fits),
 }
 

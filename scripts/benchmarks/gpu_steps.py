@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 import bench_language
 import bench_models
-from benchmark import arguments, parse, progress, synchronize, training_step
+from benchmark import arguments, parse, peak_memory, progress, synchronize, training_step
 from diffvision.models import language
-from diffvision.tuning.timing import peak_memory
 from machine import environment
 
 WARM, STEPS = 3, 10

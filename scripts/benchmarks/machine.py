@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from diffvision.ops.attention.tuned import device_name
+from diffvision.doctor import processor
 
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "transformers", *FLASH, "numpy")
@@ -55,7 +55,7 @@ def command(given: list[str]) -> str:
 def hardware(device: str) -> dict[str, Any]:
     import torch
 
-    machine: dict[str, Any] = {"cpu": device_name("cpu"), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(0)
         machine |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}

@@ -6,18 +6,18 @@ interpreter is slow and computes bfloat16 wrongly: float32 and float16, up to 25
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Inputs, errors, rounding
 from torch.autograd import gradcheck
 
 from diffvision.ops import diff_attention, diff_attention_varlen
 from diffvision.ops.attention import BACKENDS
 from diffvision.ops.attention.native.build import reason_against
 from diffvision.ops.attention.problem import describe
-from diffvision.tuning.inputs import Inputs
-from diffvision.tuning.proof import errors, rounding
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Queries, keys, causal. On a CPU in float32; in the half types, which are rounded at both ends only, the marked ones.
@@ -365,3 +365,23 @@ def test_the_oracle_s_gradients_are_the_formula_s():
     made = tensors("cpu", torch.float64, m=5, d=3, v=4, lam=(1, 2, 1, 1))
     inputs = [t.detach().double().requires_grad_() for t in made]
     assert gradcheck(lambda *t: diff_attention(*t, backend="eager"), inputs, eps=1e-6, atol=1e-5)
+
+
+def wrong_backward(out):
+    return out.detach() * 1.001 + 1.001 * (out - out.detach()) - 0.001 * out.detach()
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (lambda out: out * 1.0001, "output"),
+        (lambda out: torch.where(out == out.max(), torch.nan, out), "output"),
+        (wrong_backward, "gradient of q"),
+    ],
+)
+def test_the_oracle_finds_a_wrong_backend(change, first, monkeypatch):
+    eager = BACKENDS["eager"].diff_attention
+    broken = SimpleNamespace(limit=lambda _: None, diff_attention=lambda *t, **settings: change(eager(*t, **settings)))
+    monkeypatch.setitem(BACKENDS, "broken", broken)
+    found = errors("broken", Inputs(*tensors("cpu", FP32)), torch.Generator().manual_seed(0))
+    assert next(error.of for error in found if error.is_wrong) == first

@@ -11,7 +11,7 @@ from torch.nn.attention import varlen as torch_varlen
 from diffvision import ops
 from diffvision.models import language
 from diffvision.nn import ATTENTION, build_attention
-from diffvision.ops.attention import flex, tuned, varlen
+from diffvision.ops.attention import flex, varlen
 from diffvision.ops.attention.choice import problems_seen, supported_backends, takes_blocks
 from diffvision.ops.attention.problem import Problem
 from diffvision.training.module import of_any_size
@@ -279,9 +279,6 @@ def test_flex_is_the_choice_on_cuda_where_varlen_takes_none(monkeypatch):
     assert not takes_blocks("auto", problem._replace(head_dim=8))
     assert not takes_blocks("auto", problem._replace(value_dim=512))
     with ops.attention_backend("sdpa"):
-        assert not takes_blocks("auto", problem)
-    with monkeypatch.context() as patch:
-        patch.setattr(tuned, "is_excluded", lambda device, name: name == "flex")
         assert not takes_blocks("auto", problem)
     monkeypatch.setattr(flex, "can_compile", lambda: False)
     assert not takes_blocks("auto", problem)

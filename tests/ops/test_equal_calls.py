@@ -3,18 +3,14 @@
 import pytest
 import torch
 
-from diffvision.nn import DiffAttention
 from diffvision.ops import attention_backend, diff_attention
-from diffvision.ops.attention import Problem, api, choice, tuned
+from diffvision.ops.attention import Problem, api, choice
 from diffvision.ops.attention.choice import BACKENDS, problems_seen
 
 
 @pytest.fixture(autouse=True)
 def _process(monkeypatch):
     monkeypatch.setattr(api, "_known", {})
-    with tuned.restore_at_end():
-        tuned.use("cpu", None)
-        yield
 
 
 @pytest.fixture
@@ -32,20 +28,14 @@ def chosen(monkeypatch):
     for name, module in BACKENDS.items():
         if hasattr(module, "diff_attention"):  # varlen has none
             monkeypatch.setattr(module, "diff_attention", noted(name, module.diff_attention))
-    fastest = choice.fastest
-    monkeypatch.setattr(choice, "fastest", lambda problem: choices.append(problem) or fastest(problem))
+    rule = choice.rule
+    monkeypatch.setattr(choice, "rule", lambda problem: choices.append(problem) or rule(problem))
     return names, choices
 
 
 def tensors(queries=17, keys=17, dtype=torch.float32, grad=False):
     shapes = (2, 2, 2, queries, 8), (2, 2, 2, keys, 8), (2, 2, keys, 16)
     return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
-
-
-def a_tuning(backend, **changes):
-    problem = Problem(2, 2, 2, 17, 17, 8, 16, grad=False)._replace(**changes)
-    row = tuned.Choice(backend, "eager", 2.0, "2026-11-24", {"eager": 2.0, backend: 1.0}, {})
-    return tuned.Tuning(tuned.machine_of("cpu"), {tuned.kind_of(problem, compiled=False): row})
 
 
 def test_equal_calls_choose_once(chosen):
@@ -99,35 +89,6 @@ def test_a_wrong_call_after_a_right_one_is_refused():
         for arguments, settings in wrong:
             with pytest.raises(ValueError, match=r"batch|dtype|lam|mask|dropout|scale|q must"):
                 diff_attention(*arguments, **settings)
-
-
-def test_new_measurements_count_at_once(chosen):
-    names, _ = chosen
-    call = tensors()
-    diff_attention(*call, 0.5)
-    with tuned.restore_at_end():
-        tuned.use("cpu", a_tuning("sdpa"))
-        diff_attention(*call, 0.5)
-        tuned.use("cpu", a_tuning("blocked"))
-        diff_attention(*call, 0.5)
-    diff_attention(*call, 0.5)
-    assert names == ["eager", "sdpa", "blocked", "eager"]
-
-
-def test_another_file_counts_once_it_is_read_again(chosen, tmp_path, monkeypatch):
-    from diffvision.tuning import store
-
-    names, _ = chosen
-    call = tensors()
-    diff_attention(*call, 0.5)
-    monkeypatch.setenv("DIFFVISION_TUNING", str(tmp_path / "tuning.json"))
-    store.save(tmp_path / "tuning.json", a_tuning("sdpa"))
-    tuned.forget()
-    diff_attention(*call, 0.5)
-    monkeypatch.setenv("DIFFVISION_TUNING", "off")
-    tuned.forget()
-    diff_attention(*call, 0.5)
-    assert names == ["eager", "sdpa", "eager"]
 
 
 def test_contexts_and_named_backends_decide(chosen):
@@ -202,10 +163,3 @@ def test_the_memory_is_bounded(monkeypatch):
     for keys in range(1, 11):
         diff_attention(*tensors(2, keys), 0.5)
         assert len(api._known) <= 4
-
-
-def test_measurements_are_read_when_a_layer_is_made(monkeypatch):
-    tuned.forget()
-    layer = DiffAttention(32, 2)
-    monkeypatch.setattr(tuned, "_read", None)
-    layer(torch.randn(1, 3, 32))

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffvision.ops import attention_backend, diff_attention, supported_backends
-from diffvision.ops.attention import Problem, tuned
+from diffvision.ops import attention_backend, diff_attention
 from diffvision.ops.attention.native import KEEP_MAPS_MAX_KEYS, build
 
 pytestmark = pytest.mark.skipif(bool(build.reason_against()), reason=build.reason_against())
@@ -291,13 +290,6 @@ def test_compilers_that_are_not_there_or_fail(cache, monkeypatch, tmp_path):
         monkeypatch.setattr(build, "SECONDS", 0.3 if "sleep" in program else 60.0)
         fails(reason)
         assert kept(cache) == []
-    # What was measured is not taken where it can no longer run.
-    problem = Problem(1, 4, 4, 70, 70, 8, 16)
-    choice = tuned.Choice("native", "eager", 1.3, "2026-11-24", {"eager": 1.3, "native": 1.0}, {})
-    with tuned.restore_at_end():
-        tuned.use("cpu", tuned.Tuning({}, {tuned.kind_of(problem, compiled=False): choice}))
-        assert next(iter(supported_backends(problem))) == "eager"
-        diff_attention(*tensors(b=1))
 
 
 def test_other_processors_and_systems(monkeypatch):

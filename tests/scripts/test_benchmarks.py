@@ -298,8 +298,8 @@ def check(part: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "part",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "kernels", "steps")),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fits", "tune")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "steps")),
+        pytest.param("fits", marks=pytest.mark.nightly),
     ],
 )
 def test_each_part_of_the_check_passes_without_a_gpu(part, tmp_path):
@@ -319,9 +319,8 @@ def test_the_page_of_a_gpu_is_that_of_its_files():
     folder = SCRIPTS.parent / "docs" / "benchmarks"
     assert (folder / "gpu.md").read_text() == gpu_page.page(gpu_page.read(folder))
     assert gpu_page.page({}).count(gpu_page.ABSENT) == len(gpu_page.PARTS)
-    stopped = {**merged(), "parts": {"tune": {"exit_status": 1}}}
-    for benchmarks in ({}, {"tuning": {"machines": []}}):
-        assert "exit status 1" in gpu_page.page({"tune": {**stopped, "benchmarks": benchmarks}})
+    stopped = {**merged(), "parts": {"steps": {"exit_status": 1}}}
+    assert "exit status 1" in gpu_page.page({"steps": stopped})
 
 
 def merged() -> dict:

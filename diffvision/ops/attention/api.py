@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from diffvision.ops.attention import choice, flex, sdpa, tuned, varlen
+from diffvision.ops.attention import choice, flex, sdpa, varlen
 from diffvision.ops.attention.documents import Documents
 from diffvision.ops.attention.problem import describe
 
@@ -276,7 +276,7 @@ def _find_backend(
                     (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t)
                     for t in (lam, mask)
                 ),
-                *(causal, scale, dropout, torch.is_grad_enabled(), forward_ad._current_level, tuned.generation),
+                *(causal, scale, dropout, torch.is_grad_enabled(), forward_ad._current_level),
             )
             if key in _known:
                 return _known[key]
@@ -290,7 +290,7 @@ def _find_backend(
         return choice.choose(backend, problem)
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
-    _known[key] = choice.BACKENDS[choice.fastest(problem)]
+    _known[key] = choice.BACKENDS[choice.rule(problem)[0]]
     return _known[key]
 
 

@@ -1,4 +1,4 @@
-"""The table of backends, and the choice of `backend="auto"`: what was measured on this machine, else a rule."""
+"""The table of backends, and the choice of `backend="auto"`: one rule, with the measurement behind each line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, flash, flex, native, reference, sdpa, single, triton, tuned, varlen
+from diffvision.ops.attention import blocked, flash, flex, native, reference, sdpa, single, triton, varlen
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
@@ -26,9 +26,6 @@ BACKENDS: dict[str, ModuleType] = {
 # Operators registered with torch, which have no forward-mode derivative and do not say so.
 OPERATORS = ("blocked", "native", "triton")
 
-# `native` runs a compiler, and is taken only where `tune` had it do so. Of the others the plain formula wins on a CPU
-# for very short rows, where the blocks' many small calls cost more than they save: the crossing lies between 77 and
-# 197 keys (docs/benchmarks/speed.md).
 EAGER_MAX_KEYS_CPU = 80
 
 preferred = "auto"  # what `backend="auto"` stands for, which `attention_backend` sets
@@ -66,7 +63,7 @@ def problems_seen() -> Iterator[list[Problem]]:
 
 
 def choose(backend: str, problem: Problem) -> ModuleType:
-    """Return the backend for a call: the named one, that of the context, or the fastest.
+    """Return the backend for a call: the named one, that of the context, or the rule's.
 
     Raises:
         ValueError: the name is unknown, or the backend cannot take the call.
@@ -75,7 +72,7 @@ def choose(backend: str, problem: Problem) -> ModuleType:
         seen.append(problem)
     name = preferred if backend == "auto" else backend
     if name == "auto":
-        return BACKENDS[fastest(problem)]
+        return BACKENDS[rule(problem)[0]]
     _check_name(name)
     reason = BACKENDS[name].limit(problem)
     if reason is None and name in OPERATORS and in_forward_mode():
@@ -91,84 +88,41 @@ def supported_backends(problem: Problem) -> dict[str, str]:
     Returns:
         backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
     """
-    chosen = fastest(problem)
-    why = _why(problem, chosen)
-    tuning = tuned.tuning_of(problem.device)
-    excluded = {} if tuning is None else tuning.excluded
+    chosen, why = rule(problem)
     reasons = {chosen: f"chosen: {why}"}
     for name, module in BACKENDS.items():
-        if name == chosen:
-            continue
-        if (reason := module.limit(problem)) is not None:
-            reasons[name] = f"cannot: {reason}"
-        elif name in excluded:
-            reasons[name] = f"passed over: excluded here, {excluded[name]}"
-        else:
-            reasons[name] = f"passed over: {chosen} was chosen, {why}"
+        if name != chosen:
+            reason = module.limit(problem)
+            reasons[name] = f"passed over: {chosen} was chosen, {why}" if reason is None else f"cannot: {reason}"
     return reasons
 
 
-def fastest(problem: Problem) -> str:
-    """Return the backend that was measured to be the fastest on this machine, else that of the rule."""
-    if in_forward_mode():
-        return "eager"
-    usual, _ = rule(problem)
-    if torch.compiler.is_exporting() or torch.jit.is_tracing() or not tuned.is_measured(problem.device):
-        return usual
-    compiled = torch.compiler.is_compiling()
-    # Without choices no size is looked at, so that a graph of any length stays one.
-    if not problem.dropout and tuned.has_choices(problem.device, compiled):
-        name = tuned.measured_backend(problem.device, *tuned.kind_of(problem, compiled=compiled))
-        if name in BACKENDS and BACKENDS[name].limit(problem) is None:
-            return name
-    return _not_excluded(problem, usual)
-
-
-def _not_excluded(problem: Problem, usual: str) -> str:
-    """Return the rule's backend, or another in its place where it was excluded here; the formula is the last."""
-    if not tuned.is_excluded(problem.device, usual):
-        return usual
-    for name in ("sdpa", "blocked"):
-        if not tuned.is_excluded(problem.device, name) and BACKENDS[name].limit(problem) is None:
-            return name
-    return "eager"
-
-
-def _why(problem: Problem, chosen: str) -> str:
-    """Return why a backend was chosen."""
-    usual, why = rule(problem)
-    tuning = tuned.tuning_of(problem.device)
-    if tuning is None:
-        return why
-    choice = None if problem.dropout else tuning.choices.get(tuned.kind_of(problem, compiled=False))
-    if choice is not None and choice.backend == chosen:
-        if choice.than not in choice.milliseconds:
-            return f"measured here on {choice.date}, where {choice.than} has no memory or failed"
-        if chosen != choice.than:
-            return f"measured here on {choice.date}, {choice.faster:.2f}x faster than {choice.than}"
-        if chosen == usual:
-            return f"measured here on {choice.date}, none was faster"
-    return why if chosen == usual else f"{usual} was excluded here, {tuning.excluded[usual]}"
-
-
 def rule(problem: Problem) -> tuple[str, str]:
-    """Return (backend, reason) where nothing was measured on this machine."""
+    """Return the backend that "auto" takes, and why.
+
+    Times on a CPU are of two cores with AVX512 (docs/benchmarks/speed.md), those on a GPU of one H200, compute
+    capability 9.0 (docs/benchmarks/gpu.md). Nothing was measured on any other card: these take the same backends.
+    """
+    if in_forward_mode():
+        return "eager", "it has a forward-mode derivative"
     if problem.packed and varlen.limit(problem) is None:
-        return "varlen", "it is torch's kernel for packed sequences"
+        return "varlen", "it is torch's kernel for packed sequences"  # no mask of pairs; its time was not measured
     if problem.device != "cpu":
-        remedy = ": run `diffvision tune --device cuda`" if problem.device == "cuda" else ""
-        return "sdpa", f"no other is known to be right and faster here{remedy}"
-    if problem.dropout:
-        return ("eager", "it draws dropout") if problem.keys <= EAGER_MAX_KEYS_CPU else ("sdpa", "it draws dropout")
+        # V1, 256 x 197 tokens, forward and backward on the H200: 2.0 ms; fused kernels of ours took 2.5, flex 3.7.
+        return "sdpa", "it was the fastest on an H200, and no other card was measured"
+    if problem.dropout:  # the two that draw it; the same crossing as below
+        return "eager" if problem.keys <= EAGER_MAX_KEYS_CPU else "sdpa", "it draws dropout"
     if torch.compiler.is_exporting():
         return "sdpa", "an exported graph has to hold operations of torch, for any length"
     if torch.jit.is_tracing():
         return "eager", "a traced graph has to hold operations of torch, of which ONNX knows these"
-    if problem.queries == 1:
+    if problem.queries == 1:  # V1, 4,096 keys, relative to plain attention: 1.0; `blocked` 1.8, `eager` 2.4, `sdpa` 3.4
         return "single", "on a CPU it is the fastest for one query, with the least work besides the products"
+    # V1, forward and backward, relative to plain attention. 77 keys: `eager` 0.9, `blocked` 0.95, `sdpa` 2.5. From 197
+    # to 1,024 keys: `blocked` 0.9 to 1.2, `eager` 1.0 to 1.9, `sdpa` 1.6 to 2.0.
     if problem.keys <= EAGER_MAX_KEYS_CPU:
-        return "eager", f"by rule on a CPU up to {EAGER_MAX_KEYS_CPU} keys, without a compiler"
-    return "blocked", f"by rule on a CPU above {EAGER_MAX_KEYS_CPU} keys, without a compiler"
+        return "eager", f"on a CPU it is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
+    return "blocked", f"on a CPU it is the fastest above {EAGER_MAX_KEYS_CPU} keys"
 
 
 def takes_blocks(backend: str, problem: Problem) -> bool:
@@ -179,7 +133,7 @@ def takes_blocks(backend: str, problem: Problem) -> bool:
     if problem.device != "cuda" or torch.compiler.is_exporting() or torch.jit.is_tracing() or in_forward_mode():
         return False
     fits = problem.head_dim <= 128 and problem.value_dim <= 256  # in a card's shared memory, as far as counted
-    return fits and not tuned.is_excluded("cuda", "flex") and flex.limit(problem) is None and flex.can_compile()
+    return fits and flex.limit(problem) is None and flex.can_compile()
 
 
 def in_forward_mode() -> bool:

@@ -34,7 +34,6 @@ RUN = {  # what is read under RUN_KEY, if present
     "schedulers": [str],
     "unfinished": str,
     "place": ("step", "validation", "validated", "epoch"),
-    "tuning": str,  # JSON, which `backends` reads
 }
 GENERATORS = {  # of one process, as `random_state.capture` gives them
     "python": {"version": COUNT, "words": Tensor, "gauss": float | None},

@@ -60,7 +60,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from diffvision.ops.attention import tuned
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.equal_steps import EvenRanks
@@ -120,7 +119,6 @@ def protect(
         [callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers
     )
     with (
-        tuned.restore_at_end(),
         watch_launcher(),
         peers.report_errors(),
         forward_signals(trainer),

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import ShardLoader
-from diffvision.training.fault_tolerance import backends, lightning_internals, loops
+from diffvision.training.fault_tolerance import lightning_internals, loops
 from diffvision.training.fault_tolerance.finite import gather
 from diffvision.training.fault_tolerance.layout import RUN_KEY
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
@@ -116,7 +116,6 @@ class RunState(pl.Callback):
             },
             "row": lightning_internals.metrics_to_log(trainer) if at == "step" else {},
             "settings": self._describe_settings(trainer),
-            "tuning": backends.describe_tuning(trainer),
         }
         if unfinished and not self._warned:
             self._warned = True
@@ -182,12 +181,11 @@ class RunState(pl.Callback):
             loops.complete_hook(state, run["place"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Agree on backends of attention, and check that optimizers are of the kinds whose states will be loaded.
+        """Check that optimizers are of the kinds whose states will be loaded.
 
         Raises:
             ValueError: they are of others.
         """
-        backends.agree_on_tuning(trainer, pl_module, self._run)
         if self._run is not None and "place" in self._run:
             self._beginning.enter_context(loops.raise_limits(trainer))
         if self.path is None:

@@ -4,8 +4,6 @@ Bounds: the output is off by at most 2.5 times, gradients by at most 3 times the
 makes in the same dtype on the first map, and a rounding of the dtype.
 """
 
-import itertools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,11 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffvision.ops import attention_maps, diff_attention
-from diffvision.ops.attention import Problem
-from diffvision.tuning.inputs import Inputs, Packed, choose_attend
 
 MAP_BYTES = 2**27  # of the maps that the formula keeps in float64
 LEAST_ROWS = 8
+
+
+class Inputs(NamedTuple):
+    """q, k, v and lambda as `diff_attention` takes them."""
+
+    q: Tensor  # [B, H, 2, M, D]
+    k: Tensor  # [B, Hk, 2 or 1, N, D]
+    v: Tensor  # [B, Hk, N, V]
+    lam: Tensor
 
 
 class Error(NamedTuple):
@@ -42,33 +47,6 @@ class Error(NamedTuple):
         return not self.size <= self.limit
 
 
-def find_mistake(backend: str, problem: Problem, *, compiled: bool = False, seed: int = 0) -> str | None:
-    """Return what is wrong with a backend's numbers for a problem, None if nothing is.
-
-    It is asked for the problem itself, of which samples, heads and rows at both ends are compared, and for odd lengths
-    next to it, unequal ones where the problem is causal, with two samples and key/value heads at most and a lambda for
-    each query and head; with a mask, for one of keys and one of any pairs, in which a row has no key.
-    """
-    if compiled:
-        torch.compiler.reset()  # it keeps a few graphs of one function, and then refuses
-    generator = torch.Generator().manual_seed(seed)
-    for number, case in enumerate(_sizes(problem, generator)):
-        if case.packed:
-            found = _packed_errors(backend, case, generator, compiled=compiled)
-        else:
-            given = Inputs.random(case, generator)
-            given = given.with_lambdas(generator) if number else given
-            found = itertools.chain.from_iterable(
-                errors(backend, given, generator, causal=case.causal, mask=mask, compiled=compiled)
-                for mask in _masks(case, generator)
-            )
-        for error in found:
-            if error.is_wrong:
-                sizes = f"{case.queries} queries and {case.keys} keys"
-                return f"its {error.of} is off by {error.size:.2g} with {sizes}, where {error.limit:.2g} is right"
-    return None
-
-
 def errors(
     backend: str,
     given: Inputs,
@@ -76,7 +54,6 @@ def errors(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
-    compiled: bool = False,
 ) -> Iterator[Error]:
     """Yield a backend's errors: of its output and, where inputs need gradients, of the gradient of each.
 
@@ -89,7 +66,6 @@ def errors(
         generator: chooses the rows and the numbers.
         causal: as in `diff_attention`.
         mask: as in `diff_attention`, with four axes.
-        compiled: within torch.compile.
     """
     q, k = given.q, given.k
     (batch, heads, _, queries, _), (kv_heads, keys, device) = q.shape, (k.shape[1], k.shape[3], q.device)
@@ -106,7 +82,7 @@ def errors(
         below = (torch.arange(keys, device=device) <= (rows + keys - queries)[:, None])[None, None]
         allowed = below if allowed is None else below & allowed
 
-    out = choose_attend(compiled)(given, backend, causal=causal, mask=mask)
+    out = diff_attention(*given, causal=causal, mask=mask, backend=backend)
     chosen = some.of_heads(out)[:, :, rows]
     weight = torch.randn(chosen.shape, generator=generator).to(device, out.dtype)
     wanted = [t for t in given if t.requires_grad]
@@ -188,55 +164,6 @@ def _plain_errors(
         results.append((out, torch.autograd.grad(out, leaves, weight.to(dtype)) if grad else ()))
     (out, grads), (true, true_grads) = results
     return _largest(out, true), tuple(_largest(a, b) for a, b in zip(grads, true_grads, strict=True))
-
-
-def _packed_errors(backend: str, problem: Problem, generator: torch.Generator, *, compiled: bool) -> Iterator[Error]:
-    """Yield errors of packed sequences, each compared with the formula; limits are multiples of one rounding."""
-    given = Packed.random(problem, generator)
-    out = choose_attend(compiled)(given, backend, causal=problem.causal, longest=problem.queries)
-    weight = torch.randn(out.shape, generator=generator).to(out)
-    leaves = [t.detach().double().requires_grad_(problem.grad) for t in given[:4]]
-    parts = []
-    for start, end in itertools.pairwise(given.ends.tolist()):
-        q, k = (t[start:end].permute(1, 2, 0, 3)[None] for t in leaves[:2])
-        lam = leaves[3][start:end].transpose(0, 1) if leaves[3].dim() == 3 else leaves[3]
-        values = leaves[2][start:end].transpose(0, 1)[None]
-        parts.append(diff_attention(q, k, values, lam, causal=problem.causal, backend="eager")[0].transpose(0, 1))
-    true = torch.cat(parts)
-    few = 16 * max(rounding(problem.dtype, true), 2e-6)
-    yield Error("output", _largest(out, true), few)
-    if problem.grad:
-        grads = torch.autograd.grad(out, given[:4], weight)
-        true_grads = torch.autograd.grad(true, leaves, weight.double())
-        for name, got, want in zip(("q", "k", "v", "lambda"), grads, true_grads, strict=True):
-            terms = math.sqrt(want.numel()) if name == "lambda" and want.numel() == 1 else 1.0
-            yield Error(f"gradient of {name}", _largest(got, want), terms * 16 * rounding(problem.dtype, want))
-
-
-def _sizes(problem: Problem, generator: torch.Generator) -> Iterator[Problem]:
-    """Yield a problem, and one of an odd length in the same range with few samples and heads."""
-    group, kv_heads = problem.heads // problem.kv_heads, min(problem.kv_heads, 2)
-    few = problem._replace(batch=min(problem.batch, 2), kv_heads=kv_heads, heads=group * kv_heads)
-    yield few if problem.packed else problem
-    if problem.keys > 2:
-        low = problem.keys // 2
-        odd = low + int(torch.randint(0, problem.keys - low, (1,), generator=generator)) | 1
-        queries = 1 if problem.queries == 1 else odd
-        if problem.causal and not problem.packed and queries > 2:  # as behind a cache
-            queries -= queries // 3
-        yield few._replace(queries=queries, keys=odd)
-
-
-def _masks(problem: Problem, generator: torch.Generator) -> Iterator[Tensor | None]:
-    """Yield the masks to test: none, or one over keys and one over pairs with a row that sees nothing."""
-    if not problem.masked:
-        yield None
-        return
-    shape = (problem.batch, 1, problem.queries, problem.keys)
-    keys = torch.rand(problem.batch, 1, 1, problem.keys, generator=generator) > 1 / 3
-    pairs = torch.rand(shape, generator=generator) > 1 / 3
-    pairs[0, :, 0] = False
-    yield from (keys.to(problem.device), pairs.to(problem.device))
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
