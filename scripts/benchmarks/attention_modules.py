@@ -10,7 +10,6 @@ all parameters.
 import importlib.util
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from attention_ways import Shape, by_kernel, step, too_large
 from benchmark import Way
 from diffvision.nn import AttentionLayer, DiffAttention, DiffAttentionV2
-from diffvision.ops import attention_backend
-from diffvision.ops.attention import Problem, supported_backends
+from diffvision.ops.attention import Problem
+from diffvision.ops.attention.choice import rule
 
 WIDTH, PLAIN_HEADS, HEADS = 768, 12, 6
 
@@ -88,10 +87,8 @@ def module_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -
         ("V2", DiffAttentionV2(WIDTH, PLAIN_HEADS, qkv_bias=True)),
     ):
         run = step(*_layer_call(layer.to(device=device, dtype=dtype), x, shape.causal, backward))
-        reasons = supported_backends(problem_of(layer, x, shape.causal, backward))
-        ways.append(Way(f"ours, {variant}", "ours", run, kernel=next(iter(reasons))))
-        if not reasons["native"].startswith(("chosen", "cannot")):
-            ways.append(Way(f"native, {variant}", "ours", run, context=partial(attention_backend, "native")))
+        chosen, _ = rule(problem_of(layer, x, shape.causal, backward))
+        ways.append(Way(f"ours, {variant}", "ours", run, kernel=chosen))
     return ways
 
 

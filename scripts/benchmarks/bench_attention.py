@@ -206,8 +206,8 @@ def summary(results: dict[str, dict[str, Any]], mine: str, peers: set[str]) -> d
     return shown
 
 
-def ours_of(level: str) -> list[str]:
-    return ["auto", "native"] if level == "op" else ["ours, V1", "native, V1"]
+def ours_of(level: str) -> str:
+    return "auto" if level == "op" else "ours, V1"
 
 
 def cell(result: dict[str, Any] | None, value: str = "ratio") -> str:
@@ -236,7 +236,7 @@ def markdown(report: dict[str, Any]) -> str:
     for name in PASSES:
         shapes = [shape for shape in report["shapes"] if name in shape["passes"]]
         rows = [_row(shape, shape["passes"][name], columns, others, ours_of(report["level"])) for shape in shapes]
-        compared = [f"{mine} / {other}" for mine in ours_of(report["level"]) for other in others]
+        compared = [f"{ours_of(report['level'])} / {other}" for other in others]
         head = ["shape", "B x H x N x D", "plain, ms", *columns, *compared, "floor", "counts"]
         parts += [f"## {name.capitalize()}: ratio to plain attention", table(head, rows)]
     parts += [
@@ -249,19 +249,16 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join([*parts, *remarks(report, [(shape["name"], timed["ways"]) for shape, timed in passes])])
 
 
-def _row(
-    shape: dict[str, Any], timed: dict[str, Any], columns: list[str], others: list[str], ours: list[str]
-) -> list[str]:
+def _row(shape: dict[str, Any], timed: dict[str, Any], columns: list[str], others: list[str], mine: str) -> list[str]:
     results = timed["ways"]
     plain = results.get(timed["baseline"]) if timed["baseline"] else None
     ratios = [cell(fastest(results, group=group)) for group in columns]
     row = [shape["name"], shape["words"], cell(plain, "median_ms"), *ratios]
     peers = {result["group"] for result in results.values() if result["role"] == "peer"}
-    for mine in ours:
-        compared = summary(results, mine, peers)
-        for other in others:
-            value, name = compared.get(other, (None, ""))
-            row.append("–" if value is None else f"{value:.2f}{f' ({name})' if name else ''}")
+    compared = summary(results, mine, peers)
+    for other in others:
+        value, name = compared.get(other, (None, ""))
+        row.append("–" if value is None else f"{value:.2f}{f' ({name})' if name else ''}")
     return [*row, "–" if timed["floor"] is None else f"{timed['floor']:.2f}", f"{timed['counts']:.2f}"]
 
 
@@ -287,7 +284,7 @@ def picture(path: Any, report: dict[str, Any]) -> None:
         panels.append(Panel(name.capitalize(), ratios, floors))
     title = f"Differential attention, {report['level']} level, {report['dtype']}, {device_in_words(report)}"
     note = f"torch {report['versions']['torch']}; floor: the least matrix work at the measured matrix rate"
-    draw(path, title, panels, {"auto", "native", "ours, V1", "ours, V2", "native, V1", "native, V2"}, note)
+    draw(path, title, panels, {"auto", "ours, V1", "ours, V2"}, note)
 
 
 def chosen_shapes(args: Any) -> list[Shape]:

@@ -12,6 +12,7 @@ from diffvision.ops import (
     supported_backends,
 )
 from diffvision.ops.attention import BACKENDS, Problem, api
+from diffvision.ops.attention.choice import REMOVED
 
 # The backends that compute in float64 anywhere; tests/ops/test_battery.py runs over every one.
 NAMES = ["eager", "blocked", "sdpa"]
@@ -167,6 +168,15 @@ def test_auto_is_what_supported_backends_says():
     dropped = supported_backends(short._replace(queries=4096, keys=4096, dropout=0.1))
     assert next(iter(dropped)) == "sdpa"
     assert dropped["blocked"] == "cannot: it draws no dropout, got 0.1"
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_backend_of_an_earlier_version_is_refused_with_another(name):
+    q, k, v, lam = tensors()
+    with pytest.raises(ValueError, match=f"{name}.*{REMOVED[name]}"):
+        diff_attention(q, k, v, lam, backend=name)
+    with pytest.raises(ValueError, match=f"{name}.*{REMOVED[name]}"), attention_backend(name):
+        pass
 
 
 def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():

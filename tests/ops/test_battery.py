@@ -16,7 +16,6 @@ from torch.autograd import gradcheck
 
 from diffvision.ops import diff_attention, diff_attention_varlen
 from diffvision.ops.attention import BACKENDS
-from diffvision.ops.attention.native.build import reason_against
 from diffvision.ops.attention.problem import describe
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -32,7 +31,6 @@ INTERPRETED = 257  # tokens
 EVERY = [
     ("eager", "cpu", (FP32, FP16, BF16)),
     ("blocked", "cpu", (FP32, FP16, BF16)),
-    ("native", "cpu", (FP32, FP16, BF16)),
     ("sdpa", "cpu", (FP32, FP16, BF16)),
     ("triton", "cpu", (FP32, FP16)),
     ("eager", "cuda", (FP32, FP16, BF16)),
@@ -49,8 +47,6 @@ def _param(*values):
     marks = [pytest.mark.gpu] if device == "cuda" else []
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         marks = [pytest.mark.skip(reason="compiled on this machine: tested on its GPU")]
-    if backend == "native" and (reason := reason_against()):
-        marks = [pytest.mark.skip(reason=reason)]
     return pytest.param(*values, marks=marks, id="-".join(str(v).removeprefix("torch.") for v in values))
 
 

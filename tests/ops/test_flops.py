@@ -5,11 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.ops import diff_attention, diff_attention_varlen
-from diffvision.ops.attention.native.build import reason_against
 
 BACKENDS = [
     "blocked",
-    pytest.param("native", marks=pytest.mark.skipif(bool(reason_against()), reason="no C compiler")),
     pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine")),
 ]
 

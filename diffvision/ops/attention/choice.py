@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, flash, flex, native, reference, sdpa, single, triton, varlen
+from diffvision.ops.attention import blocked, flash, flex, reference, sdpa, single, triton, varlen
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
@@ -14,7 +14,6 @@ from diffvision.ops.attention.problem import Problem
 BACKENDS: dict[str, ModuleType] = {
     "eager": reference,
     "blocked": blocked,
-    "native": native,
     "sdpa": sdpa,
     "single": single,
     "flex": flex,
@@ -24,7 +23,9 @@ BACKENDS: dict[str, ModuleType] = {
 }
 
 # Operators registered with torch, which have no forward-mode derivative and do not say so.
-OPERATORS = ("blocked", "native", "triton")
+OPERATORS = ("blocked", "triton")
+
+REMOVED = {"native": "blocked"}  # backends of earlier versions, and what to name instead
 
 EAGER_MAX_KEYS_CPU = 80
 
@@ -142,5 +143,7 @@ def in_forward_mode() -> bool:
 
 
 def _check_name(name: str) -> None:
+    if name in REMOVED:
+        raise ValueError(f"backend {name!r} was removed: use {REMOVED[name]!r}, or 'auto'")
     if name not in BACKENDS and name != "auto":
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}, or 'auto'")
