@@ -14,15 +14,20 @@ import timm
 import torch
 
 import diffvision
+from diffvision.comparison.entries import read_entries
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.card import model_card
+from diffvision.export.command import export
 from diffvision.export.folders import save_folder
 from diffvision.inspection.inspecting import _lead
 from diffvision.models import language
 from diffvision.models.architecture import architecture
+from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_checkpoint, read_origin
-from diffvision.opening import best_checkpoint, labelled, open_model, run_in
+from diffvision.opening import best_checkpoint, labelled, open_model, open_ours, run_in
+from diffvision.opening.specs import as_text
 from diffvision.opening.texts import HuggingFaceTokenizer
+from diffvision.opening.vision_language import is_vlm
 
 NAME = "DiffCLIP-debug"
 
@@ -298,6 +303,74 @@ def test_a_name_wins_over_a_path_of_the_same_spelling(house, tmp_path, monkeypat
     assert open_model("./diff_vit_debug").weights == "./diff_vit_debug"
     assert open_model(Path("diff_vit_debug")).weights == "diff_vit_debug"
     assert open_model("vit_tiny_patch16_224.ckpt").name == NAME  # no tag of timm's is called ckpt
+
+
+@pytest.fixture(params=["file", "folder", "folder of a model", "run"])
+def obstacle(request, house, tmp_path, monkeypatch):
+    """Return a function that puts a path of a name into the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def put(name):
+        match request.param:
+            case "file":
+                Path(name).write_text("no weights")
+            case "folder":
+                Path(name).mkdir()
+            case "folder of a model":
+                Path(name).symlink_to(house / "vit")
+            case "run":
+                Path(name).symlink_to(house / "run")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "paths"),
+    [
+        ("diff_vit_debug", "digits", ["digits"]),
+        ("diff_vit_debug", "digits", ["diff_vit_debug", "diff_vit_debug.digits"]),
+        ("DiffCLIP-nano", "digits", ["digits"]),
+        ("DiffCLIP-nano", "digits", ["DiffCLIP-nano", "DiffCLIP-nano.digits"]),
+        ("diffv2-nano", "stdlib", ["stdlib"]),
+        ("diffv2-nano", "stdlib", ["diffv2-nano", "diffv2-nano.stdlib"]),
+    ],
+)
+def test_a_tag_is_no_path(name, tag, paths, obstacle, tmp_path):
+    for path in paths:
+        obstacle(path)
+    file = bundled(name)[tag]
+    expected = (open_model(file) if file.is_dir() else open_model(name, file)).module
+    for opened in (open_model(f"{name}.{tag}"), open_model(name, tag), open_ours(f"{name}.{tag}")):
+        assert same(opened.module, expected)
+        assert opened.name == name
+        assert opened.run is None
+    assert open_model(name).weights is None
+    assert read_entries([f"{name}.{tag}", f"./{name}.{tag}"])[0].model == f"{name}.{tag}"
+    assert not is_vlm(f"{name}.{tag}")
+    export(f"{name}.{tag}", str(tmp_path / "exported"))
+    assert same(open_model(tmp_path / "exported").module, expected)
+
+
+def test_a_path_beside_a_tag_of_its_spelling(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(5)
+    clip, vit = open_clip.create_model("DiffCLIP-nano"), timm.create_model("diff_vit_debug")
+    for name, model in (("DiffCLIP-nano", clip), ("diff_vit_debug", vit)):
+        torch.save(model.state_dict(), "digits")
+        for path in (Path("digits"), "./digits"):
+            opened = open_model(name, path)
+            assert same(opened.module, model)
+            assert opened.path == Path("digits")
+        assert not same(open_model(name, "digits").module, model)
+    assert as_text(Path("digits")) == "./digits"
+
+
+def test_int8_beside_a_folder_of_the_tag_s_name(tmp_path, monkeypatch):
+    pytest.importorskip("torchao")
+    monkeypatch.chdir(tmp_path)
+    Path("digits").mkdir()
+    export("DiffCLIP-nano.digits", "small.safetensors", to="int8")
+    assert open_model("small.safetensors").name == "DiffCLIP-nano"
 
 
 def test_labels(tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ def compare(
     from diffvision.evaluation.inference import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, split_names
     from diffvision.opening import open_model
+    from diffvision.opening.specs import as_text
     from diffvision.tables import show
 
     outputs = _outputs(output, ENDINGS)
@@ -75,7 +76,7 @@ def compare(
     features = None if cache is None else Cache(cache)
     reader = None if blind is None else Blind(open_model(blind, device=device), progress=bar, cache=features)
     comparison = compare_models(
-        [models] if isinstance(models, str) else [str(model) for model in models],
+        [models] if isinstance(models, str) else [as_text(model) for model in models],
         None if data is None else split_names(data),
         None if tasks is None else split_names(tasks),
         InferenceSettings(batch_size, num_workers, device, precision, bar, features, reader),

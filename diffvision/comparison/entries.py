@@ -14,6 +14,7 @@ from typing import Any
 from diffvision.models.architecture import flatten
 from diffvision.opening import best_checkpoint, labelled, run_in
 from diffvision.opening.runs import run_config, setting
+from diffvision.opening.specs import is_name
 from diffvision.opening.weights import run_of
 
 # Settings that do not change which model a run trains.
@@ -72,7 +73,7 @@ def read_entries(models: Sequence[str], fewest: int = 2) -> list[Entry]:
     if len(models) < fewest:
         raise ValueError(f"{len(models) or 'no'} model{'' if models else 's'} to compare: give two or more")
     entries = [_read(spec) for spec in models]
-    opened = [os.path.realpath(entry.model) for entry in entries]
+    opened = [entry.model if is_name(entry.model) else os.path.realpath(entry.model) for entry in entries]
     for number, entry in enumerate(entries):
         if opened[number] in opened[:number]:
             raise ValueError(f"{entry.spec} is given twice: a comparison takes each model once")
@@ -108,6 +109,8 @@ def _read(given: str) -> Entry:
     """Return the entry for a model, or for the best checkpoint of a run."""
     label, spec = labelled(given)
     given_label = label if spec != given else None
+    if is_name(spec):
+        return Entry(spec, spec, "as given", given_label, None, {})
     path = Path(spec)
     run = run_in(path)
     if run is None:

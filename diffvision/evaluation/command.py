@@ -116,15 +116,17 @@ def run(
         settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache, reader)
         for label, spec in specs:
             if isinstance(spec, Model):
-                opened, spec = spec.for_images(), spec.weights or spec.name
+                opened, spec = spec.for_images(), str(spec.path or spec.name)
+                weights = None if opened.path else opened.weights
             else:
+                weights = checkpoint
                 opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
             _warn_of_training(opened, planned, options.split)
             for folder, names in planned:
                 features = Features(opened.module, opened.transform, opened.tokenizer, settings)
                 results[label] |= means(measure(features, folder, names, options))
-            described[label] = _describe(opened, spec, checkpoint)
+            described[label] = _describe(opened, spec, weights)
         if rank_and_world()[0] == 0:
             report(results, described, output)
             if feature_cache is not None:
@@ -145,7 +147,7 @@ def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, 
     A file of weights is recorded as the checkpoint of its model's name.
     """
     name, weights = spec, checkpoint or ""
-    if checkpoint is None and model.weights is not None and os.path.isfile(model.weights):
+    if checkpoint is None and model.path is not None and model.path.is_file():
         name, weights = model.name, model.weights
     words = weights or ("untrained weights" if model.weights is None else "the model's weights")
     return name, weights, f"{name}, {words}{model.average_note}"

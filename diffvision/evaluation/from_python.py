@@ -67,8 +67,9 @@ def evaluate(
     from diffvision.evaluation.command import run
     from diffvision.evaluation.options import Options
     from diffvision.opening import Model
+    from diffvision.opening.specs import as_text
 
-    several = list(model) if isinstance(model, list | tuple) else [model]
+    several: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     for one in several:
         if not isinstance(one, str | Path | Model):
             raise TypeError(
@@ -81,17 +82,17 @@ def evaluate(
         raise ValueError(f"{opened[0].name} is open already: give {' and '.join(given)} to open_model")
     if opened and device is None:
         device = str(opened[0].device)
-    specs: list[Any] = [one if isinstance(one, Model) else _spec(one) for one in several]
+    specs: list[Any] = [one if isinstance(one, Model) else as_text(one) for one in several]
     return run(
         specs if isinstance(model, list | tuple) else specs[0],
         data=data,  # type: ignore[arg-type]
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=None if checkpoint is None else as_text(checkpoint),
         tasks=_texts(tasks),
         classnames=_texts(classnames),
         templates=_texts(templates),
         output=None if output is None else str(output),
         cache=None if cache is None else str(cache),
-        blind=blind if blind is None or isinstance(blind, Model) else _spec(blind),  # type: ignore[arg-type]
+        blind=blind if blind is None or isinstance(blind, Model) else as_text(blind),  # type: ignore[arg-type]
         batch_size=batch_size,
         num_workers=num_workers,
         device=device or "auto",
@@ -99,12 +100,6 @@ def evaluate(
         preprocess=None if preprocess is None else dict(preprocess),
         options=options or Options(),
     )
-
-
-def _spec(model: Any) -> str:
-    """Return what `open_model` takes; a Path is a path, even if a model has its name."""
-    is_bare = isinstance(model, Path) and len(model.parts) == 1
-    return f"./{model}" if is_bare else str(model)
 
 
 def _texts(given: str | Path | Sequence[str] | None) -> str | list[str] | None:

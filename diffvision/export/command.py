@@ -47,9 +47,10 @@ def export(
         check_installed(to)  # before PyTorch is imported and the model is loaded
     if tokenizer is not None and not Path(tokenizer).exists():
         raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
+    from diffvision.opening.specs import is_name
     from diffvision.opening.vision_language import find_trained
 
-    if (file := find_trained(model)) is not None:
+    if not is_name(model) and (file := find_trained(model)) is not None:
         return _export_vision_language(file, target, to)
     from diffvision.export.finite import open_finite
 

@@ -34,7 +34,7 @@ def write_int8(model: Model, destination: Path, options: Options) -> None:
 
 def _about(model: Model) -> dict[str, Any]:
     """Return what `open_model` reads in a file, as a training run records it. A folder's model goes by its path."""
-    about: dict[str, Any] = {} if Path(str(model.weights)).is_dir() else {"model": model.name}
+    about: dict[str, Any] = {} if model.path is not None and model.path.is_dir() else {"model": model.name}
     if model.host == "timm":
         return about | {"preprocess": model.preprocess, "model_args": model.config}
     return about | {"preprocess": {key: model.preprocess[key] for key in PREPROCESS if key in model.preprocess}}

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,14 @@ def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
         known: all names of that host.
     """
     return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")
+
+
+def is_tag(weights: str | Path, tags: Container[str]) -> bool:
+    """Return whether weights are one of a model's tags.
+
+    A tag wins over a file or folder of the same spelling; `./` before it, or a `Path`, makes it a path.
+    """
+    return isinstance(weights, str) and weights in tags
 
 
 def host_names() -> dict[str, list[str]]:

@@ -1,7 +1,6 @@
 """The configuration of a vision-language model, and its halves: image towers and causal language models."""
 
 import os
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import timm
@@ -19,7 +18,7 @@ from diffvision.models.files import FOLDER, read_json, tensors_only
 from diffvision.models.hub import HUGGING_FACE, local
 from diffvision.models.language.transformers import DiffTransformerForCausalLM
 from diffvision.models.language.transformers_decoder import DiffTransformerConfig, check_loaded, write_code
-from diffvision.models.names import unknown_model
+from diffvision.models.names import is_tag, unknown_model
 
 _FOLDERS = {"open_clip_config.json": "open_clip_model.safetensors", "config.json": "model.safetensors"}
 
@@ -125,16 +124,13 @@ def create_tower(name: str, args: dict[str, Any] | None = None, tag: str | None 
         ValueError: neither library has a model of this name, or that has no weights of this tag.
     """
     settings: dict[str, Any] = {"num_classes": 0, **(args or {})}
-    if is_timm := timm.is_model(name):
-        tags = timm.list_pretrained(f"{name}.*") if tag else []
-    else:
+    if not (is_timm := timm.is_model(name)):
         import open_clip  # takes seconds
 
         if name not in open_clip.list_models():
             names = [*timm.list_models(), *open_clip.list_models()]
             raise unknown_model(name, "neither timm nor OpenCLIP has a", names)
-        tags = open_clip.list_pretrained_tags_by_model(name)
-    if tag is not None and tag not in (tags := [each.removeprefix(f"{name}.") for each in tags]):
+    if tag is not None and tag not in (tags := _tags(name)):
         raise ValueError(
             f"tower_pretrained is {tag!r}, neither a path nor a tag of {name!r}: give a path, or a tag of "
             f"{', '.join(tags) or 'another model'}"
@@ -146,21 +142,29 @@ def create_tower(name: str, args: dict[str, Any] | None = None, tag: str | None 
     return getattr(made.visual, "trunk", made.visual)
 
 
+def _tags(name: str) -> list[str]:
+    """Return the tags of a tower's pretrained weights."""
+    if timm.is_model(name):
+        return [each.removeprefix(f"{name}.") for each in timm.list_pretrained(f"{name}.*")]
+    import open_clip
+
+    return open_clip.list_pretrained_tags_by_model(name)
+
+
 def load_tower(name: str, args: dict[str, Any] | None, source: str) -> tuple[Any, dict[str, Any]]:
     """Return a tower with weights, and mean, std and interpolation of its images where the weights record them.
 
     Args:
         name: of the tower.
         args: its arguments.
-        source: a file of weights, a folder of timm's or OpenCLIP's, or a tag of `name`; of the weights of a CLIP model
-            the image tower's are taken.
+        source: a file of weights, a folder of timm's or OpenCLIP's, or a tag of `name`, which wins over a path; of the
+            weights of a CLIP model the image tower's are taken.
 
     Raises:
         ValueError: there are no such weights, they are damaged, or not of this tower.
     """
-    path: Path = local(source)
     about: dict[str, Any] = {}
-    if not path.exists():
+    if is_tag(source, _tags(name)) or not (path := local(source)).exists():
         return create_tower(name, args, source), {}
     if path.is_dir():
         config = next((file for file in _FOLDERS if (path / file).is_file()), "config.json")

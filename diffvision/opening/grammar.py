@@ -58,7 +58,7 @@ def open_model(
             hf-hub:ID       OpenCLIP's or timm's model on the Hugging Face Hub;
             hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it;
                             or a folder of Motif-2.6B or Motif-2-12.7B.
-            A name wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.
+            A name or tag wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.
         checkpoint: for a name or a folder of images: a file of weights (.pt, .ckpt or .safetensors: OpenCLIP's, timm's
             or our training's), or a tag of pretrained weights that the host knows and downloads. Without it the weights
             of a name are new ones. Where averaged weights (EMA) are in the file, they are taken.
@@ -75,7 +75,7 @@ def open_model(
             checkpoints.
     """
     images.check_preprocess(preprocess or {})
-    if tokenizer is not None and (str(spec) in host_names()["language"] or not is_name(str(spec))):
+    if tokenizer is not None and (str(spec) in host_names()["language"] or not is_name(spec)):
         from diffvision.opening import texts  # imports the language models, as below
 
         texts.load_tokenizer(tokenizer)  # raises before a language model is loaded; names of others are refused below
@@ -105,7 +105,7 @@ def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
         FileNotFoundError, ValueError: as `open_model`, or a model of transformers' that ours cannot be.
     """
     text = str(spec)
-    if text.startswith(HUB):
+    if is_name(spec):
         return open_model(spec, checkpoint)
     folder = hub.local(text)
     if text.startswith(HUGGING_FACE):

@@ -17,6 +17,7 @@ from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
 from diffvision.models.files import FOLDER, tensors_only
 from diffvision.models.hub import HUB
+from diffvision.models.names import is_tag
 from diffvision.opening.model import Model
 from diffvision.opening.specs import SUFFIXES, timm_tags
 from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of
@@ -55,8 +56,8 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
 
     refuse_code(name)
     check_preprocess(preprocess, _OPEN_CLIP_CHOICES)
-    path = _file(checkpoint)
-    weights = _open_clip_weights(name, checkpoint, path)
+    path = _find_file(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
+    weights = _open_clip_weights(name, path)
     if weights is not None:
         preprocess = {**_recorded_preprocess(weights), **preprocess}
     # OpenCLIP does not know our layouts, and ignores a checkpoint that is passed with a folder.
@@ -66,7 +67,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     # SigLIP's bias is set by a run, not by its configuration.
     if state is not None and "logit_bias" in state:
         config["init_logit_bias"] = state["logit_bias"].item()
-    module, transform = _create_open_clip(name, checkpoint, preprocess, config, has_state=state is not None)
+    module, transform = _create_open_clip(name, path or checkpoint, preprocess, config, has_state=state is not None)
     if state is not None:
         _load_state(module, state, path)
     if weights is not None:
@@ -81,17 +82,12 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         preprocess=dict(cast(Any, module).visual.preprocess_cfg),
         weights=_origin_of(name, checkpoint),
         run=run_of(path),
+        path=path or _folder(name),
     )
 
 
-def _open_clip_weights(name: str, checkpoint: str | Path | None, path: Path | None) -> Checkpoint | None:
+def _open_clip_weights(name: str, path: Path | None) -> Checkpoint | None:
     """Return the content of a file of weights; None for a tag, and for arrays of big_vision, which OpenCLIP reads."""
-    import open_clip
-
-    if path is None and checkpoint is not None:
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        if str(checkpoint) not in tags:
-            raise no_such_weights(checkpoint, name, tags)
     if path is None or path.suffix in (".npz", ".npy"):
         return None
     weights = read_checkpoint(path)
@@ -105,6 +101,8 @@ def _create_open_clip(
     """Build the model and its transform; with `has_state` without weights, which are loaded later."""
     import open_clip
 
+    if isinstance(checkpoint, Path):
+        checkpoint = checkpoint.absolute()  # OpenCLIP takes a relative path for a tag of the same spelling
     bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
     quiet = without_warning_of_random_weights() if has_state else nullcontext()
     with tensors_only(name), harmless(), quiet:
@@ -148,7 +146,8 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
     import timm
 
     check_preprocess(preprocess, _TIMM_CHOICES)
-    path = _file(checkpoint)
+    tags = [] if name.startswith(FOLDER) else timm_tags(name)
+    path = _find_file(checkpoint, name, tags)
     weights = None if path is None else read_checkpoint(path)
     args, trained_with = {}, {}
     if weights is not None and path is not None:
@@ -164,7 +163,7 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
         check(weights.about, module, f"checkpoint {path}")
     preprocess.pop("resize_mode", None)
     kept = {**timm.data.resolve_model_data_config(module), **trained_with, **preprocess}
-    folder = Path(name.removeprefix(FOLDER)) if name.startswith(FOLDER) else None
+    folder = _folder(name)
     folder_args = {} if folder is None else folder_config(folder).get("model_args", {})
     return Model(
         name=module.pretrained_cfg["architecture"],
@@ -175,6 +174,7 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
         preprocess=kept,
         weights=_origin_of(name, checkpoint),
         run=run_of(path),
+        path=path or folder,
     )
 
 
@@ -183,8 +183,6 @@ def _create_timm(name: str, tag: str | Path | None, path: Path | None, args: dic
     import timm
 
     if tag is not None:
-        if str(tag) not in (tags := timm_tags(name)):
-            raise no_such_weights(tag, name, tags)
         try:
             return timm.create_model(f"{name}.{tag}", pretrained=True)
         except OSError as error:  # of the network or the cache; what is wrong with a file raises others
@@ -227,16 +225,21 @@ def check_preprocess(preprocess: Mapping[str, Any], choices: Mapping[str, Sequen
             raise ValueError(f"preprocess.{key} is {value!r}: choose one of {', '.join(known)}")
 
 
-def _file(checkpoint: str | Path | None) -> Path | None:
-    """Return the checkpoint as a file, None if it is a tag of pretrained weights."""
-    if checkpoint is None:
+def _find_file(checkpoint: str | Path | None, name: str, tags: list[str]) -> Path | None:
+    """Return the checkpoint of a model as a file, None if it is a tag of its pretrained weights."""
+    if checkpoint is None or is_tag(checkpoint, tags):
         return None
     path = Path(checkpoint)
     if path.is_file():
         return path
     if isinstance(checkpoint, Path) or path.suffix in SUFFIXES or path.exists():
         raise FileNotFoundError(f"no checkpoint file {str(checkpoint)!r}: give one that exists")
-    return None
+    raise no_such_weights(checkpoint, name, tags)
+
+
+def _folder(name: str) -> Path | None:
+    """Return the folder of a `local-dir:` name."""
+    return Path(name.removeprefix(FOLDER)) if name.startswith(FOLDER) else None
 
 
 def _origin_of(name: str, checkpoint: str | Path | None) -> str | None:

@@ -39,6 +39,7 @@ class Model:
         max_length: tokens that a language model reads; None where it does not say.
         weights: the file, folder, hub id or tag that the weights came from; None where they are new.
         run: the directory of the training run, with its config.yaml and metrics.csv, if the weights are a file of one.
+        path: the file or folder of the weights; None where they are a tag's, the Hub's or new.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Model:
     max_length: int | None = None
     weights: str | None = None
     run: Path | None = None
+    path: Path | None = None
 
     @property
     def is_language(self) -> bool:
@@ -65,8 +67,8 @@ class Model:
     @property
     def average_note(self) -> str:
         """A note to follow the model's name: ", averaged weights (EMA)", or an empty string."""
-        is_file = self.weights is not None and Path(self.weights).suffix in SUFFIXES and Path(self.weights).is_file()
-        return ", averaged weights (EMA)" if is_file and holds_average(str(self.weights)) else ""
+        is_file = self.path is not None and self.path.suffix in SUFFIXES and self.path.is_file()
+        return ", averaged weights (EMA)" if is_file and holds_average(str(self.path)) else ""
 
     def for_images(self) -> Model:
         """Return the model; raise a ValueError if it is a language model."""

@@ -51,8 +51,13 @@ def labelled(spec: str) -> tuple[str, str]:
     return (last.stem if last.suffix == ".ckpt" else last.name) or "model", spec
 
 
-def is_name(text: str) -> bool:
-    """Return whether a string is a name of OpenCLIP's, timm's (with or without a tag) or of our language models."""
+def is_name(text: str | Path) -> bool:
+    """Return whether a string is a name of OpenCLIP's, timm's (with or without a tag) or of our language models.
+
+    A name wins over a file or folder of the same spelling; `./` before it, or a `Path`, makes it a path.
+    """
+    if isinstance(text, Path):
+        return False
     known = host_names()
     if text.startswith(HUB) or text in known["open_clip"] or text in known["language"]:
         return True
@@ -65,6 +70,12 @@ def is_name(text: str) -> bool:
     import timm
 
     return timm.models.is_model_pretrained(text)
+
+
+def as_text(spec: str | Path) -> str:
+    """Return a model or checkpoint as text for `open_model`, where a Path stays one, even if a model has its name."""
+    is_bare = isinstance(spec, Path) and len(spec.parts) == 1
+    return f"./{spec}" if is_bare else str(spec)
 
 
 def unknown(text: str) -> Exception:

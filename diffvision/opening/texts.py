@@ -18,6 +18,7 @@ from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert import motif
 from diffvision.models.convert.state import few
 from diffvision.models.files import tensors_only
+from diffvision.models.names import is_tag
 from diffvision.opening.model import Model
 from diffvision.opening.specs import check_transformers
 from diffvision.opening.weights import check_name, folder_config, no_such_weights, run_of
@@ -29,12 +30,11 @@ def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
     """Open one of our language models by name, with the weights of a checkpoint or new ones."""
     if checkpoint is None:
         return _language_model(language.create(name), name)
-    path = Path(checkpoint)
-    if not path.exists() and not path.suffix and len(path.parts) == 1:
-        tags = bundled(name)
-        if str(checkpoint) not in tags:
-            raise no_such_weights(checkpoint, name, [*tags])
+    path, tags = Path(checkpoint), bundled(name)
+    if is_tag(checkpoint, tags):
         return open_language(tags[str(checkpoint)], name)
+    if not path.exists() and not path.suffix and len(path.parts) == 1:
+        raise no_such_weights(checkpoint, name, [*tags])
     model = open_language(path, read_origin(path).model if path.is_file() else None)
     check_name(model.name if model.name in language.model_names() else None, name, path)
     return model
@@ -60,6 +60,7 @@ def _language_model(module: language.LanguageModel, name: str | None, path: Path
         max_length=module.config.max_length,
         weights=None if path is None else str(path),
         run=run_of(path),
+        path=path,
     )
 
 
@@ -133,6 +134,7 @@ def open_transformers(path: str) -> Model:
         tokenizer=tokenizer,
         max_length=next((getattr(config, name) for name in _LENGTHS if getattr(config, name, None)), None),
         weights=path,
+        path=folder if folder.is_dir() else None,
     )
 
 

@@ -13,7 +13,7 @@ from diffvision.models.files import read_json
 from diffvision.models.hub import FOLDER, HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.opening.runs import best_checkpoint, run_in
-from diffvision.opening.specs import check_transformers
+from diffvision.opening.specs import check_transformers, is_name
 from diffvision.opening.texts import from_pretrained
 
 
@@ -69,6 +69,8 @@ def open_vlm(spec: str | Path) -> VLM:
 def is_vlm(spec: str | Path) -> bool:
     """Return whether a model is of our training, or a folder of transformers' whose configuration has a placeholder."""
     text = str(spec)
+    if is_name(spec):
+        return False
     file = (local(spec) if text.startswith(HUGGING_FACE) else Path(text.removeprefix(FOLDER))) / "config.json"
     if file.is_file():
         return not {"image_token_id", "image_token_index"}.isdisjoint(read_json(file))

@@ -51,6 +51,17 @@ def test_a_spec_a_path_and_an_open_model_are_the_same(data, opened, tmp_path, mo
     assert (record["dataset"], record["model"], record["pretrained"]) == ("colours", "CLIP-debug", "weights.pt")
 
 
+def test_weights_of_a_tag_are_recorded_beside_a_file_of_its_name(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("digits").write_text("no weights")
+    assert cli.main(["evaluate", "CLIP-nano.digits", f"--data={data}", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["model"], record["pretrained"]) == ("CLIP-nano.digits", "")
+    diffvision.evaluate(diffvision.open_model("CLIP-nano.digits"), data, output="out.json", num_workers=0)
+    (record,) = json.loads(Path("out.json").read_text())
+    assert (record["model"], record["pretrained"]) == ("CLIP-nano", "digits")
+
+
 def test_several_models_by_label(data, opened):
     torch.manual_seed(0)
     results = diffvision.evaluate([opened, "twin=CLIP-debug"], str(data), num_workers=0)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import open_clip
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -311,6 +312,14 @@ def test_weights_of_a_tower(tmp_path):
     for source, named in ((tmp_path / "clip.safetensors", "plain_vit_debug"), ("laion2b", "laion2b")):
         with pytest.raises(ValueError, match=named):
             create(tower_pretrained=str(source))
+
+
+def test_a_tag_of_a_tower_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").write_text("no weights")
+    weights = timm.create_model("diff_vit_debug", pretrained=True).blocks[0].mlp.fc1.weight
+    model = create("diff-vlm-debug", tower="diff_vit_debug", tower_pretrained="digits")
+    assert torch.equal(model.tower.blocks[0].mlp.fc1.weight, weights)
 
 
 def test_open_vlm(tokenizer, tmp_path):
