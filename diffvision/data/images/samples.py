@@ -4,7 +4,6 @@ The bytes of a member are decoded in `decode`; the samples come from `shards` or
 """
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
 from diffvision.mistakes import did_you_mean
+from diffvision.words import words
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -44,7 +44,6 @@ LABEL_NAMES = ("label", "labels", "class", "class_name", "category", "fine_label
 MAX_KIND = 60
 """Characters of a sample's kind, which is part of the names of metrics."""
 _LISTED = 6  # members, in a reason
-_NO_WORD = re.compile(r"[\W_]+")
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -254,9 +253,9 @@ class ImageText(_ImageKind):
 
 
 def digest(caption: str) -> int:
-    """Return a number that captions share which differ in case, punctuation and white space alone."""
-    words = " ".join(_NO_WORD.sub(" ", caption.lower()).split())
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
+    """Return a number that captions with the same `words` share."""
+    text = " ".join(words(caption)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 class ImageLabel(_ImageKind):

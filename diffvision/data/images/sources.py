@@ -39,6 +39,7 @@ from diffvision.data.images.tables import (
 )
 from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
+from diffvision.words import composed
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
@@ -255,7 +256,8 @@ def _read_split(path: Path, named: Mapping[str, str], name: str, columns: dict[s
 
 def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
     """Return the classes of all splits."""
-    return sorted({folder.name for name in available.values() for folder in _class_folders(path / name)})
+    folders = (folder for name in available.values() for folder in _class_folders(path / name))
+    return sorted({composed(folder.name) for folder in folders})
 
 
 def _find_index_table(path: Path) -> Path | None:
@@ -342,9 +344,9 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
     resolved = [folder.resolve() for folder in folders]
     if twice := [folder.name for folder in folders if resolved.count(folder.resolve()) > 1]:
         raise ValueError(f"{path} has the same folder as the classes {' and '.join(twice)}: remove the link")
-    classnames = tuple(folder.name for folder in folders)
+    classnames = tuple(sorted({composed(folder.name) for folder in folders}))
     number = {name: label for label, name in enumerate(classnames)}
-    labels = np.array([number[file.parts[0]] for file in files], dtype=np.int64)
+    labels = np.array([number[composed(file.parts[0])] for file in files], dtype=np.int64)
     names = [file.as_posix() for file in files]
     return ImageCollection(str(path), names, ImageFiles(path, names), labels=labels, classnames=classnames)
 

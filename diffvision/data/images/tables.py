@@ -16,6 +16,7 @@ import numpy as np
 from diffvision.data.images.decode import is_caption
 from diffvision.data.images.image_set import Captions
 from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
+from diffvision.words import composed
 
 COLUMNS = {
     "image": ("image", "filepath", "file_name", "filename", "file", "path", "img", "jpg", "png", "webp"),
@@ -48,7 +49,7 @@ def read_label(cell: Any, where: str) -> str:
         ValueError: it is missing, or neither a text nor a number.
     """
     value = cell.item() if isinstance(cell, np.generic) else cell
-    text = str(value).strip()
+    text = composed(str(value).strip())
     if not isinstance(value, str | int | float) or text.lower() in _MISSING:
         raise ValueError(f"{where} has no label, but {cell!r:.40}: write one, or take the row out")
     return text

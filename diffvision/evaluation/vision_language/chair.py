@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from diffvision.evaluation.samples import Metrics, PerSample, each
+from diffvision.words import words
 
 _PLURALS = {"child": "children", "person": "people", "mouse": "mice", "goose": "geese", "foot": "feet", "ox": "oxen"}
 _ENDINGS = (("man", "men"), ("y", "ies"), ("fe", "ves"), ("f", "ves"), ("", "s"), ("", "es"))
@@ -98,8 +98,8 @@ def chair(captions: Sequence[str], objects: Sequence[Collection[str]], names: Ob
 
 
 def _text(text: str) -> str:
-    """Return the lower-case words of a text, with spaces between them."""
-    return " ".join(re.findall(r"[^\W_]+", text.lower()))
+    """Return the words of a text, with spaces between them."""
+    return " ".join(words(text))
 
 
 def _plurals(name: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from diffvision.evaluation.samples import Metrics, by_kind
+from diffvision.words import words
 
 _ARTICLES = {"a", "an", "the"}
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -15,15 +16,15 @@ _DIGITS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUMB
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in lower case, without articles and punctuation, numbers up to ten as digits.
+    """Return an answer's `words` without articles, numbers up to ten as digits.
 
     The rules are those of VQA's evaluation (Antol et al. 2015, arXiv 1505.00468; `vqaEval.py`), except that apostrophes
-    are removed everywhere instead of being added to the contractions of a table, and that an answer "A" stays.
+    are removed everywhere instead of being added to the contractions of a table, that an answer "A" stays, and that
+    symbols and signs stay: "C++" is not "C", and "-5" is not "5".
     """
-    text = re.sub(r"(?<=\d),(?=\d)|['’]", "", answer.lower())
-    text = re.sub(r"\.(?!\d)", "", text)
-    words = re.sub(r"[^\w.]+", " ", text).split()
-    return " ".join(_DIGITS.get(word, word) for word in words if word not in _ARTICLES or len(words) == 1)
+    text = re.sub(r"(?<=\d),(?=\d)|['’]|\.(?!\d)", "", answer)
+    found = words(text)
+    return " ".join(_DIGITS.get(word, word) for word in found if word not in _ARTICLES or len(found) == 1)
 
 
 def vqa(answers: Sequence[str], labels: Sequence[Collection[str]], kinds: Sequence[str]) -> Metrics:

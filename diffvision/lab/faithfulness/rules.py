@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import string
 from typing import NamedTuple
 
 from diffvision.lab.faithfulness.rows import Row
+from diffvision.words import composed, fold, is_punctuation
 
 
 class Judgement(NamedTuple):
@@ -41,7 +41,7 @@ def grounded(row: Row, output: str) -> Judgement:
     It finds invented numbers and names, and nothing else: an output may have none (then it cannot say), or put right
     names into a wrong sentence. A capitalised word at a sentence's start is no name.
     """
-    text = _words(f"{row.document}\n{row.question or ''}")
+    text, output = _words(f"{row.document}\n{row.question or ''}"), composed(output)
     spans = [*(match[0] for match in _NUMBER.finditer(output)), *_names(output)]
     if not spans:
         return Judgement(None, "no number or name to look for")
@@ -52,15 +52,15 @@ def grounded(row: Row, output: str) -> Judgement:
 def normalised(text: str) -> str:
     """Return a text in lower case, without punctuation, articles and runs of spaces.
 
-    Source: SQuAD's evaluation (Rajpurkar et al. 2016).
+    Source: SQuAD's evaluation (Rajpurkar et al. 2016), except that symbols stay: "C++" is not "C".
     """
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    text = "".join(character for character in fold(text) if not is_punctuation(character))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _words(text: str) -> str:
     """Return words and numbers in lower case, each between spaces; 1,999 is 1999."""
-    return f" {' '.join(word.replace(',', '') for word in _WORD.findall(text.lower()))} "
+    return f" {' '.join(word.replace(',', '') for word in _WORD.findall(fold(text)))} "
 
 
 def _names(text: str) -> list[str]:

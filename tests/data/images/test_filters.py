@@ -67,6 +67,12 @@ def test_each_filter_is_counted(settings, captions, reasons, shards, detector, t
         assert f"{count} x {reason}, first" in summary
 
 
+def test_captions_that_differ_in_marks_emoji_or_symbols_are_not_repeated(tmp_path):
+    captions = ["लड़का", "लड़की", "🐶", "🐱", "C", "C++", "C#", "caf\u00e9", "cafe\u0301!"]
+    filtered = FilteredCaptions([(caption,) for caption in captions], None, 1, None)
+    assert filtered.repeated.tolist() == [False] * 8 + [True]
+
+
 def test_an_image_keeps_its_captions_if_one_passes(tmp_path):
     for n in range(3):
         (tmp_path / f"{n}.png").write_bytes(Corpus.png(n))

@@ -92,6 +92,21 @@ def test_splits_number_their_classes_alike(tmp_path):
         data.val_dataloader()
 
 
+def test_classes_of_composed_and_decomposed_names_are_one(tmp_path):
+    """macOS decomposes the names of folders, and a table may have both."""
+    for split, name in (("train", "caf\u00e9"), ("train", "tea"), ("val", "cafe\u0301"), ("val", "tea")):
+        (tmp_path / split / name).mkdir(parents=True)
+        write(tmp_path / split / name / "0.png", 0)
+    (tmp_path / "labels.csv").write_text(
+        "file,label\ntrain/tea/0.png,caf\u00e9\nval/tea/0.png,cafe\u0301\n", encoding="utf-8"
+    )
+    for split in ("train", "validation"):
+        images = find_images(tmp_path, split)
+        assert images.classnames == ("caf\u00e9", "tea")
+        assert images.labels.tolist() == [0, 1]
+    assert find_images(tmp_path, table=tmp_path / "labels.csv").classnames == ("caf\u00e9",)
+
+
 def test_evaluating_on_the_training_pictures_is_a_warning(tmp_path):
     for n in range(4):
         write(tmp_path / "pets" / ("cat", "dog")[n % 2] / f"{n}.png", n)

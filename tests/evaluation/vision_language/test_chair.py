@@ -45,6 +45,11 @@ def test_objects_are_found_under_any_name(caption, objects):
     assert COCO.find(caption) == objects
 
 
+def test_names_of_other_scripts_are_whole_words():
+    names = ObjectNames(["लड़का", "लड़की", "caf\u00e9", "💡, lamp"])
+    assert names.find("एक लड़की, cafe\u0301 💡") == ["लड़की", "caf\u00e9", "💡"]
+
+
 def test_names_are_read_from_a_file_in_chairs_format(tmp_path):
     (tmp_path / "synonyms.txt").write_text("person, girl, boy\ntraffic light, stop light\n")
     assert ObjectNames.read(tmp_path / "synonyms.txt").find("Girls at stop lights") == ["person", "traffic light"]

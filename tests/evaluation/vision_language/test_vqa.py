@@ -18,6 +18,10 @@ from diffvision.evaluation.vision_language.vqa import normalise, vqa
         ("It's on a table!", "its on table"),
         ("left/right", "left right"),
         ("A.", "a"),
+        ("C#", "c #"),
+        ("**C++**", "c + +"),
+        ("cafe\u0301", "caf\u00e9"),
+        ("लड़की।", "लड़की"),
         ("", ""),
     ],
 )

@@ -51,6 +51,8 @@ def test_a_comma_between_thousands_is_no_comma_between_numbers():
 
 def test_normalised():
     assert normalised("The  cat's, a Theatre") == "cats theatre"
+    assert len({normalised(text) for text in ("C", "C++", "C#", "लड़का", "लड़की")}) == 5
+    assert normalised("cafe\u0301") == normalised("Caf\u00e9.")
 
 
 @pytest.mark.parametrize(

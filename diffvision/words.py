@@ -1,0 +1,61 @@
+"""The words of a text, for comparing captions, answers and names."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SYMBOLS = "#%&@"  # that Unicode counts as punctuation
+_QUOTES = "`´"  # that Unicode counts as symbols
+_JOINERS = "\u200c\u200d"  # in words of some scripts, and in emoji
+_MINUS = re.compile(r"(?<![\w.])[-\N{MINUS SIGN}](?=\.?\d)")
+_NO_POINT = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")
+
+
+def words(text: str) -> list[str]:
+    """Return the words, numbers and symbols of a text.
+
+    Two texts have the same ones if they differ only in case, in composed or decomposed characters (NFC, NFD),
+    punctuation, white space and how emoji are presented. Combining marks, emoji and symbols count, as do "#", "%", "&",
+    "@", a number's sign and its decimal point: "C++" and "C#" are not "C".
+    """
+    text = _NO_POINT.sub(" ", _MINUS.sub("\N{MINUS SIGN}", fold(text)))
+    return text.translate(_SPACED).split()
+
+
+def composed(text: str) -> str:
+    """Return a text with composed characters (NFC); macOS decomposes those of file names."""
+    return unicodedata.normalize("NFC", text)
+
+
+def fold(text: str) -> str:
+    """Return a text without differences of case and of composed or decomposed characters."""
+    return composed(unicodedata.normalize("NFD", text).casefold())
+
+
+def is_punctuation(character: str) -> bool:
+    """Return whether a character separates words or quotes them, and means nothing else."""
+    kind, plain = unicodedata.category(character), unicodedata.normalize("NFKC", character)
+    return plain not in _SYMBOLS if kind[0] == "P" else plain in _QUOTES
+
+
+class _Spaced(dict[int, str]):
+    """What `str.translate` puts for a character, looked up once: a separator's space, and symbols as words."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = _spaced(chr(code))
+        return self[code]
+
+
+def _spaced(character: str) -> str:
+    kind, name = unicodedata.category(character), unicodedata.name(character, "")
+    if character in (".", *_JOINERS) or name.startswith("TAG "):  # of flags
+        return character
+    if character == "\N{ZERO WIDTH SPACE}" or kind[0] == "Z" or kind in ("Cc", "Cs") or is_punctuation(character):
+        return " "
+    if kind == "Cf" or name.startswith("VARIATION SELECTOR"):
+        return ""
+    return character if kind[0] in "LMN" else f" {character} "
+
+
+_SPACED = _Spaced()
