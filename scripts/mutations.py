@@ -69,7 +69,9 @@ def judge(package, change, copy):
         for path in files:
             if place := re.search(rf"^\s*{near}$", text := path.read_text(), re.MULTILINE):
                 path.write_text(text[: place.start(1)] + change["new"].strip() + text[place.end(1) :])
-                failed = failing(sorted(tests, key=lambda test: test.stem != f"test_{path.stem}"), copy)
+                run = sorted(tests, key=lambda test: test.stem != f"test_{path.stem}")
+                while (failed := failing(run, copy)) and not failing(failed, copy):
+                    run += [f"--deselect={failed[0]}"]  # it fails now and then
                 path.write_text(text)
                 assert not failed or not failing(failed, copy), f"{failed} fails without the change"
                 return str(failed[0]) if failed else "no"
