@@ -30,6 +30,21 @@ def user_cache(name: str) -> Path:
     return former if former.exists() and not path.exists() else path
 
 
+def decoded(data: bytes, name: str | Path) -> str:
+    """Return the text of a file, with or without the mark that some editors put before UTF-8.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+    if "\0" in text:  # UTF-16, whose letters are ASCII with zeros between them
+        raise ValueError(f"{name} is not UTF-8 (a zero at byte {data.index(0)}): save it as UTF-8")
+    return text
+
+
 def sha256(path: Path, progress: Callable[[], object] = lambda: None) -> str:
     """Return the sha256 of a file; `progress` is called with each MiB."""
     digest, block = hashlib.sha256(), bytearray(_BLOCK)

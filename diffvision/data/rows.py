@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from diffvision.files import decoded
+
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 """The endings of files that `read_rows` knows, in any case; a file with another is read as lines."""
 
@@ -46,11 +48,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
 def _text(path: Path, packed: bool) -> str:
     data = path.read_bytes()
     try:
-        return (gzip.decompress(data) if packed else data).decode("utf-8-sig")
+        data = gzip.decompress(data) if packed else data
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is a damaged .gz ({error}): get the file again") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): convert it; {', '.join(SUFFIXES)} are read") from None
+    try:
+        return decoded(data, path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {', '.join(SUFFIXES)} are read") from None
 
 
 def _whole(text: str) -> Any:

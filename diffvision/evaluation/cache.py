@@ -27,7 +27,7 @@ from diffvision import __version__
 from diffvision.evaluation.output import write_bytes
 
 Rows = dict[str, Tensor]
-FORMAT = 4
+FORMAT = 5
 SUFFIX = ".safetensors"
 DEFAULT_BYTES = 20 * 10**9
 _PLAIN = (bool, int, float, str, tuple)  # not None: some modules replace it with a value when they first run

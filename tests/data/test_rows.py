@@ -69,7 +69,7 @@ def test_parquet(tmp_path):
         ("a.jsonl", b'{"a": 1}\n{"a"', r"line 2 of .*a\.jsonl is not JSON"),
         ("a.json", b"[1", r"a\.json is not JSON"),
         ("a.jsonl", b"[" * 100_000, r"line 1 of .*a\.jsonl is not JSON"),
-        ("a.jsonl", b"\xff\xfe", r"a\.jsonl is not UTF-8 .*: convert it; \.jsonl, "),
+        ("a.jsonl", b"\xff\xfe", r"a\.jsonl is not UTF-8 .*; \.jsonl, "),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is a damaged \.gz .*: get the file again"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-9], r"a\.jsonl\.gz is a damaged \.gz"),
         ("a.parquet", b"no parquet", r"a\.parquet cannot be read .*: get the file again"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
 from diffvision.data.images.tables import check_path, read_captions
+from diffvision.files import decoded
 
 _TRIED = 100  # images that are looked for, to find their folder
 _KARPATHY = {"val": "validation", "restval": "train"}
@@ -28,8 +29,9 @@ def read_caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCo
     Raises:
         ValueError: it is neither COCO's nor Karpathy's.
     """
+    text = decoded(table.read_bytes(), table)
     try:
-        content = json.loads(table.read_text("utf-8"))
+        content = json.loads(text)
         if "annotations" in content:
             return {"": partial(_collection, root, table, "", _read_coco(content))}
         if not (splits := _read_karpathy(content)):
@@ -44,10 +46,11 @@ def read_caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCo
 
 def _read_coco(content: Any) -> dict[Any, Captions]:
     """Return {file name: captions} of `images`, and `annotations` with a caption of one of them each."""
-    captions: dict[Any, list[str]] = {image["id"]: [] for image in content["images"]}
+    names = {image["id"]: image["file_name"] for image in content["images"]}
+    captions: dict[Any, list[str]] = {name: [] for name in names.values()}
     for annotation in content["annotations"]:
-        captions[annotation["image_id"]].append(annotation["caption"])
-    return {image["file_name"]: read_captions(captions[image["id"]]) for image in content["images"]}
+        captions[names[annotation["image_id"]]].append(annotation["caption"])
+    return {name: read_captions(of_image) for name, of_image in captions.items()}
 
 
 def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
@@ -58,7 +61,9 @@ def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
         split = _KARPATHY.get(image["split"], image["split"])
         if not isinstance(split, str) or not split:
             raise ValueError(f"{name} is of the split {split!r}")
-        splits.setdefault(split, {})[name] = read_captions([sentence["raw"] for sentence in image["sentences"]])
+        captions = read_captions([sentence["raw"] for sentence in image["sentences"]])
+        of_split = splits.setdefault(split, {})
+        of_split[name] = of_split.get(name, ()) + captions
     return splits
 
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,19 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.images.image_set import ImageCollection, ImageFiles, Reader
-from diffvision.data.images.tables import check_path, number_labels, read_captions, read_label, resolve_columns
+from diffvision.data.images.tables import (
+    check_path,
+    number_labels,
+    read_caption_cell,
+    read_captions,
+    read_label,
+    resolve_columns,
+)
 from diffvision.data.shards.sample import BadSample
 from diffvision.files import user_cache
 
 TORCHVISION = "torchvision:"
+_REASON = 80  # characters of another library's message
 
 
 def _datasets() -> Any:
@@ -65,8 +75,40 @@ def read_parquet(
         root: the folder that paths in them are relative to.
         every: the files of all splits; names of classes are numbered with theirs.
     """
-    rows = _datasets().Dataset.from_parquet(list(map(str, files)), cache_dir=str(user_cache("datasets")))
+    load = _datasets().Dataset.from_parquet
+    try:
+        rows = load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
+    except Exception as error:  # those of `datasets` and pyarrow, which do not name the file
+        for file in files:
+            _read_whole(file)
+        raise ValueError(
+            f"{source}: its tables differ in their columns ({_first_sentence(error)}): give one of them"
+        ) from None
     return _read_dataset(source, rows, columns, root, every)
+
+
+@contextmanager
+def _name_damaged(file: Path) -> Iterator[None]:
+    """Raise what pyarrow raises as a ValueError that names the .parquet file."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{file} cannot be read ({_first_sentence(error)}): get the file again") from None
+
+
+def _read_whole(file: Path) -> None:
+    from pyarrow.parquet import ParquetFile
+
+    with _name_damaged(file), ParquetFile(file) as opened:
+        for _ in opened.iter_batches():
+            pass
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Return the first sentence of the cause of an error."""
+    return re.split(r"\. |\n", str(error.__cause__ or error) or type(error).__name__)[0][:_REASON]
 
 
 def _read_dataset(
@@ -86,9 +128,12 @@ def _read_dataset(
     image = resolved["image"]
     if isinstance(rows.features[image], datasets.Image):
         rows = rows.cast_column(image, datasets.Image(decode=False))  # the bytes as they are
+    paths, embedded = _split_cells(rows.data.column(image), f"{source}, column {image!r}")
     if root is not None:
-        _check_paths(source, rows.data.column(image), root)
-    captions = [read_captions(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
+        for number, (path, data) in enumerate(zip(paths, embedded, strict=True)):
+            if not data.is_valid:
+                check_path(root.resolve(), path, f"{source}, row {number}")
+    captions = [read_caption_cell(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
     if "label" in resolved:
@@ -102,7 +147,8 @@ def _read_dataset(
             texts = [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
             labels, classnames = number_labels(texts, _read_labels(every, resolved["label"]))
     names = [f"row {row}" for row in range(len(rows))]
-    return ImageCollection(source, names, _Rows(rows, image, root), captions, labels, classnames)
+    read = _Rows(rows, image, root, has_captions=captions is not None)
+    return ImageCollection(source, names, read, captions, labels, classnames)
 
 
 def _read_labels(files: Sequence[Path], column: str) -> list[str]:
@@ -111,35 +157,39 @@ def _read_labels(files: Sequence[Path], column: str) -> list[str]:
 
     labels = []
     for file in files:
-        if column in parquet.read_schema(file).names:
-            for cell in parquet.read_table(file, columns=[column])[column].unique().to_pylist():
-                with suppress(ValueError):  # a missing label is refused when its split is read
-                    labels.append(read_label(cell, str(file)))
+        with _name_damaged(file):
+            known = column in parquet.read_schema(file).names
+            cells = parquet.read_table(file, columns=[column])[column].unique().to_pylist() if known else []
+        for cell in cells:
+            with suppress(ValueError):  # a missing label is refused when its split is read
+                labels.append(read_label(cell, str(file)))
     return labels
 
 
-def _check_paths(source: str, column: Any, root: Path) -> None:
-    """Check that images which are not in the column itself are files inside of a folder."""
+def _split_cells(column: Any, where: str) -> tuple[Sequence[Any], Any]:
+    """Return the paths of a column of images, and their encoded bytes, null for an image that is a file.
+
+    Raises:
+        ValueError: a cell is not one image.
+    """
+    import pyarrow
     from pyarrow import compute, types
 
-    if types.is_struct(column.type):
-        embedded = compute.is_valid(compute.struct_field(column, "bytes")).to_pylist()
-        paths = compute.struct_field(column, "path").to_pylist()
-    elif types.is_string(column.type) or types.is_large_string(column.type):
-        paths, embedded = column.to_pylist(), [False] * len(column)
-    else:
-        return
-    resolved = root.resolve()
-    for row, path in enumerate(paths):
-        if not embedded[row]:
-            check_path(resolved, path, f"{source}, row {row}")
+    kind = column.type
+    if types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
+        return compute.struct_field(column, "path").to_pylist(), compute.struct_field(column, "bytes")
+    if types.is_string(kind) or types.is_large_string(kind):
+        return column.to_pylist(), pyarrow.nulls(len(column), pyarrow.binary())
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return [None] * len(column), column
+    raise ValueError(f"{where} must have one image per row, as bytes or as a path, got {str(kind)[:_REASON]}")
 
 
 class _Rows:
     """Images in a column of a `datasets.Dataset`: encoded bytes, or paths inside of a folder."""
 
-    def __init__(self, rows: Any, column: str, root: Path | None) -> None:
-        self.rows, self.column, self.root = rows, column, root
+    def __init__(self, rows: Any, column: str, root: Path | None, has_captions: bool) -> None:
+        self.rows, self.column, self.root, self.has_captions = rows, column, root, has_captions
 
     def __call__(self, row: int) -> bytes:
         cell = self.rows[row][self.column]
@@ -157,6 +207,19 @@ class _Rows:
 
     def identity(self) -> str:
         return f"{len(self.rows)} {self.rows.data.nbytes}"
+
+    def keys(self) -> Sequence[Hashable]:
+        """Return the paths of files, and digests of encoded images with captions.
+
+        Of those with labels alone each row is an image: a dataset may have the same picture twice.
+        """
+        keys: list[Hashable] = []
+        for row, (path, data) in enumerate(zip(*_split_cells(self.rows.data.column(self.column), ""), strict=True)):
+            if data.is_valid:
+                keys.append(hashlib.sha256(data.as_buffer()).digest() if self.has_captions else row)
+            else:
+                keys.append(os.path.normpath(path) if path else row)
+        return keys
 
 
 def _torchvision_class(location: str) -> Callable[..., Any]:
@@ -227,3 +290,6 @@ class _Encoded:
 
     def identity(self) -> str:
         return self.name
+
+    def keys(self) -> Sequence[Hashable]:
+        return range(len(self.rows))

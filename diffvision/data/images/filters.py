@@ -1,7 +1,7 @@
 """Which captions are packed, by length, repetition and language; and shards as images that can be packed again."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -90,6 +90,9 @@ class ShardImages(Sequence):
 
     def identity(self) -> str:
         return self.shards.content
+
+    def keys(self) -> Sequence[Hashable]:
+        return range(len(self))
 
     def _members(self, row: int) -> Members:
         number = int(np.searchsorted(self.ends, row, side="right"))

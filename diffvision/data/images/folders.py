@@ -17,6 +17,7 @@ files for classification may lie in their folder, too: with `classnames.txt` it 
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -36,8 +37,8 @@ from diffvision.data.images.sources import is_image_source, name_classes, open_s
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
-from diffvision.data.shards.sources import decoded
 from diffvision.data.shards.storage import ShardSet
+from diffvision.files import decoded
 
 TASKS = ("zero_shot", "retrieval", "composition", "pairs", "objects")
 KINDS = ("classification", *TASKS[1:])
@@ -155,13 +156,14 @@ class ImageEvaluationFolder(EvaluationFolder):
         if "test" not in available and "validation" in available:
             self._splits["test"] = self._splits.pop("validation")
         self.splits = sorted(self._splits)
-        self._images: dict[str, ImageCollection] = {}
-        images = self.images("test" if "test" in self._splits else self.splits[0])
+        first = "test" if "test" in self._splits else self.splits[0]
+        images = self._source.images(self._splits[first], classnames)
         kinds = {"zero_shot": images.labels, "retrieval": images.captions}
         self.task = task or next(kind for kind, values in kinds.items() if values is not None)
         if self.task not in kinds or kinds[self.task] is None:
             having = " and ".join(kind for kind, values in kinds.items() if values is not None)
             raise ValueError(f"{location} cannot be used for {self.task!r}, only for {having}: give another folder")
+        self._images = {first: self._by_image(images)}
         dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
         self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
         self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(self.path)).stem)
@@ -186,8 +188,14 @@ class ImageEvaluationFolder(EvaluationFolder):
         """
         self.check_split(split)
         if split not in self._images:
-            self._images[split] = self._source.images(self._splits[split], self._numbered)
+            self._images[split] = self._by_image(self._source.images(self._splits[split], self._numbered))
         return self._images[split]
+
+    def _by_image(self, images: ImageCollection) -> ImageCollection:
+        """Return images with what the task reads of them, each once."""
+        if self.task == "zero_shot":
+            return replace(images, captions=None).by_image()
+        return replace(images, labels=None, classnames=()).by_image()
 
 
 def find_folders(path: str | Path) -> list[EvaluationFolder]:

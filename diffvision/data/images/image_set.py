@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from diffvision.data.images.decode import MAX_IMAGE_BYTES
+from diffvision.data.images.decode import MAX_IMAGE_BYTES, clean_caption, is_blank
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
 
 _LISTED = 10  # classes, in a description
@@ -32,6 +32,10 @@ class Reader(Protocol):
 
     def identity(self) -> str:
         """Return what is known of the images without reading them, apart from the folder that holds them."""
+        ...
+
+    def keys(self) -> Sequence[Hashable]:
+        """Return one key per row; rows of the same image share it."""
         ...
 
 
@@ -62,6 +66,8 @@ class ImageCollection:
     def described(self) -> str:
         """The source, how many images it has, and which number each class has."""
         images = f"{self.source}: {len(self):,} images"
+        if (distinct := len(set(self.names))) < len(self):
+            images = f"{self.source}: {len(self):,} rows of {distinct:,} images"
         if not self.classnames:
             return images if self.labels is None else f"{images}, classes {self.labels.min()} to {self.labels.max()}"
         numbers = [f"{number} {name}" for number, name in enumerate(self.classnames[:_LISTED])]
@@ -80,6 +86,34 @@ class ImageCollection:
         for part in (self.names, self.captions, None if self.labels is None else self.labels.tolist(), self.classnames):
             digest.update(json.dumps(part).encode())
         return digest.hexdigest()[:16]
+
+    def by_image(self) -> ImageCollection:
+        """Return the collection with one row per image, which has the captions of all rows of that image.
+
+        A row without a usable caption stays on its own, and is counted when it is read.
+
+        Raises:
+            ValueError: rows of one image have different labels.
+        """
+        rows: dict[Hashable, list[int]] = {}
+        for row, key in enumerate(self.read.keys()):
+            is_usable = self.captions is None or _is_usable(self.captions[row])
+            rows.setdefault((key,) if is_usable else row, []).append(row)
+        if len(rows) == len(self):
+            return self
+        first = [of_image[0] for of_image in rows.values()]
+        captions, labels = self.captions, self.labels
+        if labels is not None:
+            for of_image in rows.values():
+                if other := next((row for row in of_image if labels[row] != labels[of_image[0]]), None):
+                    found = [self.classnames[labels[row]] if self.classnames else labels[row] for row in of_image]
+                    several = " and ".join(dict.fromkeys(map(str, found)))
+                    raise ValueError(f"{self.source}: {self.names[other]} must have one label, got {several}")
+            labels = labels[first]
+        if captions is not None:
+            captions = [tuple(caption for row in of_image for caption in captions[row]) for of_image in rows.values()]
+        names = [self.names[row] for row in first]
+        return replace(self, names=names, read=SelectedRows(self.read, first), captions=captions, labels=labels)
 
     def texts(self, row: int) -> dict[str, bytes]:
         """Return a sample's members besides its image: `txt` (a caption a line), `json` (several captions), `cls`."""
@@ -100,6 +134,31 @@ def _encode(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass")
+
+
+def _is_usable(captions: Captions) -> bool:
+    """Return whether evaluation can read captions, of which at least one must not be blank."""
+    try:
+        return bool([clean_caption(caption) for caption in captions if not is_blank(caption)])
+    except BadSample:
+        return False
+
+
+class SelectedRows:
+    """Some of the rows of a reader."""
+
+    def __init__(self, read: Reader, rows: Sequence[int]) -> None:
+        self.read, self.rows = read, rows
+
+    def __call__(self, row: int) -> bytes:
+        return self.read(self.rows[row])
+
+    def identity(self) -> str:
+        return self.read.identity()
+
+    def keys(self) -> Sequence[Hashable]:
+        keys = self.read.keys()
+        return [keys[row] for row in self.rows]
 
 
 class ImageFiles:
@@ -127,6 +186,10 @@ class ImageFiles:
                 size = -1
             digest.update(b"%d " % size)
         return digest.hexdigest()[:16]
+
+    def keys(self) -> Sequence[Hashable]:
+        """Return the normalised paths; a row without a path is an image of its own."""
+        return [os.path.normpath(name) if name else row for row, name in enumerate(self.names)]
 
 
 class ImageSet(SampleSource):

@@ -358,10 +358,8 @@ class ImageLabelData(_ImageData):
                         f"{source} has {count} classes, taken for the first of the model's {outputs}: if they are not, "
                         f"name the classes of {self.train} in a classnames.txt there"
                     )
-                if self._images is not None and (images.source, images.names) == (
-                    self._images.source,
-                    self._images.names,
-                ):
+                trained = self._images
+                if trained is not None and (images.source, {*images.names}) == (trained.source, {*trained.names}):
                     rank_zero_warn(
                         f"{source} is what the model is trained on, and what it is evaluated on: its accuracy says "
                         "nothing about other pictures; divide it into train/ and val/"

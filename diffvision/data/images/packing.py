@@ -126,6 +126,7 @@ def make_folder(
         images = ImageCollection(str(source), cast(Any, range(len(shards))), shards, shards)
     else:
         images = find_images(source, split, table=captions, columns=columns)
+        images = images if images.captions is None else images.by_image()
     if words is not None or max_repeats is not None or language is not None:
         if images.captions is None:
             raise ValueError(f"{images.source} has no captions: leave words, max_repeats and language out")

@@ -32,7 +32,7 @@ from diffvision.data.images.tables import (
     are_numbers,
     check_path,
     number_labels,
-    read_captions,
+    read_caption_cell,
     read_csv,
     read_json_lines,
     read_label,
@@ -393,7 +393,7 @@ def _read_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[
         for line, row in read_json_lines(table, columns) if suffixes == {".jsonl"} else read_csv(table, columns):
             images.append(check_path(resolved, row["image"], f"{table}, line {line}"))
             if "caption" in row:
-                captions.append(read_captions(row["caption"]))
+                captions.append(read_caption_cell(row["caption"]))
             if "label" in row:
                 labels.append(read_label(row["label"], f"{table}, line {line}"))
     if not images:

@@ -3,17 +3,18 @@
 `sources` reads the folders of images.
 """
 
+import ast
 import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
-from diffvision.data.images.decode import is_caption
+from diffvision.data.images.decode import is_blank, is_caption
 from diffvision.data.images.image_set import Captions
 from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
 from diffvision.words import composed
@@ -24,9 +25,16 @@ COLUMNS = {
     "label": LABEL_NAMES,
 }
 """The usual names of the columns of tables and datasets."""
-_MISSING = ("", "nan", "null", "<na>")  # as JSON and pandas write a missing value
+_MISSING = ("nan", "null", "none", "na", "<na>", "n/a", "#n/a", "[]")  # as JSON, Python, pandas, R and Excel write it
+_QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_ITEM = rf"(?:{_QUOTED}|None|nan|null)"
+_LIST = re.compile(
+    rf"\[\s*{_ITEM}(?:(?:\s*,\s*|\s+){_ITEM})*\s*,?\s*\]|\(\s*{_ITEM}\s*,(?:\s*{_ITEM}\s*,?)*\s*\)", re.DOTALL
+)
+"""A list of texts as JSON, Python (a tuple too) or NumPy, which has no commas, print it."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
 _MAX_LABEL = 10**16
+_LISTED, _NAME = 8, 40  # columns in a message, and characters of their names
 _DELIMITERS = (",", "\t", "|")
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
@@ -42,6 +50,37 @@ def read_captions(cell: Any) -> Captions:
     return (captions,) if isinstance(captions, str) else tuple(captions)
 
 
+def read_caption_cell(cell: Any) -> Captions:
+    """Return the captions in a cell of a table, each on one line; none where it is missing.
+
+    A text may be a list of captions as JSON, Python or NumPy write it.
+    """
+    if isinstance(cell, str):
+        if is_missing(cell):
+            return ()
+        cell = _parse_list(cell.strip()) or cell
+    # What reads the lines of a text takes each for a caption.
+    return tuple(" ".join(one.split()) if len(one.splitlines()) > 1 else one for one in read_captions(cell))
+
+
+def _parse_list(text: str) -> list[Any] | None:
+    """Return a list that was written as a text, such as `["a dog", "a cat"]`; None if it is not a list of texts."""
+    if _LIST.fullmatch(text) is None:
+        return None
+    with suppress(ValueError):
+        return json.loads(text, strict=False)
+    items = re.findall(_ITEM, text, re.DOTALL)
+    try:
+        return [ast.literal_eval(item) if item[0] in "'\"" else None for item in items]
+    except (ValueError, SyntaxError):  # an escape that Python does not know
+        return None
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a text is a missing value, as other programs write it."""
+    return text.strip().lower() in _MISSING
+
+
 def read_label(cell: Any, where: str) -> str:
     """Return a label as text.
 
@@ -50,8 +89,9 @@ def read_label(cell: Any, where: str) -> str:
     """
     value = cell.item() if isinstance(cell, np.generic) else cell
     text = composed(str(value).strip())
-    if not isinstance(value, str | int | float) or text.lower() in _MISSING:
-        raise ValueError(f"{where} has no label, but {cell!r:.40}: write one, or take the row out")
+    if not isinstance(value, str | int | float) or is_blank(text) or is_missing(text) or _parse_list(text):
+        rename = "" if is_blank(text) else ", or rename the class if it is one"
+        raise ValueError(f"{where} has no label, but {cell!r:.40}: write one, take the row out{rename}")
     return text
 
 
@@ -97,7 +137,7 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
         if what in given:
             matches = [name for name in header if name == given[what]]
             if not matches:
-                raise ValueError(f"{table} has columns {list(header)}: rename one to {given[what]!r} ({what})")
+                raise ValueError(f"{table} has columns {_list_names(header)}: rename one to {given[what]!r} ({what})")
         else:
             called = ([name for name in header if name.strip().lower() == usual] for usual in known)
             matches = next(filter(None, called), [])
@@ -110,14 +150,20 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
     if "image" not in resolved:
         usual = " or ".join(COLUMNS["image"][:2])
         raise ValueError(
-            f"{table} has columns {list(header)}: none of them is called {usual}; name it with columns, or "
+            f"{table} has columns {_list_names(header)}: none of them is called {usual}; name it with columns, or "
             "write a first line that names the columns"
         )
     if len(resolved) == 1:
         raise ValueError(
-            f"{table} has columns {list(header)}: none of them is called caption or label; name one with columns"
+            f"{table} has columns {_list_names(header)}: none of them is called caption or label; name one with columns"
         )
     return resolved
+
+
+def _list_names(header: Sequence[str]) -> list[str]:
+    """Return the first names of columns, each cut."""
+    more = ["..."] if len(header) > _LISTED else []
+    return [*(name[:_NAME] for name in header[:_LISTED]), *more]
 
 
 def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -130,7 +176,7 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
     line = 0
     try:
-        with open(table, newline="", encoding="utf-8-sig") as file:
+        with _open_text(table) as file:
             if tabs:
                 reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
             else:
@@ -149,6 +195,17 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     except csv.Error as error:
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
         raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
+
+
+@contextmanager
+def _open_text(table: Path) -> Iterator[TextIO]:
+    """Open a table, and raise a ValueError with the first line that is not UTF-8."""
+    try:
+        with open(table, newline="", encoding="utf-8-sig") as file:
+            if "\0" in file.readline():  # UTF-16, whose letters are ASCII with zeros between them
+                raise ValueError(f"{table}, line 1, is not UTF-8: save the file as UTF-8")
+            file.seek(0)
+            yield file
     except UnicodeDecodeError:
         raise ValueError(
             f"{table}, line {_find_undecodable_line(table)}, is not UTF-8: save the file as UTF-8"
@@ -169,23 +226,18 @@ def _delimiter(table: Path, columns: dict[str, str]) -> str:
 def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, row) of a file with a JSON object in each line."""
     resolved: dict[str, str] | None = None
-    try:
-        with open(table, encoding="utf-8-sig") as file:
-            for line, text in enumerate(file, start=1):
-                if not text.strip():
-                    continue
-                try:
-                    row = json.loads(text, object_pairs_hook=_check_object)
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
-                resolved = resolved or resolve_columns(list(row), columns, table)
-                yield line, {what: row.get(name, "") for what, name in resolved.items()}
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{table}, line {_find_undecodable_line(table)}, is not UTF-8: save the file as UTF-8"
-        ) from None
+    with _open_text(table) as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text, object_pairs_hook=_check_object)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
+            resolved = resolved or resolve_columns(list(row), columns, table)
+            yield line, {what: row.get(name, "") for what, name in resolved.items()}
 
 
 def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,6 +264,8 @@ def check_path(root: Path, image: Any, where: str) -> str:
     A table, which may come from others, cannot put other files of this machine into a dataset. A row without an image
     has an empty path, and is counted when it is read.
     """
+    if isinstance(image, list | dict) or (isinstance(image, str) and _parse_list(image)):
+        raise ValueError(f"{where}: the image must be one path, got {image!r:.40}: write a row for each image")
     image = "" if image is None else image
     try:
         inside = (root / image).resolve().is_relative_to(root)
@@ -219,7 +273,7 @@ def check_path(root: Path, image: Any, where: str) -> str:
         inside = False
     if not inside:
         raise ValueError(
-            f"{where}: {image!r} is not a path inside {root}: correct the row, copy what is linked, or choose another "
-            "source"
+            f"{where}: {image!r:.80} is not a path inside {root}: correct the row, copy what is linked, or "
+            "choose another source"
         )
     return image

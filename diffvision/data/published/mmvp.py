@@ -15,7 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 from diffvision.data.published.cases import Case, Folder, Images, file_in, folder_of, pair, write_folders
-from diffvision.data.shards.sources import decoded
+from diffvision.files import decoded
 
 PATTERNS = {
     "Orientation": "Orientation and Direction",

@@ -15,6 +15,7 @@ from typing import Any
 
 from diffvision.data.shards import remote
 from diffvision.data.splits import by_split, splits_in
+from diffvision.files import decoded
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "diffvision-shards-1"
@@ -324,15 +325,3 @@ def read_small_file(directory: str | Path, name: str) -> str | None:
     else:
         data = remote.read(f"{directory}/{name}")
     return None if data is None else decoded(data, f"{directory}/{name}")
-
-
-def decoded(data: bytes, name: str | Path) -> str:
-    """Return the text of a file, with or without the mark that some editors put before UTF-8.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None

@@ -122,7 +122,7 @@ def json_lines(path: Path, fields: Mapping[str, tuple[type, ...]], problem: str)
             values = [record[name] for name in fields]
             if strange := [value for value, kinds in zip(values, fields.values(), strict=True)
                            if not isinstance(value, kinds)]:  # fmt: skip
-                raise TypeError(f"{strange[0]!r} is not text: give a text file")
+                raise TypeError(f"{strange[0]!r:.40} is not text: give a text file")
             texts = tuple(map(str, values))
             for text in texts:
                 check_text(text)

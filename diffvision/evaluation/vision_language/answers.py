@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffvision.data.images.decode import decode_image
+from diffvision.data.rows import read_rows
 from diffvision.data.shards.sample import BadSample
 from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.language.scoring import Progress, unseen
@@ -142,13 +143,12 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
     if path.is_dir():
         path = path / f"{questions.name}.jsonl"
     rows: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_bytes().strip().split(b"\n"), start=1):
+    for number, row in read_rows(path):
         try:
-            row = json.loads(line)
             id, text = str(row["question_id"]), row["text"] if "text" in row else row["answer"]
             if text is None or rows.setdefault(id, row := {**row, "text": text}) != row:
-                raise ValueError(f"{text!r} for {id}, which has {rows.get(id, {}).get('text')!r}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ValueError(f"{text!r:.40} for {id}, which has {rows.get(id, {}).get('text')!r:.40}")
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no answer ({error!r}): write question_id, and text"
             ) from error

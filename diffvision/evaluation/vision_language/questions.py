@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from diffvision.data.rows import read_rows
 from diffvision.evaluation.records import fingerprint
 
 
@@ -100,11 +100,8 @@ def _has_questions(path: Path) -> bool:
 def _read_set(path: Path, images: Path) -> QuestionSet:
     rows: dict[str, dict[str, Any]] = {}
     labels: set[str] = set()
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, row in read_rows(path):
         try:
-            row = json.loads(line)
             id, known = (
                 str(row["question_id"]),
                 row["objects"] if "objects" in row else [*map(str, as_list(row["label"]))],
@@ -114,7 +111,7 @@ def _read_set(path: Path, images: Path) -> QuestionSet:
             if not isinstance(known, list) or ("objects" not in row and (not known or row["label"] is None)):
                 raise TypeError("a label, or a list of objects")
             labels |= {"objects"} if "objects" in row else {one.lower() for one in known}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no question ({error!r}): write question_id, image, text, label or objects"
             ) from error

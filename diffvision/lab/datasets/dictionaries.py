@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffvision.data.shards.sources import decoded
+from diffvision.files import decoded
 
 __all__ = ["dictd_entries", "wordnet_entries"]
 

@@ -7,8 +7,8 @@ whose caption an earlier one has and those that come as SVG.
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffvision.data.shards.sources import decoded
 from diffvision.data.shards.writer import write_about
+from diffvision.files import decoded
 from diffvision.lab.datasets.cutouts import BACKGROUND, SIZE, paste, refuse_written, unpacked, write_retrieval
 from diffvision.progress import track
 

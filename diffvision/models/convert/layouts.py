@@ -116,7 +116,7 @@ def weight_files(folder: Path) -> list[Path]:
             {folder / Path(name).name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is damaged, or no index of shards: {error!r}") from error
+        raise ValueError(f"{index} is damaged, or no index of shards: {error!s:.100}") from error
     if missing := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(
             f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(files)} shards): download them again"

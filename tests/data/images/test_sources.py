@@ -16,6 +16,8 @@ from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMembe
 from diffvision.data.images.sources import find_images, is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
+from diffvision.data.shards.report import Limits
+from diffvision.data.shards.storage import ShardSet
 
 KINDS = ("cat", "dog", "red_fox")
 
@@ -516,6 +518,88 @@ def test_retrieval_of_captions(captioned, tmp_path):
     assert EvaluationFolder(tmp_path / "made").task == "retrieval"
     with pytest.raises(ValueError, match="cannot be used for 'zero_shot'"):
         ImageEvaluationFolder(captioned, task="zero_shot")
+
+
+def write_rows(folder, rows, ending):
+    """A table of a format, or what `datasets` saved with the images in it."""
+    if ending in ("parquet", "embedded", "saved"):
+        datasets = pytest.importorskip("datasets")
+        if ending != "parquet":
+            embedded = {row["file"]: (folder / row["file"]).read_bytes() for row in rows}
+            rows = [row | {"file": {"bytes": embedded[row["file"]], "path": "image.png"}} for row in rows]
+        saved = datasets.Dataset.from_list(rows)
+        if ending == "saved":
+            saved.cast_column("file", datasets.Image()).save_to_disk(folder / "saved")
+            return folder / "saved"
+        saved.to_parquet(str(folder / "t.parquet"))
+        return folder / "t.parquet"
+    table = folder / f"t.{ending}"
+    if ending == "jsonl":
+        table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        separator = {"csv": ",", "tsv": "\t"}[ending]
+        table.write_text("\n".join(separator.join(row) for row in [list(rows[0]), *(row.values() for row in rows)]))
+    return table
+
+
+def captions_evaluated(folder):
+    batches = [
+        (number(image), one)
+        for b in folder.batches(to_float)
+        for image, one in zip(b["image"], b["captions"], strict=True)
+    ]
+    return dict(batches), len(batches)
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet", "embedded", "saved"])
+def test_rows_of_an_image_are_one_image(captioned, tmp_path, ending):
+    rows = [{"file": f"{n}.png", "caption": f"{word} {n}"} for word in ("one", "two", "three") for n in range(4)]
+    if ending not in ("embedded", "saved"):
+        rows[4]["file"] = "./0.png"
+    source = write_rows(captioned, rows, ending)
+    expected = {n: [f"one {n}", f"two {n}", f"three {n}"] for n in range(4)}
+    assert captions_evaluated(find_folders(source)[0]) == (expected, 4)
+    assert len(find_images(source)) == 12  # training takes a row at a time
+    make("evaluation", str(tmp_path / "made"), source=str(source), num_workers=1)
+    assert captions_evaluated(EvaluationFolder(tmp_path / "made")) == (expected, 4)
+    make("folder", str(tmp_path / "shards"), source=str(source), num_workers=1)
+    shards = ShardSet(tmp_path / "shards")
+    packed = [shards.members((0, row)) for row in range(int(shards.counts.sum()))]
+    assert [CaptionMember("json:caption").read(members) for members in packed] == list(expected.values())
+
+
+def test_an_image_that_coco_has_twice_is_one_image(captioned):
+    images = [{"id": n, "file_name": f"{n % 2}.png"} for n in range(4)]
+    annotations = [{"image_id": n, "caption": f"caption {n}"} for n in range(4)]
+    (captioned / "c.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    both = {0: ["caption 0", "caption 2"], 1: ["caption 1", "caption 3"]}
+    assert captions_evaluated(find_folders(captioned / "c.json")[0]) == (both, 2)
+    images = [{"filename": f"{n % 2}.png", "split": "test", "sentences": [{"raw": f"caption {n}"}]} for n in range(4)]
+    (captioned / "c.json").write_text(json.dumps({"images": images}))
+    assert captions_evaluated(find_folders(captioned / "c.json")[0]) == (both, 2)
+
+
+def test_a_row_without_a_caption_is_counted_and_its_image_keeps_the_others(captioned):
+    (captioned / "t.csv").write_text("file,caption\n0.png,one\n0.png,\n0.png,two\n1.png,three\n,four\n,five\n")
+    batches = find_folders(captioned / "t.csv")[0].batches(to_float, limits=Limits(1.0))
+    assert [batch["captions"] for batch in batches] == [[["one", "two"], ["three"]]]
+    assert batches.report.skipped == {"empty caption": 1, "missing image": 2}
+
+
+def test_an_image_has_one_label_however_many_rows(captioned):
+    rows = [{"file": f"{n}.png", "caption": f"{word} {n}", "label": KINDS[n]} for n in range(3) for word in "ab"]
+    folder = ImageEvaluationFolder(write_rows(captioned, rows, "csv"))
+    assert (folder.task, read_in_order(folder, "test")) == ("zero_shot", [(0, 0), (1, 1), (2, 2)])
+    data = ImageLabelData("none", 4, str(captioned / "t.csv"), num_workers=0, num_classes=3)
+    assert [label for batch in data.val_dataloader() for label in batch["label"].tolist()] == [0, 1, 2]
+    rows[1]["label"] = "dog"
+    with pytest.raises(ValueError, match=r"t\.csv: 0\.png .* cat and dog"):
+        ImageEvaluationFolder(write_rows(captioned, rows, "csv"))
+    assert captions_evaluated(ImageEvaluationFolder(captioned / "t.csv", task="retrieval"))[1] == 3
+    # A dataset of classes may have the same picture twice: each is counted.
+    (captioned / "1.png").write_bytes((captioned / "0.png").read_bytes())
+    rows = [{"file": row["file"], "label": row["label"]} for row in rows[::2]]
+    assert len(read_in_order(ImageEvaluationFolder(write_rows(captioned, rows, "embedded")), "test")) == 3
 
 
 def test_packed_for_training_classes_are_mixed(tree, tmp_path):

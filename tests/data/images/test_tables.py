@@ -40,6 +40,36 @@ def test_a_caption_that_is_no_text_is_counted(table, cell):
         CaptionMember(images.caption_key).one(ImageSet(images).members((0, 1)))
 
 
+@pytest.mark.parametrize(
+    ("cell", "captions"),
+    [
+        ('["a dog", "a \\"big\\" cat"]', ("a dog", 'a "big" cat')),
+        ('["a dog"]', ("a dog",)),
+        ("['a dog', \"a cat's tail\"]", ("a dog", "a cat's tail")),
+        ("['a dog' 'a cat']", ("a dog", "a cat")),
+        ("('a dog', 'a cat')", ("a dog", "a cat")),
+        ('["a dog", null]', ()),
+        ("[]", ()),
+        ("nan", ()),
+        ("NULL", ()),
+        ("None", ()),
+        ("N/A", ()),
+        ("[a dog]", ("[a dog]",)),
+        ('"a dog"', ('"a dog"',)),
+        ("('a dog')", ("('a dog')",)),
+        ('["Up" by Pixar]', ('["Up" by Pixar]',)),
+        ("[2019]", ("[2019]",)),
+        ("none of them", ("none of them",)),
+        ("a dog\nand a cat", ("a dog and a cat",)),
+    ],
+)
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_caption_that_is_a_list_or_missing_as_text(table, ending, cell, captions):
+    quoted = cell.replace('"', '""')
+    rows = [{"file": "1.png", "caption": f'"{quoted}"' if ending == "csv" else cell}]
+    assert find_images(table(rows, ending)).captions == [captions]
+
+
 def test_captions_of_coco_that_are_no_text_are_counted(tmp_path):
     (tmp_path / "1.png").touch()
     content = {"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "caption": None}]}
@@ -48,7 +78,11 @@ def test_captions_of_coco_that_are_no_text_are_counted(tmp_path):
         CaptionMember().one(ImageSet(find_images(tmp_path / "c.json")).members((0, 0)))
 
 
-@pytest.mark.parametrize("cell", [None, float("nan"), "", " ", "null", ["cat"], {"a": 1}], ids=repr)
+@pytest.mark.parametrize(
+    "cell",
+    [None, float("nan"), "", " ", "\u200b", "null", "None", "NaN", "N/A", "[]", '["cat", "dog"]', ["cat"], {"a": 1}],
+    ids=repr,
+)
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_missing_label_is_refused(table, cell, ending):
     if ending == "parquet" and isinstance(cell, float | list | dict):
@@ -135,3 +169,48 @@ def test_an_image_that_is_no_path(table):
 def test_a_list_of_urls_is_refused_with_the_remedy(table, header):
     with pytest.raises(ValueError, match="img2dataset"):
         find_images(table(f"{header}\nhttp://a.b/2.jpg\ta dog\n", "tsv"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json"])
+def test_a_table_in_utf_16_is_named_and_not_printed(table, encoding, ending):
+    path = table("", "csv").with_suffix(f".{ending}")
+    lines = {"json": '{"images": []}', "jsonl": '{"file": "1.png", "caption": "a dog"}\n'}
+    path.write_bytes(lines.get(ending, "file,caption\n1.png,a dog\n").replace("a dog", "a dog" * 99).encode(encoding))
+    with pytest.raises(ValueError, match=f"{ending}.* is not UTF-8") as error:
+        find_images(path)
+    assert len(str(error.value)) < len(str(path)) + 80
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "columns"])
+def test_a_parquet_that_cannot_be_read_is_named(table, damage):
+    rows = [{"file": "1.png", "caption": "a"}] * 50
+    other = table(rows, "parquet").rename(table("").with_name("a.parquet"))
+    path = table([{"path": "1.png", "label": 1}] if damage == "columns" else rows, "parquet")
+    if damage != "columns":
+        path.write_bytes(b"PAR1 garbage" if damage == "garbage" else path.read_bytes()[:-100])
+    (path.parent / "t.csv").unlink()
+    with pytest.raises(ValueError, match=str(path.parent if damage == "columns" else path)) as error:
+        find_images(path.parent)
+    assert len(str(error.value).replace(str(path.parent), "")) < 120
+    train, test = other.rename(other.with_name("train.parquet")), path.rename(path.with_name("test.parquet"))
+    if damage != "columns":
+        with pytest.raises(ValueError, match=test.name):
+            find_images(test)
+        columns = {"label": "caption"}
+        with pytest.raises(ValueError, match=test.name):  # whose classes are numbered together with train's
+            find_images(train.parent, columns=columns)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("cell", [["1.png", "2.png"] * 50, {"path": "1.png"}], ids=["list", "object"])
+def test_several_images_in_a_row_are_called_so(table, ending, cell):
+    if ending == "csv":
+        if isinstance(cell, dict):
+            pytest.skip("a cell is text")
+        path = table("file,caption\n" + '"' + json.dumps(cell).replace('"', '""') + '",a\n')
+    else:
+        path = table([{"file": cell, "caption": "a"}], ending)
+    with pytest.raises(ValueError, match=r"must (be|have) one (path|image)") as error:
+        find_images(path)
+    assert len(str(error.value)) < len(str(path)) + 120

@@ -1,5 +1,7 @@
 """Question files: their tasks and images, and rows that are refused."""
 
+import json
+
 import pytest
 
 from diffvision.evaluation.vision_language.questions import read_sets
@@ -50,6 +52,15 @@ def test_what_is_no_question_is_refused(tmp_path, lines, named):
     (tmp_path / "q.json").write_text(lines)
     with pytest.raises(ValueError, match=named):
         read_sets([str(tmp_path / "q.json")], has_images=False)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_questions_in_utf_16_are_named_and_not_printed(tmp_path, encoding):
+    row = {"question_id": 1, "image": "a.png", "text": "?" * 500, "label": "no"}
+    (tmp_path / "q.json").write_bytes(f"{json.dumps(row)}\n".encode(encoding) * 2)
+    with pytest.raises(ValueError, match=r"q\.json is not UTF-8") as error:
+        read_sets([str(tmp_path / "q.json")], has_images=False)
+    assert len(str(error.value)) < len(str(tmp_path)) + 150
 
 
 def test_sets_that_are_missing_or_named_alike_are_refused(questions, tmp_path):
