@@ -6,7 +6,6 @@ Reading checkpoints is in `checkpoint.py`.
 import json
 import pickle
 import re
-import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -80,22 +79,19 @@ def unreadable(path: Path, error: Exception) -> ValueError:
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "
             "could run code: save its state_dict alone"
         )
-    if is_gguf(path):
-        return ValueError(
-            f"{path} is a GGUF file: convert it first, `diffvision convert {shlex.quote(str(path))} FOLDER --to "
-            "language`, and give the folder"
-        )
+    refuse_gguf(path)
     return ValueError(
         f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes), or holds more than tensors "
         "and plain values: give a .pt, .ckpt or .safetensors file of weights, as large as its original"
     )
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a file is llama.cpp's, by its ending or its first bytes."""
-    if path.suffix.lower() == ".gguf":
-        return path.is_file()
-    return path.is_file() and path.open("rb").read(4) == b"GGUF"
+def refuse_gguf(path: Path) -> None:
+    """Raise a ValueError for a file of llama.cpp, which transformers reads (`gguf_file=`)."""
+    if path.is_file() and (path.suffix.lower() == ".gguf" or path.open("rb").read(4) == b"GGUF"):
+        raise ValueError(
+            f"{path} is a GGUF file: load it with transformers' from_pretrained(..., gguf_file=...), then save_pretrained"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -56,8 +56,7 @@ def open_model(
                             checkpoint by the metric that it watched, or the last one where it watched none;
             local-dir:PATH  such a folder, as timm and OpenCLIP call it;
             hf-hub:ID       OpenCLIP's or timm's model on the Hugging Face Hub;
-            hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it;
-                            or a folder of Motif-2.6B or Motif-2-12.7B.
+            hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it.
             A name or tag wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.
         checkpoint: for a name or a folder of images: a file of weights (.pt, .ckpt or .safetensors: OpenCLIP's, timm's
             or our training's), or a tag of pretrained weights that the host knows and downloads. Without it the weights
@@ -95,7 +94,7 @@ def open_model(
 def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
     """Open a model that is to be changed or written: as `open_model` does, but none stays transformers'.
 
-    A Llama, DiffLlama or Motif, in a folder or on the Hub (`hf:ID`), becomes a language model of ours.
+    A Llama or DiffLlama, in a folder or on the Hub (`hf:ID`), becomes a language model of ours.
 
     Args:
         spec: as for `open_model`; after `hf:` also a folder or an id of OpenCLIP's, timm's or ours.

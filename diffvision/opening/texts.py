@@ -15,7 +15,6 @@ from diffvision.models import language
 from diffvision.models.bounds import bounded
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_origin
-from diffvision.models.convert import motif
 from diffvision.models.convert.state import few
 from diffvision.models.files import tensors_only
 from diffvision.models.names import is_tag
@@ -95,14 +94,10 @@ def open_as_language(folder: Path) -> Model:
 def open_transformers(path: str) -> Model:
     """Open a causal language model of transformers' with its tokenizer, from a folder or the Hub.
 
-    A folder of Motif's, whose class would be code that comes with it, becomes a `LanguageModel`.
-
     Raises:
         ValueError: it is an encoder, which transformers would open as well, lacks weights, which would be new, or has
             more layers than its configuration.
     """
-    if Path(path).is_dir() and motif.recognised(folder_config(Path(path))):
-        return _convert(Path(path))
     check_transformers(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -44,9 +44,14 @@ class Source(NamedTuple):
 
 
 def write_smollm2(file: Path, folder: Path) -> None:
-    """Write the GGUF file as a language model of ours, with its tokenizer and chat template."""
-    with redirect_stdout(StringIO()):  # it names the two temporary paths
-        convert(str(file), str(folder), to="language")
+    """Write the GGUF file, which transformers reads, as a language model of ours with its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind in (AutoModelForCausalLM, AutoTokenizer):
+            kind.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(scratch)
+        with redirect_stdout(StringIO()):  # it names the two temporary paths
+            convert(scratch, str(folder), to="language")
 
 
 def write_dinov2(file: Path, folder: Path) -> None:

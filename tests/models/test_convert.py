@@ -216,7 +216,7 @@ def _infinite(folder):
 
 
 def _none(folder):
-    return "x.gguf", "source is '{}/x.gguf'"
+    return "x.safetensors", "source is '{}/x.safetensors'"
 
 
 def _empty(folder):
@@ -247,7 +247,7 @@ def _bare_folder(folder):
 def _other_model(folder):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    return "model", "has model_type 'gpt2'"
+    return "model", "'gpt2'"
 
 
 def _other_layout(folder):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from diffvision.nn import ATTENTION, build_attention
-from diffvision.nn.transformer import DecoderBlock, PolyNorm, PolyNormGLU, SwiGLU
+from diffvision.nn.transformer import DecoderBlock, SwiGLU
 
 
 def test_swiglu_by_hand():
@@ -14,41 +14,6 @@ def test_swiglu_by_hand():
     silu = 1 / (1 + torch.tensor(-1.0).exp())
     torch.testing.assert_close(layer(torch.tensor([[1.0, 5.0]])), torch.stack([30 * silu, -10 * silu])[None])
     assert not [name for name, _ in layer.named_parameters() if "bias" in name]
-
-
-def test_poly_norm_by_hand():
-    """At one dimension every power is 1 or -1 after its norm; at two the norms are plain numbers."""
-    layer = PolyNorm(eps=0.0)
-    assert layer.weight.tolist() == pytest.approx([1 / 3] * 3)
-    assert layer.bias.tolist() == [0]
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([2.0, 3.0, 5.0]))
-        layer.bias.fill_(0.5)
-    assert layer(torch.tensor([[7.0], [-7.0]])).squeeze().tolist() == pytest.approx([10.5, -3.5])
-    # (1, 3): cubes over sqrt(365), squares over sqrt(41), themselves over sqrt(5).
-    expected = [2 * x**3 / 365**0.5 + 3 * x**2 / 41**0.5 + 5 * x / 5**0.5 + 0.5 for x in (1, 3)]
-    assert layer(torch.tensor([1.0, 3.0])).tolist() == pytest.approx(expected)
-
-
-def test_poly_norm_in_half_precision():
-    """Sixth powers do not fit float16: the arithmetic is in float32, under autocast too."""
-    layer, x = PolyNorm(), torch.randn(4, 64) * 50
-    expected = layer(x)
-    half = layer(x.half())
-    assert half.dtype == torch.float16
-    torch.testing.assert_close(half.float(), expected, rtol=2e-3, atol=2e-3)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(x), expected)
-    assert torch.autograd.gradcheck(
-        PolyNorm(dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64).requires_grad_()
-    )
-
-
-def test_poly_norm_gates_the_feed_forward():
-    layer, x = PolyNormGLU(8, 12), torch.randn(2, 8)
-    expected = layer.down(layer.act(layer.gate(x)) * layer.up(x))
-    torch.testing.assert_close(layer(x), expected)
-    assert [name for name, _ in layer.named_parameters() if "bias" in name] == ["act.bias"]
 
 
 @pytest.mark.parametrize("variant", ATTENTION)

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Literal, get_args
 
-Layout = Literal[
-    "openclip", "diffclip", "diffvision", "language", "timm", "unilm-v1", "unilm-v2", "huggingface", "motif"
-]
-_FOLDERS = ("openclip", "language", "huggingface", "motif")  # layouts that are folders; the others are files of weights
+Layout = Literal["openclip", "diffclip", "diffvision", "language", "timm", "unilm-v1", "unilm-v2", "huggingface"]
+_FOLDERS = ("openclip", "language", "huggingface")  # layouts that are folders; the others are files of weights
 
 
 def convert(
@@ -21,11 +19,10 @@ def convert(
     """Write weights of one layout in another, and print the layout of the source. A failure leaves no file behind.
 
     Args:
-        source: a file of weights (a GGUF file of a Llama among them), or a folder (OpenCLIP's, transformers', Motif's,
-            or a language model of ours), which may be on the Hugging Face Hub (hf:ID).
-        destination: the path to write: a folder (openclip, huggingface, motif, language), else a .safetensors or .pt
-            file.
-        to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2, huggingface or motif.
+        source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours), which may be on
+            the Hugging Face Hub (hf:ID).
+        destination: the path to write: a folder (openclip, huggingface, language), else a .safetensors or .pt file.
+        to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2 or huggingface.
         tower: for DiffCLIP: the timm model of the image tower, if no model of ours has its size.
         lambda_init: for DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
         tokenizer: for language: the tokenizer.json to write, in place of the source's.

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +22,8 @@ from torch import Tensor, nn
 from diffvision.models import int8, language
 from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.bounds import check_sizes
-from diffvision.models.convert import diffclip, motif, timm, unilm
+from diffvision.models.convert import diffclip, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
-from diffvision.models.convert.gguf import Gguf
 from diffvision.models.convert.layers import TELLING, check_layers
 from diffvision.models.convert.layouts import (
     CONFIG,
@@ -44,7 +42,6 @@ ARCHITECTURES = {
     "diffllama": "DiffLlamaForCausalLM",
     "llama": "LlamaForCausalLM",
     "diffllama_v2": "DiffLlamaV2ForCausalLM",
-    motif.MODEL_TYPE: "MotifForCausalLM",
 }
 
 
@@ -157,7 +154,7 @@ def _refuse_mixed_layers(source: Weights) -> None:
 
 
 def read_language(folder: Path) -> LanguageModel:
-    """Return the language model in a folder of transformers' or Motif's, in the dtype of its weights, for evaluation.
+    """Return the language model in a folder of transformers', in the dtype of its weights, for evaluation.
 
     Raises:
         FileNotFoundError: a shard is missing.
@@ -166,15 +163,14 @@ def read_language(folder: Path) -> LanguageModel:
     values = read_json(folder / "config.json")
     theirs = {name: value for file in weight_files(folder) for name, value in read_state(file).items()}
     theirs = _in_one_dtype(theirs, values, folder)
-    of_motif = motif.recognised(values)
     try:
-        config, state = (motif.from_motif if of_motif else hugging_face.from_hugging_face)(values, theirs)
+        config, state = hugging_face.from_hugging_face(values, theirs)
     except RuntimeError as error:  # the number of rows is not a multiple of the heads
         raise ValueError(f"{folder} has weights whose sizes are not those of its config.json: {error}") from error
     with torch.device("meta"):
         model = LanguageModel(config)
     check_fits(state, model.state_dict(), f"{folder} looks like {values['model_type']}, and")
-    _, known = (motif.to_motif if of_motif else hugging_face.to_hugging_face)(config, model.state_dict())
+    _, known = hugging_face.to_hugging_face(config, model.state_dict())
     if extra := [name for name in theirs if name not in known and not re.search(hugging_face.NO_WEIGHTS, name)]:
         raise ValueError(
             f"{folder} looks like {values['model_type']}, with {len(extra)} unknown weights ({', '.join(extra[:4])}): "
@@ -232,26 +228,10 @@ def _check_tokenizer(tokenizer: Path, vocab_size: int) -> Path:
     return tokenizer
 
 
-def _from_gguf(source: Weights, target: Path, options: Options) -> None:
-    file = Gguf(source.path)
-    with torch.device("meta"):
-        model = LanguageModel(file.config())
-    state = file.state()
-    check_fits(state, model.state_dict(), f"{source.path} is a GGUF file of a Llama, and")
-    model.load_state_dict(state, assign=True)
-    with tempfile.TemporaryDirectory() as folder:
-        size = model.config.vocab_size
-        given = options.tokenizer
-        tokenizer = _check_tokenizer(given, size) if given else file.write_tokenizer(Path(folder), size)
-        language.save(model, target, tokenizer, origin=file.origin())
-
-
-def _to_hugging_face(
-    source: Weights, target: Path, options: Options, *, by: Callable[..., tuple[dict[str, Any], dict[str, Tensor]]]
-) -> None:
+def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
     model = language.load(source.path)
     int8.refuse(model.state_dict(), str(source.path))
-    values, state = by(model.config, model.state_dict())
+    values, state = hugging_face.to_hugging_face(model.config, model.state_dict())
     target.mkdir()
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     values |= {"architectures": [ARCHITECTURES[values["model_type"]]], "dtype": dtype}
@@ -283,10 +263,7 @@ CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {
     ("timm", "diffvision"): partial(_map, by=timm.from_timm),
     ("diffvision", "timm"): partial(_map, by=timm.to_timm),
     ("huggingface", "language"): _to_language,
-    ("motif", "language"): _to_language,
-    ("gguf", "language"): _from_gguf,
-    ("language", "huggingface"): partial(_to_hugging_face, by=hugging_face.to_hugging_face),
-    ("language", "motif"): partial(_to_hugging_face, by=motif.to_motif),
+    ("language", "huggingface"): _to_hugging_face,
 }
 for _layout in unilm.NAMES:
     CONVERSIONS[_layout, "diffvision"] = partial(_map, by=partial(unilm.from_unilm, layout=_layout))

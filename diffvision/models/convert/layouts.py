@@ -10,10 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from diffvision.models import hub, language
-from diffvision.models.convert import diffclip, motif, timm, unilm
+from diffvision.models.convert import diffclip, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.state import read_state
-from diffvision.models.files import is_gguf, read_json
+from diffvision.models.files import read_json, refuse_gguf
 
 LAYOUTS = {
     "openclip": "a folder that open_clip.create_model_and_transforms('local-dir:...') loads",
@@ -24,8 +24,6 @@ LAYOUTS = {
     "unilm-v1": "a state_dict with the attention of microsoft/unilm's Diff-Transformer",
     "unilm-v2": "the same of its V2",
     "huggingface": "a folder that transformers loads as DiffLlama or Llama, or as our DIFF V2 in a Llama",
-    "gguf": "a GGUF file of llama.cpp's, of the Llama family",
-    "motif": "a folder of Motif-2.6B or Motif-2-12.7B, V1 and grouped heads with PolyNorm",
 }
 _NEAR = (
     ("self_attn.o_proj.weight", "; they look like transformers': give the folder, whose config.json says the rest"),
@@ -58,8 +56,7 @@ def recognise(source: str | Path) -> Weights:
     path = hub.local(source)
     if path.is_dir():
         return _folder(path)
-    if is_gguf(path):
-        return Weights(path, "gguf", {})
+    refuse_gguf(path)
     if path.suffix == ".ckpt" and path.is_file():
         try:
             language.load(path, "meta")
@@ -138,12 +135,8 @@ def _folder(path: Path) -> Weights:
         return Weights(path, "language", {})
     if values.get("model_type") in hugging_face.MODEL_TYPES.values():
         return Weights(path, "huggingface", {})
-    if motif.recognised(values):
-        return Weights(path, "motif", {})
+
     if "architecture" in values:  # as timm writes a folder
         return _by_names(path, read_state(weight_files(path)[0]))
     known = ", ".join(hugging_face.MODEL_TYPES.values())
-    raise ValueError(
-        f"{path} has model_type {values.get('model_type')!r}: give a model of transformers' {known} or "
-        f"{motif.MODEL_TYPE}, or a language model of ours"
-    )
+    raise ValueError(f"{path}: model_type must be one of transformers' {known}, got {values.get('model_type')!r}")

@@ -84,7 +84,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     refuse_urls(path, "source")
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: give a checkpoint (.pt, .pth, .ckpt, .bin, .safetensors or .gguf)")
+        raise FileNotFoundError(f"no file {path}: give a checkpoint (.pt, .pth, .ckpt, .bin or .safetensors)")
     content = _content(path)
     # Checkpoints of `diffvision fit` have the LightningModule's attribute as a prefix of the names.
     prefixes = (

@@ -101,8 +101,8 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
 
 
 def is_llama_with_v2(config: LanguageConfig) -> bool:
-    """Return whether a model is V2 with silu in all its layers, as the class that `copy_code` copies."""
-    plain = config.variant_by_layer is None and not config.head_norm and config.activation == "silu"
+    """Return whether a model is V2 in all its layers, as the class that `copy_code` copies."""
+    plain = config.variant_by_layer is None and not config.head_norm
     return config.variant == "v2" and plain
 
 
@@ -171,7 +171,7 @@ def _check(config: LanguageConfig) -> None:
         )
     is_v1 = config.variant == "v1"
     # DiffLlama has one eps for all norms, and our head norm's is fixed.
-    fixed = {"activation": "silu", "lambda_init": "depth", **({"norm_eps": HEAD_NORM_EPS} if is_v1 else {})}
+    fixed = {"lambda_init": "depth", **({"norm_eps": HEAD_NORM_EPS} if is_v1 else {})}
     given = {name: getattr(config, name) for name in fixed} | {"head_norm": config.layers()[0].head_norm}
     check_settings("this model", given, f"transformers' {MODEL_TYPES[config.variant]}", fixed | {"head_norm": is_v1})
 

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from diffvision.models.by_layer import extra_rows, matched_heads, variants_by_layer
 from diffvision.models.names import unknown_model
 from diffvision.nn import ATTENTION, settings_of
-from diffvision.nn.transformer import FEED_FORWARD
 
 LARGEST = {
     "vocab_size": 1 << 24,
@@ -64,12 +63,10 @@ class LanguageConfig:
         rotary_theta: base of the rotary frequencies (10,000; the paper's 64k extension has 640,000).
         tied: the output projection is the embedding.
         norm_eps: of the RMSNorms; the head norm's is always 1e-5.
-        lambda_init: V1's, a number, or "depth" for 0.8 - 0.6 exp(-0.3 depth), or "depth-1" for Motif's, which has
-            depth - 1 in its place.
+        lambda_init: V1's, a number, or "depth" for 0.8 - 0.6 exp(-0.3 depth).
         head_norm: RMSNorm of each head's output; None for the variant's default, True in V1 and False in the others.
         signal_ratio: signal heads a noise head in variant gda.
         gate: of variants with one: "element" for a number per channel, "head" for one per head.
-        activation: of the feed-forward, key of `diffvision.nn.transformer.FEED_FORWARD`: "silu" is SwiGLU.
 
     Raises:
         ValueError: a value is out of its range, or the variant does not read it.
@@ -88,11 +85,10 @@ class LanguageConfig:
     rotary_theta: float = 10_000.0
     tied: bool = True
     norm_eps: float = 1e-5
-    lambda_init: float | Literal["depth", "depth-1"] = "depth"
+    lambda_init: float | Literal["depth"] = "depth"
     head_norm: bool | None = None
     signal_ratio: int = 2
     gate: Literal["element", "head"] = "element"
-    activation: str = "silu"
 
     def __post_init__(self) -> None:
         for name in LARGEST:
@@ -116,8 +112,8 @@ class LanguageConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > least:
                 raise ValueError(f"{name} is {value!r}: it must be above {least}, such as {usual}")
-        if isinstance(self.lambda_init, str) and self.lambda_init not in ("depth", "depth-1"):
-            raise ValueError(f"lambda_init is {self.lambda_init!r}: give a number, 'depth' or 'depth-1'")
+        if isinstance(self.lambda_init, str) and self.lambda_init != "depth":
+            raise ValueError(f"lambda_init must be a number or 'depth', got {self.lambda_init!r}")
         kinds = [ATTENTION[layer.variant] for layer in self.layers()]
         if {layer.variant for layer in self.layers()} == {self.variant}:
             object.__setattr__(self, "variant_by_layer", None)  # it names the model's own alone
@@ -125,8 +121,6 @@ class LanguageConfig:
         for name, default in (("lambda_init", "depth"), ("signal_ratio", 2), ("gate", "element")):
             if (value := getattr(self, name)) != default and name not in taken:
                 raise ValueError(f"{name} is {value}, and variant {self.variant!r} has none: leave it at {default!r}")
-        if self.activation not in FEED_FORWARD:
-            raise ValueError(f"activation is {self.activation!r}: choose one of {', '.join(FEED_FORWARD)}")
 
     def layers(self) -> list[Layer]:
         """Return the settings of each block."""

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from diffvision import ops
 from diffvision.models.language.cache import KVCache
 from diffvision.models.language.configuration import LanguageConfig
-from diffvision.nn import AttentionLayer, build_attention, depth_lambda_init
+from diffvision.nn import AttentionLayer, build_attention
 from diffvision.nn.attention import Cache, Rotation
 from diffvision.nn.linear import Linear, linear
-from diffvision.nn.transformer import DecoderBlock, PolyNorm, SwiGLU
+from diffvision.nn.transformer import DecoderBlock, SwiGLU
 from diffvision.ops.attention.documents import first_tokens, same_document
 
 
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
                     proj_bias=False,
                     rotary=config.rotary_theta,
                     depth=index,
-                    lambda_init=depth_lambda_init(index - 1) if config.lambda_init == "depth-1" else config.lambda_init,
+                    lambda_init=config.lambda_init,
                     signal_ratio=config.signal_ratio,
                     gate=config.gate,
                     head_norm=layer.head_norm,
@@ -63,7 +63,6 @@ class LanguageModel(nn.Module):
                 ),
                 config.dim,
                 layer.mlp_dim,
-                activation=config.activation,
                 norm_eps=config.norm_eps,
                 **factory_kwargs,
             )
@@ -81,7 +80,7 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.normal_(module.weight, std=std_back if id(module) in back else std)
-            elif isinstance(module, nn.RMSNorm | AttentionLayer | PolyNorm):
+            elif isinstance(module, nn.RMSNorm | AttentionLayer):
                 module.reset_parameters()
 
     @property

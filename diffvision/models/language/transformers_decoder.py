@@ -94,7 +94,6 @@ class DiffTransformerConfig(PreTrainedConfig):
     head_norm: bool | None = None
     signal_ratio: int = 2
     gate: str = "element"
-    activation: str = "silu"
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None

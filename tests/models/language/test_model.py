@@ -95,11 +95,10 @@ def test_a_configuration_is_plain_values():
         ({"rotary_theta": "big"}, "rotary_theta is 'big': it must be above 1"),
         ({"rotary_theta": 0.5}, "rotary_theta is 0.5: it must be above 1"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0"),
-        ({"lambda_init": "deep"}, "lambda_init is 'deep': give a number, 'depth' or 'depth-1'"),
+        ({"lambda_init": "deep"}, "lambda_init"),
         ({"variant": "v2", "lambda_init": 0.8}, "lambda_init is 0.8, and variant 'v2' has none: leave it at 'depth'"),
         ({"signal_ratio": 4}, "signal_ratio is 4, and variant 'v1' has none: leave it at 2"),
         ({"variant": "gda", "signal_ratio": 1.5}, "signal_ratio is 1.5: it must be a whole number from 1 to 4,096"),
-        ({"activation": "gelu"}, "activation is 'gelu': choose one of silu, poly_norm"),
     ],
 )
 def test_bad_values_are_named(values, message):
@@ -143,26 +142,16 @@ def test_depth_counts_from_zero_and_settings_arrive():
     assert language.create("transformer-debug", head_norm=True).blocks[0].attn.head_norm.weight.shape == (16,)
 
 
-def test_grouped_heads_another_schedule_and_another_activation():
+def test_grouped_heads_by_depth():
     settings = {
         "variant": "gda",
         "num_heads": 6,
         "signal_ratio": 3,
-        "lambda_init": "depth-1",
-        "activation": "poly_norm",
     }
     model = LanguageModel(LanguageConfig(**{**TINY, **settings}))
     layers = model.attention_layers()
-    assert [round(layer.lambda_init, 4) for layer in layers] == [-0.0099, 0.2]
+    assert [round(layer.lambda_init, 4) for layer in layers] == [0.2, 0.3555]
     assert [layer.q_proj.weight.shape[0] for layer in layers] == [8 * 8, 8 * 8]  # 6 heads and 2 of noise
-    with torch.no_grad():
-        for block in model.blocks:
-            block.mlp.act.weight.fill_(5)
-            block.mlp.act.bias.fill_(5)
-    model.reset_parameters()
-    for block in model.blocks:
-        assert block.mlp.act.weight.tolist() == pytest.approx([1 / 3] * 3)
-        assert block.mlp.act.bias.tolist() == [0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -318,7 +307,7 @@ def test_saved_and_loaded(name, tmp_path):
 
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_every_variant_loads_and_no_other_s_weights(variant, tmp_path):
-    config = LanguageConfig(**TINY, variant=variant, activation="poly_norm")
+    config = LanguageConfig(**TINY, variant=variant)
     language.save(LanguageModel(config), tmp_path)
     assert language.load(tmp_path).config == config
     for other in set(ATTENTION) - {variant}:

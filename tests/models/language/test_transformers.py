@@ -222,7 +222,7 @@ def test_export_writes_model_and_tokenizer(tmp_path, make_model):
 
 
 @pytest.mark.filterwarnings("ignore:no tokenizer next to")
-@pytest.mark.parametrize("settings", [{"activation": "poly_norm"}, {"head_norm": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"head_norm": True}], ids=str)
 def test_v2_that_is_no_llama_is_exported_with_our_classes(settings, tmp_path, make_model):
     model, tokens = make_model("diffv2-debug", **settings), torch.randint(97, (2, 9))
     language.save(model, tmp_path / "ours")
