@@ -56,9 +56,7 @@ COMMANDS = {
         "POPE, CHAIR and short answers of vision-language models",
     ),
     "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
-    "export": Command(
-        "diffvision.export.command", "export", "a model as its host's folder, torch.export, ONNX or int8"
-    ),
+    "export": Command("diffvision.export.command", "export", "a model as its host's folder, torch.export or ONNX"),
     "inspect": Command(
         "diffvision.inspection.command", "inspect", "attention maps and their statistics of a model, or two"
     ),

@@ -179,7 +179,7 @@ def test_a_package_that_a_command_needs_is_named(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("form", "package", "extra"),
-    [("onnx", "onnx", "export"), ("int8", "torchao", "export"), ("huggingface", "transformers", "hf")],
+    [("onnx", "onnx", "export"), ("huggingface", "transformers", "hf")],
 )
 def test_a_missing_package_is_named_before_a_model_is_looked_for(form, package, extra, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)

@@ -31,7 +31,6 @@ from diffvision.export.folders import save_folder
 from diffvision.models import hub, language
 from diffvision.models.adapt import ENTRYPOINT, Heads, register_trunk
 from diffvision.models.adapt import adapt as adapt_model
-from diffvision.models.bounds import bounded
 from diffvision.models.convert.state import check_finite, few
 from diffvision.models.files import FOLDER, check_free, read_json, tensors_only, written_whole
 from diffvision.models.language.decoder import LanguageModel
@@ -251,7 +250,7 @@ def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
 def _open_bert(kind: Any, folder: Path) -> Any:
     """Open a BERT with all of its weights; a `BertModel` may have been saved without a pooler."""
     read = functools.partial(kind.from_pretrained, folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    with bounded(folder), tensors_only(str(folder)):
+    with tensors_only(str(folder)):
         model, info = read()
         if info["missing_keys"] == {"pooler.dense.weight", "pooler.dense.bias"}:
             model, info = read(add_pooling_layer=False)

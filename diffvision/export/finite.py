@@ -1,10 +1,9 @@
-"""Checks before a model is written: it has trained or pretrained weights, in floating point, and all are finite."""
+"""Checks before a model is written: it has trained or pretrained weights and all are finite."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from diffvision.models import int8
 from diffvision.models.convert import state
 from diffvision.opening import Model, open_ours
 
@@ -21,8 +20,7 @@ def open_finite(spec: str | Path, checkpoint: str | Path | None = None) -> Model
 
 
 def check_finite(model: Model, spec: str | Path) -> None:
-    """Raise a ValueError if a model, opened by `spec`, has weights that are new ones, in eight bits, or not finite."""
+    """Raise a ValueError if a model, opened by `spec`, has weights that are new ones, or not finite."""
     if model.weights is None:
         raise ValueError(f"{spec} has new weights: give --checkpoint, a file of weights or a tag of pretrained ones")
-    int8.refuse(model.module.state_dict(), model.weights)
     state.check_finite(model.module.state_dict(), model.weights)

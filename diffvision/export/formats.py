@@ -64,13 +64,6 @@ FORMATS: dict[str, Format] = {
     "onnx": Format(
         "a folder with an ONNX model for each graph", "onnx.write_onnx", HOSTS, "export", ("onnx", "onnxscript")
     ),
-    "int8": Format(
-        "weights in eight bits: a .safetensors file, of text a folder",
-        "int8.write_int8",
-        HOSTS,
-        "export",
-        ("torchao",),
-    ),
 }
 DEFAULTS: dict[Host, str] = {"open_clip": "openclip", "timm": "timm", "language": "huggingface"}
 

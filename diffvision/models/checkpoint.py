@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.models import int8
 from diffvision.models.architecture import KEY, METADATA, recorded
 from diffvision.models.files import unreadable
 
@@ -74,7 +73,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not state:
         raise ValueError(f"checkpoint {path} holds no tensors by name: give a file with a state_dict")
-    return Checkpoint(int8.joined(state), lightning, about)
+    return Checkpoint(state, lightning, about)
 
 
 def read_origin(path: str | Path) -> Origin:

@@ -41,7 +41,7 @@ def refuse_urls(given: Any, setting: str) -> None:
 def tensors_only(name: str) -> Iterator[None]:
     """Turn a host's error about weights into a ValueError that names them.
 
-    It is raised for damaged files, for weights that the host refuses to unpickle, and for weights in eight bits.
+    It is raised for damaged files, and for weights that the host refuses to unpickle.
     """
     try:
         yield
@@ -52,10 +52,6 @@ def tensors_only(name: str) -> Iterator[None]:
     except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
         if isinstance(error, LookupError | EOFError) and not _of_torch(error):
             raise
-        if "weight_scale" in str(error):  # among the keys that do not fit
-            raise ValueError(
-                f"the weights of {name} are in eight bits, which are not trained: start from what they were made of"
-            ) from error
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in _UNREADABLE):
             raise
         raise ValueError(
@@ -90,7 +86,7 @@ def refuse_gguf(path: Path) -> None:
     """Raise a ValueError for a file of llama.cpp, which transformers reads (`gguf_file=`)."""
     if path.is_file() and (path.suffix.lower() == ".gguf" or path.open("rb").read(4) == b"GGUF"):
         raise ValueError(
-            f"{path} is a GGUF file: load it with transformers' from_pretrained(..., gguf_file=...), then save_pretrained"
+            f"{path} is a GGUF file: load it with transformers (gguf_file=...) and give the folder of save_pretrained"
         )
 
 

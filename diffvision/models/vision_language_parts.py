@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from diffvision.models import language
-from diffvision.models.bounds import bounded
 from diffvision.models.checkpoint import read_checkpoint
 from diffvision.models.convert.state import check_fits
 from diffvision.models.files import FOLDER, read_json, tensors_only
@@ -249,7 +248,7 @@ def open_language(name: str, args: dict[str, Any] | None = None) -> Any:
     path, dtype = local(name), torch.get_default_dtype()
     if name.startswith(FOLDER):
         return DiffTransformerForCausalLM.from_diffvision(language.load(path).to(dtype)).train()
-    with bounded(path), tensors_only(name):
+    with tensors_only(name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, trust_remote_code=False, dtype=dtype, output_loading_info=True
         )

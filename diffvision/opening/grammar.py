@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 from diffvision.models import hub
 from diffvision.models.architecture import check, recorded
-from diffvision.models.bounds import bounded
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.hub import HUB, HUGGING_FACE
@@ -217,7 +216,7 @@ def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str,
         refuse_checkpoint(checkpoint, str(folder))
         return texts.open_language(folder) if host == "language" else texts.open_transformers_folder(folder)
     opened = images.open_timm if host == "timm" else images.open_open_clip
-    with bounded(name), _whole_folder(folder, checkpoint):
+    with _whole_folder(folder, checkpoint):
         model = opened(name, checkpoint, preprocess)
     if checkpoint is None and (about := recorded(name)):
         check(about, model.module, name, model.config if host == "open_clip" else None)

@@ -11,9 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from diffvision.data.images.caption_tokenizer import text_only
-from diffvision.models import int8
 from diffvision.models.architecture import check
-from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
 from diffvision.models.files import FOLDER, tensors_only
 from diffvision.models.hub import HUB
@@ -61,7 +59,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     if weights is not None:
         preprocess = {**_recorded_preprocess(weights), **preprocess}
     # OpenCLIP does not know our layouts, and ignores a checkpoint that is passed with a folder.
-    ours = weights is not None and (weights.lightning or weights.about or int8.holds(weights.state))
+    ours = weights is not None and (weights.lightning or weights.about)
     state = weights.state if weights is not None and (ours or name.startswith((FOLDER, HUB))) else None
     config = open_clip.get_model_config(name)
     # SigLIP's bias is set by a run, not by its configuration.
@@ -154,8 +152,7 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
         check_name(weights.about.get("model"), name, path)
         trained_with = weights.about.get("preprocess", {})
         args = {key: value for key, value in weights.about.get("model_args", {}).items() if key not in _NOT_BUILT}
-        check_sizes(args, f"checkpoint {path}")
-    with tensors_only(name), bounded(path or name):
+    with tensors_only(name):
         module = _create_timm(name, None if weights is not None else checkpoint, path, args)
     if weights is not None:
         _fit_classifier(module, weights.state)
@@ -257,7 +254,7 @@ def _recorded_preprocess(weights: Checkpoint) -> dict[str, Any]:
 
 def _load_state(module: nn.Module, state: dict[str, Tensor], path: Path | None) -> None:
     try:
-        module.load_state_dict(state, assign=int8.holds(state))
+        module.load_state_dict(state)
     except RuntimeError as error:
         raise _does_not_fit(path, type(module).__name__, error) from error
 

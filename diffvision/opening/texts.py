@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
-from diffvision.models.bounds import bounded
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert.state import few
@@ -161,21 +160,19 @@ def _without_numbers(name: str) -> str:
 
 def from_pretrained(kind: Any, path: str, what: str, **settings: Any) -> Any:
     """Load a model or tokenizer with one of transformers' Auto classes, without running code that comes with it."""
-    folder = Path(path)
-    with bounded(folder if folder.is_dir() else path):
-        try:
-            with tensors_only(f"hf:{path}"):
-                # Without trust_remote_code=False transformers would ask the user whether to run the code.
-                return kind.from_pretrained(path, trust_remote_code=False, **settings)
-        # Weights of other sizes and deeply nested JSON are a RuntimeError.
-        except (OSError, ValueError, RuntimeError) as error:
-            if "trust_remote_code" in str(error):
-                raise ValueError(
-                    f"hf:{path} has code for its {what} (trust_remote_code), which is not run: give a model that "
-                    "transformers knows"
-                ) from error
-            first = str(error).strip().splitlines()[0]
-            raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
+    try:
+        with tensors_only(f"hf:{path}"):
+            # Without trust_remote_code=False transformers would ask the user whether to run the code.
+            return kind.from_pretrained(path, trust_remote_code=False, **settings)
+    # Weights of other sizes and deeply nested JSON are a RuntimeError.
+    except (OSError, ValueError, RuntimeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"hf:{path} has code for its {what} (trust_remote_code), which is not run: give a model that "
+                "transformers knows"
+            ) from error
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"transformers finds no {what} at {path!r}: {first}") from error
 
 
 class HuggingFaceTokenizer:

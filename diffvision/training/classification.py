@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from diffvision.data.batches import ImageLabelBatch, named
 from diffvision.data.images.module import ImageLabelData
 from diffvision.models.architecture import KEY, architecture, check, check_start
-from diffvision.models.bounds import bounded, check_sizes
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.training.module import TrainingModule, of_any_size, plain
@@ -80,8 +79,7 @@ class ClassificationModule(TrainingModule):
         refuse_urls(self.model_args, "model_args")
         if ":" not in model and not timm.is_model(model.removeprefix("timm/")):
             raise unknown_model(model, "timm has no", timm.list_models())
-        check_sizes(self.model_args, "model_args")
-        with bounded(model), tensors_only(str(self.model_args.get("checkpoint_path") or model)):
+        with tensors_only(str(self.model_args.get("checkpoint_path") or model)):
             made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
         if self.model_args.get("pretrained") or self.model_args.get("checkpoint_path"):
             check_start(self.model_args.get("checkpoint_path") or model, made)

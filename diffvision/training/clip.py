@@ -23,7 +23,6 @@ from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.prompts import check_prompts
 from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
-from diffvision.models.bounds import bounded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, without_warning_of_random_weights
@@ -114,10 +113,9 @@ class ContrastiveModule(TrainingModule):
         if unknown:
             raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
         refuse_urls(pretrained, "pretrained")
-        with bounded(model):  # looks at the configuration first
-            refuse_code(model)
-            # OpenCLIP reads ViT-B/32 as ViT-B-32.
-            self.model_cfg = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
+        refuse_code(model)
+        # OpenCLIP reads ViT-B/32 as ViT-B-32.
+        self.model_cfg = open_clip.get_model_config(model if ":" in model else model.replace("/", "-"))
         if self.model_cfg is None:
             raise unknown_model(model, "OpenCLIP has no", open_clip.list_models())
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
@@ -127,7 +125,7 @@ class ContrastiveModule(TrainingModule):
         self._looks: int | None = 0  # logged steps after the warm-up; None once that is settled
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with bounded(model), tensors_only(pretrained or model), without_warning_of_random_weights():
+        with tensors_only(pretrained or model), without_warning_of_random_weights():
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,

@@ -15,7 +15,7 @@ from diffvision import ops
 from diffvision.data.batches import TokenBatch
 from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
-from diffvision.models import int8, language
+from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import SoftTargets
@@ -115,7 +115,6 @@ class LanguageModule(NextTokenModule):
 
     def _start_from(self, checkpoint: str) -> None:
         loaded = language.load(checkpoint)
-        int8.refuse(loaded.state_dict(), checkpoint)
         self._check_configuration(asdict(loaded.config), checkpoint, ignored=EXTENDED)
         self.model.load_state_dict(loaded.state_dict())
 

@@ -28,7 +28,6 @@ import bench_retrieval
 import bench_step
 import benchmark
 import gpu_page
-import int8_cache
 import machine
 from attention_ways import Shape, inputs_of
 from diffvision.data.made.digits import png
@@ -146,20 +145,6 @@ def test_programs_are_compared_round_by_round():
         "| ours | 2.0000 | 0.5000 | 4 | 1.00 | 1.00 to 1.00 |",
         "| theirs | 3.0000 | 0.7500 | 3 | 1.50 | 1.00 to 2.00 |",
     ]
-
-
-@pytest.mark.parametrize("family", ["V1", "V2"])
-def test_a_cache_in_eight_bits(family, monkeypatch, capsys):
-    """Each way is right, which it checks of all but the compiled one here, and the command prints its table."""
-    for name, value in {"LAYERS": 1, "BLOCK": 8, "FAMILIES": {family: int8_cache.FAMILIES[family]}}.items():
-        monkeypatch.setattr(int8_cache, name, value)
-    monkeypatch.delitem(int8_cache.WAYS, "compiled")
-    monkeypatch.setattr(sys, "argv", ["int8_cache.py", "--lengths", "20", "--rounds", "2"])
-    int8_cache.main()
-    assert f"| {family} | 20 | 0 | " in capsys.readouterr().out
-    monkeypatch.setitem(int8_cache.WAYS, "wrong", lambda low: int8_cache.blocks(low) * 1.1)
-    with pytest.raises(SystemExit, match=f"wrong is wrong for {family}: its"):
-        int8_cache.main()
 
 
 @pytest.fixture(scope="module")

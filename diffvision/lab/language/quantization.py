@@ -1,7 +1,4 @@
-"""Attention logits quantised after training, and what that does to the loss (arXiv 2410.05258, figure 8).
-
-Weights in eight bits are not here; they are in `models.int8`.
-"""
+"""Attention logits quantised after training, and what that does to the loss (arXiv 2410.05258, figure 8)."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from timm.models import is_model
 from torch import Tensor, nn
 
-from diffvision.models import int8, language
+from diffvision.models import language
 from diffvision.models.architecture import KEY, check, metadata, recorded
-from diffvision.models.bounds import check_sizes
 from diffvision.models.convert import diffclip, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.layers import TELLING, check_layers
@@ -83,7 +82,6 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
     if not diffclip.is_diffclip(weights):
         raise ValueError(f"{source.path} has no V1 attention in both towers: give a DiffCLIP model")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
-    check_sizes(config, str(source.path / CONFIG))
     if other := diffclip.unlike(config, weights):
         raise ValueError(
             f"{source.path} cannot be written as diffclip: DiffCLIP's code would compute something else: {few(other)}"
@@ -230,7 +228,6 @@ def _check_tokenizer(tokenizer: Path, vocab_size: int) -> Path:
 
 def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
     model = language.load(source.path)
-    int8.refuse(model.state_dict(), str(source.path))
     values, state = hugging_face.to_hugging_face(model.config, model.state_dict())
     target.mkdir()
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")

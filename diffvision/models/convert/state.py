@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diffvision.models import int8
 from diffvision.models.files import refuse_urls, unreadable
 
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
@@ -101,7 +100,6 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} holds weights twice, with and without {' or '.join(prefixes)}: keep one of the two")
     if not state:
         raise ValueError(f"{path} holds no tensors by name: give a state_dict, or a checkpoint that has one")
-    int8.refuse(state, str(path))
     check_finite(state, str(path))
     return state
 

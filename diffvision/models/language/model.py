@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diffvision.models import int8
 from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.files import read_json, refuse_urls, unreadable
 from diffvision.models.language.configuration import LanguageConfig, config
@@ -35,7 +34,7 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None, *, 
     """Write config.json and model.safetensors, and tokenizer.json if there is one, for `load`.
 
     Args:
-        model: the model; its weights keep their dtype, or are in eight bits (`int8.quantise`).
+        model: the model; its weights keep their dtype.
         directory: made if it does not exist; files of these names in it are replaced.
         tokenizer: a file to copy, with the tokenizer_config.json next to it if there is one, or an object with
             `save(path)`; its vocabulary must fit.
@@ -55,8 +54,7 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None, *, 
         _copy_tokenizer(Path(tokenizer), folder)
     elif tokenizer is not None:
         tokenizer.save(folder / _TOKENIZER)
-    plain = int8.split(model.state_dict())
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain.items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata=metadata(model))
     if origin is not None:
         (folder / _ORIGIN).write_text(origin + "\n", encoding="utf-8")
@@ -184,7 +182,7 @@ def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
         raise ValueError(
             f'{folder / "config.json"} has no "diffvision": "language": give the folder of a language model of ours'
         )
-    return values, int8.joined(state), recorded(folder / "model.safetensors")
+    return values, state, recorded(folder / "model.safetensors")
 
 
 def _read_lightning(path: Path, map_location: torch.device | str) -> Read:

@@ -420,3 +420,13 @@ def test_a_device_that_is_not_available_is_no_damage(device, tmp_path):
     for path in (tmp_path, tmp_path / "last.ckpt"):
         with pytest.raises(ValueError, match=f"device '{device}' is not available"):
             language.load(path, device)
+
+
+def test_a_depth_that_the_weights_do_not_have(tmp_path, monkeypatch):
+    """Found by the names of the weights, before a block is built."""
+    language.save(language.create("diff-debug"), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "depth": 4000}))
+    monkeypatch.setattr("diffvision.models.language.LanguageModel", None)
+    with pytest.raises(ValueError, match="depth 2"):
+        language.load(tmp_path)
