@@ -6,10 +6,7 @@ Here the model is opened, outputs are compared, and the folder is written; `diff
 from __future__ import annotations
 
 import copy
-import functools
 import json
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -19,20 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.heads import highest_entropy
-from diffvision.analysis.registers import MIN_IMAGES, find_register_neurons
-from diffvision.data.images.decode import decode_image
 from diffvision.data.images.samples import CaptionMember, ImageMember, ImageText
-from diffvision.data.images.sources import IMAGE_SUFFIXES, walk
 from diffvision.data.shards.loader import ShardLoader
-from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.module import TextData
 from diffvision.export.folders import save_folder
-from diffvision.models import hub, language
-from diffvision.models.adapt import ENTRYPOINT, Heads, register_trunk
+from diffvision.models import language
+from diffvision.models.adapt import ENTRYPOINT, Heads
 from diffvision.models.adapt import adapt as adapt_model
-from diffvision.models.convert.state import check_finite, few
-from diffvision.models.files import FOLDER, check_free, read_json, tensors_only, written_whole
+from diffvision.models.files import FOLDER, check_free, written_whole
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import Method
 from diffvision.opening import Model, open_model, open_ours
@@ -40,12 +32,8 @@ from diffvision.opening import Model, open_model, open_ours
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.index.json")
 _HEADS = "heads is {!r}: give all, entropy:0.5, or numbers as 0,3,5"
-IMAGES = 100  # of a folder, in which register neurons are looked for, as in the authors' notebook
 MEASURED = 64  # samples for the choice of heads by entropy
-# Weights of a BERT file that its class may leave out: heads of pretraining, a pooler, a buffer of older versions.
-_LEFT_OUT = re.compile(r"^cls\.|^(bert\.)?(pooler\.dense\.|embeddings\.position_ids$)")
 
 
 def write_adapted(
@@ -61,15 +49,10 @@ def write_adapted(
     """Write a pretrained model made differential, as `diffvision.export.command.adapt_to_folder` describes."""
     target = Path(destination)
     check_free(target)
-    if method != "dex" and (heads != "all" or (data and method != "registers")):
+    if method != "dex" and (heads != "all" or data):
         raise ValueError(f"heads and data choose the heads of method 'dex'; {method!r} changes all")
-    if method == "registers" and not data:
-        raise ValueError(f"method {method!r} finds neurons in images: give --data FOLDER, of {MIN_IMAGES} or more")
-    if data and method == "dex" and not heads.startswith("entropy"):
+    if data and not heads.startswith("entropy"):
         raise ValueError(f"data is for choosing heads by entropy, but heads is {heads!r}: set heads to entropy:0.5")
-    if method != "registers" and checkpoint is None and (folder := _bert_folder(model)):
-        _write_bert(folder, target, method, heads)
-        return
     opened = open_ours(model, checkpoint)
     if opened.weights is None:
         raise ValueError(f"{model} has new weights: give --checkpoint, a tag of pretrained ones or a file")
@@ -77,7 +60,7 @@ def write_adapted(
     inputs = _random_inputs(opened)
     chosen = _heads(heads, opened, data, tokenizer, inputs)
     before = copy.deepcopy(module)
-    adapt_model(module, _find_register(opened, Path(str(data))) if method == "registers" else method, heads=chosen)
+    adapt_model(module, method, heads=chosen)
     _compare(before, module, inputs, method)
     with written_whole(target) as made:
         _write(opened, method, made)
@@ -88,21 +71,6 @@ def write_adapted(
                 "save its state_dict"
             )
     print(f"wrote {target}: {_how_to_load(module, target)}")
-
-
-def _find_register(opened: Model, folder: Path) -> str:
-    """Return the method for the neurons that make outliers in a folder's images, and print the numbers."""
-    register_trunk(opened.module)
-    paths = sorted(walk(folder, IMAGE_SUFFIXES))
-    paths = paths[:: max(1, len(paths) // IMAGES)][:IMAGES]
-    try:
-        images = [opened.transform(decode_image((path := one).read_bytes())) for one in paths]
-    except BadSample as error:
-        raise ValueError(f"{path}: {error}: repair the image, or remove it from the folder") from None
-    found = find_register_neurons(opened.module, images)
-    print(f"{found.method}: of {len(images)} images' patches {found.before:.2%} are outliers, then {found.after:.2%}")
-    print(f"the register's norm is {found.norm:.1f} times the median")
-    return found.method
 
 
 # ---- model and heads -----------------------------------------------------------------------------------------------
@@ -188,88 +156,6 @@ class _Images:
         return {"image": torch.stack(items)}
 
 
-# ---- BERT, which no evaluation of ours takes and `open_model` does not open ------------------------------------------
-
-
-def _bert_folder(spec: str) -> Path | None:
-    """Return the folder if it is of a BERT of transformers'; ValueError if that is differential already."""
-    if spec.startswith(hub.HUB):
-        return None
-    folder = hub.local(spec)
-    kind = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
-    if kind == "adapted_bert":
-        raise ValueError(f"{folder} is a BERT that is differential already: give the one that it was made of")
-    return folder if kind == "bert" else None
-
-
-def _write_bert(folder: Path, target: Path, method: Method, heads: str) -> None:
-    """Write the adapted encoder with all other files of the folder: tokenizer, sentence-transformers' settings."""
-    try:
-        from transformers.activations import ACT2FN
-
-        from diffvision.models import bert
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{folder} needs {error.name}: pip install 'diffvision[hf]'") from None
-    if heads.startswith("entropy"):
-        raise ValueError(f"heads is {heads!r}, which is not measured for BERT: give all, or numbers as 0,3,5")
-    kinds = {kind.__name__: kind for kind in bert.CLASSES}
-    config = read_json(folder / "config.json")
-    if (activation := config.get("hidden_act", "gelu")) not in list(ACT2FN):
-        raise ValueError(
-            f"{folder} has hidden_act {activation!r}, which transformers does not know: correct its config.json, as "
-            "to 'gelu', BERT's own"
-        )
-    (name, *_) = config.get("architectures") or [bert.BertModel.__name__]
-    if name not in kinds:
-        raise ValueError(
-            f"{folder} is a {name}, whose head would be lost: give one of {', '.join(kinds)}, e.g. "
-            f"transformers.BertModel.from_pretrained('{folder}')"
-        )
-    before = _open_bert(kinds[name], folder)
-    draws = torch.Generator().manual_seed(0)
-    shape = (2, min(64, before.config.max_position_embeddings))
-    inputs = {"input_ids": torch.randint(before.config.vocab_size, shape, generator=draws)}
-    after: Any = adapt_model(copy.deepcopy(before), method, heads=_parse_heads(heads))
-    _compare(before, after, inputs, method)
-    with written_whole(target) as made:
-        # Of the encoder's weights alone: folders below hold other modules of sentence-transformers, as 2_Dense.
-        of_encoder = shutil.ignore_patterns(*_WEIGHTS, "config.json", "onnx", "openvino*", ".*")
-        shutil.copytree(folder, made, ignore=lambda at, names: of_encoder(at, names) if Path(at) == folder else set())
-        if (card := made / "README.md").is_file():
-            card.rename(made / "README.of_the_source.md")
-        after.save_pretrained(made)
-        again = _open_bert(type(after), made)
-        if (off := largest_difference(after, again, inputs)) > TOLERANCE:
-            raise ValueError(
-                f"{name} cannot be saved, as transformers builds another model ({off:.1e} off): save its state_dict"
-            )
-    auto = "AutoModel" + name.removeprefix("Bert").removeprefix("Model")
-    print(f"wrote {target}: import diffvision.models.bert, then transformers.{auto}.from_pretrained('{target}')")
-
-
-def _open_bert(kind: Any, folder: Path) -> Any:
-    """Open a BERT with all of its weights; a `BertModel` may have been saved without a pooler."""
-    read = functools.partial(kind.from_pretrained, folder, output_loading_info=True, ignore_mismatched_sizes=True)
-    with tensors_only(str(folder)):
-        model, info = read()
-        if info["missing_keys"] == {"pooler.dense.weight", "pooler.dense.bias"}:
-            model, info = read(add_pooling_layer=False)
-    if missing := info["missing_keys"]:
-        raise ValueError(f"{folder} lacks {few(sorted(missing))}: save the whole model")
-    faults = sorted(
-        f"{name} is {list(held)} in its file and {list(expected)} by its config.json"
-        for name, held, expected in info["mismatched_keys"]
-    )
-    faults += [f"{name} is not in the model" for name in sorted(info["unexpected_keys"]) if not _LEFT_OUT.search(name)]
-    if faults:
-        raise ValueError(
-            f"{folder} has weights that its config.json does not describe: {few(faults)}; restore the config.json that "
-            "was saved with them"
-        )
-    check_finite(model.state_dict(), str(folder))
-    return model
-
-
 # ---- comparison ----------------------------------------------------------------------------------------------------
 
 
@@ -292,8 +178,6 @@ def _outputs(model: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return the outputs of all of a model's towers."""
     if "tokens" in inputs:
         return [model(inputs["tokens"])]
-    if "input_ids" in inputs:
-        return [value for value in model(**inputs).values() if isinstance(value, Tensor)]
     towers = [(getattr(model, "encode_image", model), "image"), (getattr(model, "encode_text", None), "text")]
     return [tower(inputs[name]) for tower, name in towers if name in inputs]
 
@@ -354,7 +238,7 @@ def open_clip_config(config: Mapping[str, Any], model: nn.Module, method: Method
         vision["block_type"] = _block_type(vision.get("block_type"), method)
         if method == "v1":
             vision["head_width"] = 2 * vision.get("head_width", 64)
-    if method != "registers" and not text.get("hf_model_name"):
+    if not text.get("hf_model_name"):
         text["block_type"] = _block_type(text.get("block_type"), method)
         if method == "v1":
             text["heads"] = text.get("heads", 8) // 2

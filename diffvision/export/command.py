@@ -99,10 +99,10 @@ def adapt_to_folder(
         model: a name of timm's or OpenCLIP's with `checkpoint` (timm's NAME.TAG needs none), a folder, a .ckpt of a
             training run, or a model on the Hugging Face Hub (hf:ID); of text: ours, or transformers' Llama.
         destination: the folder to write; it must not exist yet.
-        method: v2 or dex, which compute the same at first; v1, which does not; registers, a token for outliers' norms.
+        method: v2 or dex, which compute the same at first; v1, which does not.
         checkpoint: if model is a name: a tag of pretrained weights, or a file.
         heads: for dex: all, entropy:SHARE (the paper's: entropy:0.5), or numbers for every layer, as 0,3,5.
-        data: for heads by entropy: shards like those to train on, else random inputs; for registers: images' folder.
+        data: for heads by entropy: shards like those to train on, else random inputs.
         tokenizer: for shards of text, if there is none next to the language model.
 
     Raises:

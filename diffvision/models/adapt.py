@@ -6,7 +6,6 @@ Layers are replaced in place; timm builds such a model again by the name in `ada
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -44,8 +43,6 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     "v2" and "dex" give every new matrix a gradient from the first step. For "dex" this needs a lambda above zero, which
     the default (the layer's lambda_init) and the paper's `diffvision.training.callbacks.LambdaAnnealing` give.
 
-    "registers=5-17,6-3" (block-neuron each, found by `analysis.registers`) only adds a token, in timm's image towers.
-
     "gated" adds a gate of 1/2 and doubles the output projection, which computes the same. Layers that have a gate keep
     it: "v2" then makes "v2_gated", and "v1" "v1_gated". "sink" and "integral" cannot compute the same, and are refused.
 
@@ -54,8 +51,7 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
 
     Args:
         model: a timm `VisionTransformer` with standard attention, an OpenCLIP model (both towers, where they have it),
-            a `LanguageModel` of the standard variant, whose `config` is changed as well, or a BERT encoder of
-            transformers (`BertModel`, `BertForMaskedLM`, ...), whose class becomes one of `diffvision.models.bert`.
+            or a `LanguageModel` of the standard variant, whose `config` is changed as well.
         method: "v2", "dex" or "v1", or another variant of `diffvision.nn.ATTENTION` that has `from_standard`.
         heads: for "dex", which heads of a layer are changed, such as those of the paper's choice,
             `diffvision.analysis.heads.highest_entropy`; all by default.
@@ -65,9 +61,6 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         ValueError: there is no standard attention, or it has further parts (norms of all heads, cross-attention,
             adapters such as LoRA), only some layers of a tower have it, or for "v1" the number of heads is odd.
     """
-    if re.fullmatch(r"registers=\d+-\d+(,\d+-\d+)*", method) and not (heads or only_new):
-        _add_register(model, method)
-        return model
     if method not in ATTENTION or not ATTENTION[method].new_parameters:
         methods = [name for name, kind in ATTENTION.items() if kind.new_parameters]
         why = ATTENTION[method].no_adapting if method in ATTENTION else ""
@@ -77,12 +70,6 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     slots = list(_attention_slots(model))
     if not slots:
         raise ValueError(_no_standard_attention(model))
-    bert = _bert(model)
-    if bert and type(model) not in (*bert.CLASSES, *bert.CLASSES.values()):
-        known = ", ".join(kind.__name__ for kind in bert.CLASSES)
-        raise ValueError(f"{type(model).__name__} is not adapted, since it could not be saved: give one of {known}")
-    if bert:
-        bert.check_attention(model)
     _refuse_mixed(model, slots)
     choose = _head_choice(slots, heads)
     standard = [_standard(slot.attention) for slot in slots]  # all, before any is changed
@@ -102,8 +89,6 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
             model.config, variant=new[0].variant, num_heads=new[0].num_heads, num_kv_heads=kv_heads
         )
     _rename(model, method)
-    if bert:
-        bert.become_adapted(model, method)
     return model
 
 
@@ -143,72 +128,11 @@ def merge_dex(model: nn.Module) -> nn.Module:
         variant = _merge(model.config.variant)
         by_layer = as_text(variants, variant)
         model.config = dataclasses.replace(model.config, variant=variant, variant_by_layer=by_layer)
-    if (bert := _bert(model)) and type(model) in bert.CLASSES.values():
-        bert.become_standard(model)
     return model
 
 
 def _merge(variant: str) -> str:
     return "standard" if ATTENTION[variant].mergeable else variant
-
-
-# ---- test-time registers -------------------------------------------------------------------------------------------
-
-
-class RegisterNeurons(nn.Module):
-    """An MLP's activation, with some neurons zero at the patches and of their largest absolute value at the register.
-
-    Those of tokens before the register, such as the class token, are unchanged; the patches come after it.
-    """
-
-    neurons: Tensor
-
-    def __init__(self, act: nn.Module, neurons: Sequence[int], register: int) -> None:
-        super().__init__()
-        self.act, self.register = act, register
-        self.register_buffer("neurons", torch.tensor(neurons), persistent=False)  # they are in the configuration
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the activations [B, N, hidden] of x."""
-        activations: Tensor = self.act(x)
-        values = activations.index_select(-1, self.neurons)
-        largest = values.gather(1, values.abs().argmax(dim=1, keepdim=True))
-        before, patches = values[:, : self.register], values[:, self.register + 1 :]
-        moved = torch.cat([before, largest, torch.zeros_like(patches)], dim=1)
-        return activations.index_copy(-1, self.neurons, moved)
-
-
-def register_trunk(model: nn.Module) -> Any:
-    """Return the timm vision transformer of a model that can be given a register; ValueError if there is none."""
-    trunk: Any = next((part for part in model.modules() if isinstance(part, VisionTransformer)), None)
-    if trunk is None or type(trunk)._pos_embed is not VisionTransformer._pos_embed:
-        raise ValueError(f"{type(trunk or model).__name__} takes no register: give a VisionTransformer of timm's")
-    if trunk.reg_token is not None:
-        raise ValueError(f"the model has register tokens already ({trunk.num_reg_tokens}): give one without them")
-    if "base" in getattr(trunk, "_model_args", {}):
-        raise ValueError("the model is adapted already, so it gets no register: give the one that it was made of")
-    if others := {type(getattr(block, "mlp", None)).__name__ for block in trunk.blocks} - {"Mlp"}:
-        raise ValueError(f"the model has {others.pop()} for an MLP: give one with timm's Mlp in every block")
-    return trunk
-
-
-@torch.no_grad()
-def _add_register(model: nn.Module, method: str) -> None:
-    """Add a token of zeros after the class token, and move the neurons' activations to it."""
-    trunk = register_trunk(model)
-    register = trunk.num_prefix_tokens
-    neurons = [(int(block), int(neuron)) for block, neuron in re.findall(r"(\d+)-(\d+)", method)]
-    for number, block in enumerate(trunk.blocks):  # a model for features only may lack the last
-        if chosen := [neuron for its_block, neuron in neurons if its_block == number]:
-            if max(chosen) >= (width := block.mlp.fc1.out_features):
-                raise ValueError(f"method has neuron {number}-{max(chosen)}: choose below {width}, a block's neurons")
-            block.mlp.act = RegisterNeurons(block.mlp.act, chosen, register).to(block.mlp.fc1.weight.device)
-    trunk.reg_token = nn.Parameter(zeros := trunk.patch_embed.proj.weight.new_zeros(1, 1, trunk.embed_dim))
-    if trunk.pos_embed is not None and not trunk.no_embed_class:
-        rows = [trunk.pos_embed[:, :register], zeros, trunk.pos_embed[:, register:]]
-        trunk.pos_embed = nn.Parameter(torch.cat(rows, dim=1), trunk.pos_embed.requires_grad)
-    trunk.num_reg_tokens, trunk.num_prefix_tokens, trunk.patch_drop.num_prefix_tokens = 1, register + 1, register + 1
-    _rename(model, method)
 
 
 # ---- finding the attention -------------------------------------------------------------------------------------------
@@ -233,30 +157,12 @@ class _Slot:
         if isinstance(block, ResidualAttentionBlock):
             layer.train(block.training)
             setattr(self.parent, self.name, TextBlock(block, layer, causal=False))  # its tower passes the mask
-        elif bert := _bert(block):
-            bert.put(block, layer)
         else:
             setattr(self.parent, self.name, layer.train(block.training))
 
 
-def _bert(module: nn.Module) -> Any:
-    """Return `diffvision.models.bert` for a BERT of transformers' or its attention, else None.
-
-    transformers, which may be missing, is imported there, and is imported already where there is such a module.
-    """
-    if not any(kind.__module__ == "transformers.models.bert.modeling_bert" for kind in type(module).__mro__):
-        return None
-    from diffvision.models import bert
-
-    return bert
-
-
 def _attention_slots(model: nn.Module) -> Iterator[_Slot]:
     """Yield every place of a model where plain attention can be replaced."""
-    if bert := _bert(model):
-        for depth, name, layer in bert.unadapted_layers(model):
-            yield _Slot(layer, "attention", depth, name)
-        return
     for name, tower in model.named_modules():
         if isinstance(tower, nn.Sequential | nn.ModuleList) and name.rpartition(".")[2] in ("blocks", "resblocks"):
             for depth, block in enumerate(tower):
@@ -335,8 +241,6 @@ def _standard(module: nn.Module) -> AttentionLayer:
         return module
     if isinstance(module, TimmAttention):
         return _of_timm(module)
-    if bert := _bert(module):
-        return bert.standard_of(module)
     assert isinstance(module, ResidualAttentionBlock)
     return _of_torch(module)
 

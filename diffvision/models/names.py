@@ -13,8 +13,8 @@ from diffvision.mistakes import nearest
 
 TABLE = Path(__file__).with_name("parameters.json")
 
-Method = Literal["v2", "dex", "v1", "registers"]
-"""How a pretrained model is changed: see `adapt`, and `registers` for the last."""
+Method = Literal["v2", "dex", "v1"]
+"""How a pretrained model is changed: see `adapt`."""
 
 
 def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:

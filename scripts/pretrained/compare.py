@@ -1,9 +1,9 @@
 """How far the models of fetch.py are from what others compute with the same files, as docs/guides/weights.md has it.
 
-    python scripts/pretrained/compare.py smollm2 dinov2 minilm
+    python scripts/pretrained/compare.py smollm2 dinov2
 
 Each is compared in float32 on a CPU: SmolLM2 with transformers, which reads the GGUF file itself; DINOv2 with
-onnxruntime, which runs the file's graph. MiniLM is not converted: its rows are the similarities of sentences.
+onnxruntime, which runs the file's graph.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from dinov2 import MODEL, dinov2, graph_outputs
 from fetch import SOURCES, unpack
 
 TEXT = "def area(r):\n    return 3.14159 * r ** 2\n\nThe Danube is 2,850 km long, and flows through ten countries."
-SENTENCES = ("A man is playing a guitar.", "Someone plays an instrument.", "The stock market fell sharply today.")
 
 
 def smollm2(file: Path) -> dict[str, float]:
@@ -70,20 +69,6 @@ def dinov2_(file: Path) -> dict[str, float]:
     return rows | _adapted(model, plain, lambda model: model.forward_features(images.to(model.pos_embed)))
 
 
-def minilm(file: Path) -> dict[str, float]:
-    """Return the similarity of a sentence and its paraphrase, and of a sentence and another."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent)
-    model = transformers.AutoModel.from_pretrained(file.parent).eval()
-    batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
-    mask = batch["attention_mask"].unsqueeze(-1)
-    states = model(**batch).last_hidden_state * mask
-    first, paraphrase, other = torch.nn.functional.normalize(states.sum(1) / mask.sum(1), dim=-1)
-    rows = {"cosine with a paraphrase": (first @ paraphrase).item(), "with another": (first @ other).item()}
-    return rows | _adapted(model, states, lambda model: model(**batch).last_hidden_state * mask)
-
-
 def _adapted(model: nn.Module, before: Tensor, run: Callable[[Any], Tensor]) -> dict[str, float]:
     """Return how far the outputs of a model made differential are from those before, in float32 and float64."""
     rows = {}
@@ -104,14 +89,14 @@ def _perplexity(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).exp()
 
 
-COMPARISONS = {"smollm2": smollm2, "dinov2": dinov2_, "minilm": minilm}
+COMPARISONS = {"smollm2": smollm2, "dinov2": dinov2_}
 
 
 @torch.no_grad()
 def main() -> None:
     """Print the rows of each model that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=SOURCES)
+    parser.add_argument("names", nargs="+", choices=COMPARISONS)
     for name in parser.parse_args().names:
         with tempfile.TemporaryDirectory() as scratch:
             for row, value in COMPARISONS[name](unpack(SOURCES[name], Path(scratch))).items():

@@ -402,5 +402,5 @@ def test_no_other_module_imports_it_at_once():
                 eager.add(path.relative_to(PACKAGE).as_posix())
     language = ("modeling_diffllama_v2", "transformers", "transformers_decoder")
     ours = ("convert/llava", "transformers_names", *(f"vision_language{end}" for end in ("", "_parts", "_processor")))
-    files = ("bert", "hugging_face", *ours, *(f"language/{name}" for name in language))
+    files = ("hugging_face", *ours, *(f"language/{name}" for name in language))
     assert eager == {f"models/{name}.py" for name in files}
