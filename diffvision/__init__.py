@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from diffvision.comparison.command import compare
     from diffvision.evaluation.from_python import evaluate
     from diffvision.models.adapt import adapt
-    from diffvision.models.replace import replace_attention
     from diffvision.opening import Model, open_model
     from diffvision.training.from_python import fit
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "__version__", "adapt", "compare", "evaluate", "fit", "models", "open_model", "replace_attention"]
+__all__ = ["Model", "__version__", "adapt", "compare", "evaluate", "fit", "models", "open_model"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
@@ -37,7 +36,6 @@ if not TYPE_CHECKING:
             "fit": "training.from_python",
             "models": None,
             "open_model": "opening",
-            "replace_attention": "models.replace",
         },
     )
 

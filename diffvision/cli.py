@@ -41,7 +41,6 @@ COMMANDS = {
         "diffvision.comparison.command", "table_clip", "the tables of DiffCLIP's paper, from the runs' evaluations"
     ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
-    "match": Command("diffvision.models.matching", "match", "heads and MLP of V1, V2 and grouped for a Transformer"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),

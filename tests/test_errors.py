@@ -21,7 +21,7 @@ REMEDY = re.compile(
     r"evaluate|exclude|expected|export|fetch|fix|free|generate|get|give|install|keep|leave|list|load|lower|make|measure|"
     r"merge|move|must|name|need|needs|open|pack|pass|pip|point|put|raise|read|remove|rename|repair|replace|report|"
     r"restore|resume|run|save|see|set|shorten|split|start|take|takes|train|try|unlock|unpack|untie|upgrade|use|wait|"
-    r"change|replace_attention|tokenise|yield|write)\b"
+    r"change|tokenise|yield|write)\b"
 )
 
 

@@ -18,8 +18,7 @@ from diffvision.comparison import compare
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.models.matching import matched
-from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, attention, build_attention, settings_of
+from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, attention, settings_of
 from diffvision.ops import diff_attention
 
 PACKAGE = Path(diffvision.__file__).parent
@@ -154,15 +153,6 @@ def test_a_new_variant_is_exported(folders, tmp_path):
     assert main(["export", str(folders / "mixed"), str(tmp_path / "onnx"), "--to", "onnx"]) == 0
     assert main(["export", str(folders / "mixed"), str(tmp_path / "int8"), "--to", "int8"]) == 0
     assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 0
-
-
-def test_a_new_variant_is_matched():
-    *_, one = matched(8, 32, variant="mixed")
-    layer = build_attention("mixed", 256, 8, head_dim=32, proj_bias=False)
-    assert (one.variant, one.num_heads) == ("mixed", 8)
-    assert one.attention == sum(parameter.numel() for parameter in layer.parameters())
-    with pytest.raises(ValueError, match="variant is 'mixd'"):
-        matched(8, 32, variant="mixd")
 
 
 def test_signatures_list_all_settings():

@@ -133,7 +133,7 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
     Args:
         model: a model of ours, timm or OpenCLIP whose attention calls torch's scaled_dot_product_attention or is timm's
             differential one, or a transformers model that uses transformers' attention interface (DiffLlama's heads are
-            paired as in its code), also after `replace_attention`.
+            paired as in its code).
         see: called for each layer, see `See`. If it returns None, a transformers layer is computed from
             `Call.scores()`. timm's differential attention can be read, not changed.
 
@@ -269,8 +269,7 @@ def _capture_timm(name: str, layer: Any, see: See) -> Iterator[None]:
         call = Call(name, layer, q, k, v, lam, mask, is_causal, layer.head_dim**-0.5)
         if see(call) is not None:
             raise ValueError(
-                f"{name} is timm's {type(layer).__name__}, whose attention can be read, not changed: use "
-                "diffvision.replace_attention"
+                f"{name} is timm's {type(layer).__name__}, whose attention can be read, not changed: give one of ours"
             )
         calls.append(call)
 
@@ -408,8 +407,7 @@ def _capture_transformers(model: Any, see: See) -> Iterator[None]:
     AttentionMaskInterface.register(_INTERFACE, mask)
     model.set_attn_implementation(_INTERFACE)
     try:
-        with _restore_attention(model):
-            yield
+        yield
     finally:
         model.set_attn_implementation(before)
 
@@ -430,20 +428,6 @@ def _transformers_call(
     is_causal = attention_mask is None and getattr(module, "is_causal", True)
     scale = settings.get("scaling") or query.shape[-1] ** -0.5
     return Call(f"layers.{module.layer_idx}", module, q, k, v, lam, attention_mask, is_causal, scale)
-
-
-@contextmanager
-def _restore_attention(model: nn.Module) -> Iterator[None]:
-    """Restore transformers' `forward` within the block in layers that `replace_attention` changed."""
-    replaced = [(module, type(module)) for module in model.modules() if type(module).__name__ == "LlamaAttention"
-                and type(module).__module__ == "diffvision.models.replace"]  # fmt: skip
-    try:
-        for module, ours in replaced:
-            module.__class__ = ours.__mro__[1]
-        yield
-    finally:
-        for module, ours in replaced:
-            module.__class__ = ours
 
 
 def _diff_llama_lambda(module: Any) -> Tensor:

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import diffvision
 from benchmark import (
     Way,
     add_ratios,
@@ -126,26 +125,13 @@ FAMILIES = [
 ]
 
 
-def replaced(name: str) -> Family:
-    """Return a differential ViT of timm's as it is, and with its attention replaced by ours."""
-    create, short = partial(timm.create_model, name), name.partition("_patch")[0]
-    # Their names differ, since each is built once.
-    models = [
-        Model(f"{short} of timm", "plain", create),
-        Model(f"{short}, replaced", "ours", lambda: diffvision.replace_attention(create())),
-    ]
-    image = timm.get_pretrained_cfg(name).input_size[-1]
-    return Family(short, models, partial(vit_batch, image=image), vit_loss, lambda m, b: m(b[0]))
-
-
-# By name only: models whose attention is replaced, and a tiny family to try the benchmark itself.
-REPLACED = [replaced(f"{name}_patch16_reg1_gap_256") for name in ("vit_dwee", "vit_dlittle", "vit_dpwee")]
+# By name only: a tiny family to try the benchmark itself.
 DEBUG = vit(
     "debug",
     [("plain_vit_debug", "plain", {"num_classes": 1000}), ("diff_vit_debug", "ours", {"num_classes": 1000})],
     image=32,
 )
-ALL = [*FAMILIES, *REPLACED, DEBUG]
+ALL = [*FAMILIES, DEBUG]
 # Device and --quick -> samples of a batch.
 BATCHES = {("cpu", False): 8, ("cpu", True): 2, ("cuda", False): 256, ("cuda", True): 64}
 # With --quick, for the rounds of a family's training or inference.

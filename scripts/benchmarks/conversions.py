@@ -12,7 +12,7 @@ import contextlib
 import io
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models import register_model
 from torch import Tensor, nn
 
-import diffvision
 from diffvision.models import language
 from diffvision.models.convert import convert
 from diffvision.models.convert.state import read_state
@@ -117,32 +116,6 @@ def timm_layer(scratch: Path) -> Iterator[Row]:
     yield row("timm DiffAttention", "diffvision", "layer, float32", theirs(x), ours(x), back)
 
 
-def replaced(name: str, model: nn.Module, run: Callable[[], Tensor]) -> Iterator[Row]:
-    """Yield outputs and gradients of a model as it is, and after `replace_attention`."""
-
-    def results() -> tuple[Tensor, Tensor]:
-        model.zero_grad()
-        out = run()
-        out.square().mean().backward()
-        return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-    before = results()
-    diffvision.replace_attention(model)
-    for what, one, other in zip(("output", "gradients"), before, results(), strict=True):
-        yield row(name, "replace_attention", f"{what}, float32", one, other, "in place")
-
-
-def vits(scratch: Path) -> Iterator[Row]:
-    for name in ("vit_dwee", "vit_dlittle", "vit_dpwee"):
-        model = timm.create_model(f"{name}_patch16_reg1_gap_256", img_size=96, depth=3).eval()
-        for part, parameter in model.named_parameters():
-            if "gamma" in part or "ls" in part.split("."):
-                # From 1e-5, layer scale would hide what attention does.
-                nn.init.ones_(parameter)
-        images = torch.randn(2, 3, 96, 96)
-        yield from replaced(f"timm {name}", model, lambda model=model, images=images: model(images))
-
-
 def transformers_models(scratch: Path) -> Iterator[Row]:
     import transformers
 
@@ -164,8 +137,6 @@ def transformers_models(scratch: Path) -> Iterator[Row]:
         yield row(f"ours ({variant})", f"huggingface ({name})", "logits, float32", ours(tokens), logits)
         again = language.load(scratch / f"{name}-again").eval()
         yield row(name, "language", "logits, float32", logits, again(tokens), same(*weights))
-        if variant == "v1":
-            yield from replaced(name, theirs, lambda theirs=theirs, tokens=tokens: theirs(tokens).logits)
 
 
 def main() -> None:
@@ -176,7 +147,7 @@ def main() -> None:
         "|---|---|---|---:|---:|---|"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        for conversion in (diffclip, unilm, timm_layer, vits, transformers_models):
+        for conversion in (diffclip, unilm, timm_layer, transformers_models):
             with contextlib.redirect_stdout(io.StringIO()):
                 rows = list(conversion(Path(scratch)))
             for r in rows:

@@ -43,7 +43,6 @@ def models() -> Iterator[tuple[str, torch.nn.Module]]:
         yield f"ViT, adapted by {method}", vit
     for name in ("vit_dwee_patch16_reg1_gap_256", "vit_dpwee_patch16_reg1_gap_256"):
         yield name, timm.create_model(name)
-        yield f"{name}, replaced", diffvision.replace_attention(timm.create_model(name))
     yield "ViT, VCA", timm.create_model("vca_vit_debug")
     for name in ("CLIP-debug", "DiffCLIP-debug", "DiffCLIP-DINT-debug", "DiffCLIP-V2-debug"):
         yield name, open_clip.create_model(name)

@@ -57,7 +57,7 @@ def test_files_of_older_torch_are_read_as_harmlessly(tmp_path):
     ("name", "words"),
     [
         ("model.layers.0.self_attn.o_proj.weight", "look like transformers': give the folder"),
-        ("blocks.0.in_proj.weight", r"look like a fused block: diffvision\.replace_attention"),
+        ("blocks.0.in_proj.weight", r"look like a fused block"),
         ("blocks.0.attn.qkv.weight", r"look like plain attention, which diffvision\.adapt"),
     ],
 )

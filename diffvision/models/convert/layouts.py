@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 _NEAR = (
     ("self_attn.o_proj.weight", "; they look like transformers': give the folder, whose config.json says the rest"),
-    ("in_proj.weight", "; they look like a fused block: diffvision.replace_attention makes timm's faster as they are"),
+    ("in_proj.weight", "; they look like a fused block of timm's, which has no other layout"),
     ("attn.qkv.weight", "; they look like plain attention, which diffvision.adapt makes differential"),
 )
 """Ends of names that are similar to a layout's, and the hint about them in the error."""

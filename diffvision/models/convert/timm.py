@@ -37,10 +37,7 @@ def from_timm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ValueError: an attention is not V1: its lambda is two scalars, or it has one norm for all heads together.
     """
     if other := [name for name in weights if re.search(r"(^|\.)(lambda_a|attn\.norm\.weight)$", name)]:
-        raise ValueError(
-            f"the timm model has {other[0]}, which V1 does not: diffvision.replace_attention makes the model itself "
-            "faster, unchanged"
-        )
+        raise ValueError(f"the timm model has {other[0]}, which V1 does not: use it in timm")
     state: dict[str, Tensor] = {}
     for name, value in weights.items():
         if match := re.match(_QKV, name):
