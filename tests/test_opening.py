@@ -365,14 +365,6 @@ def test_a_path_beside_a_tag_of_its_spelling(tmp_path, monkeypatch):
     assert as_text(Path("digits")) == "./digits"
 
 
-def test_int8_beside_a_folder_of_the_tag_s_name(tmp_path, monkeypatch):
-    pytest.importorskip("torchao")
-    monkeypatch.chdir(tmp_path)
-    Path("digits").mkdir()
-    export("DiffCLIP-nano.digits", "small.safetensors", to="int8")
-    assert open_model("small.safetensors").name == "DiffCLIP-nano"
-
-
 def test_labels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert labelled("V1=runs/a/last.ckpt") == ("V1", "runs/a/last.ckpt")

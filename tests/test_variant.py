@@ -151,7 +151,6 @@ def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_new_variant_is_exported(folders, tmp_path):
     assert main(["export", str(folders / "mixed"), str(tmp_path / "onnx"), "--to", "onnx"]) == 0
-    assert main(["export", str(folders / "mixed"), str(tmp_path / "int8"), "--to", "int8"]) == 0
     assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 0
 
 
