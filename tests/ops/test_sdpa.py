@@ -13,32 +13,51 @@ from diffvision.ops import diff_attention, softmax_attention
 from diffvision.ops.attention import sdpa
 from diffvision.ops.attention.kernels import without_cudnn
 
-CARDS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
-SELF = {"half": True, "equal": True, "grouped": False, "masked": False, "square": True, "grad": True}
+CARDS = (75, 80, 86, 89, 90, 100, 103, 120)
+SELF = {
+    **{"half": True, "head_dim": 64, "value_dim": 64, "grouped": False, "masked": False, "queries": 197, "keys": 197},
+    **{"grad": True, "dropout": False},
+}
 
 
-def plan(capability=(9, 0), version=(2, 15), **differing):
+def plan(capability=90, version=(2, 15), **differing):
     return sdpa.plan_cuda(capability=capability, version=version, **SELF | differing)
 
 
 @pytest.mark.parametrize("capability", CARDS)
-@pytest.mark.parametrize("differing", [{}, {"masked": True}, {"equal": False}, {"half": False}])
+@pytest.mark.parametrize("differing", [{}, {"masked": True}, {"value_dim": 32}, {"half": False}])
 def test_heads_are_repeated_where_no_kernel_surely_takes_groups(capability, differing):
     assert not plan(capability, (2, 15), grouped=True, **differing).repeat_heads
     assert not plan(capability, (2, 10), **differing).repeat_heads
-    flash_takes_them = not differing and capability >= (8, 0)
+    flash_takes_them = not differing and capability >= 80
     assert plan(capability, (2, 14), grouped=True, **differing).repeat_heads != flash_takes_them
 
 
+@pytest.mark.parametrize("capability", CARDS)
+def test_wide_values_go_to_the_flash_kernel_where_cudnn_is_not_first_and_it_takes_them(capability):
+    flash = capability not in (75, 90, 100)
+    assert plan(capability, value_dim=128).widen == flash
+    assert plan(capability, value_dim=128, queries=64).widen == flash
+    assert plan(capability, value_dim=128, grouped=True, version=(2, 10)).repeat_heads != flash
+    for differing in ({"half": False}, {"masked": True}, {"queries": 1}, {"value_dim": 264}, {"value_dim": 64}):
+        assert not plan(capability, **{"value_dim": 128} | differing).widen
+    limited = capability in (86, 89, 120)  # what their shared memory leaves of the backward kernel
+    for size, dropout, taken in ((192, True, True), (200, False, False), (256, False, True), (256, True, False)):
+        assert plan(capability, value_dim=size, dropout=dropout).widen == (flash and (taken or not limited))
+        assert plan(capability, value_dim=size, dropout=dropout, grad=False).widen == flash
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert not plan(capability, value_dim=128).widen
+
+
 def test_cudnn_is_avoided_where_its_gradients_may_be_nan_and_for_changing_lengths():
-    for capability, half in itertools.product([(9, 0), (10, 0), (12, 0), (13, 0)], [True, False]):
+    for capability, half in itertools.product((90, 100, 120, 130), (True, False)):
         assert not plan(capability, half=half).avoid_cudnn
         assert plan(capability, (2, 11), half=half, masked=True).avoid_cudnn
         assert plan(capability, (3, 0), half=half, masked=True).avoid_cudnn  # no release is known to be right
         assert not plan(capability, (2, 10), half=half, masked=True).avoid_cudnn
         assert not plan(capability, half=half, masked=True, grad=False).avoid_cudnn
-        assert plan(capability, half=half, square=False, grad=False).avoid_cudnn
-    assert not plan((8, 9), masked=True).avoid_cudnn  # there it is not among the first
+        assert plan(capability, half=half, queries=1, grad=False).avoid_cudnn
+    assert not plan(89, masked=True).avoid_cudnn  # there it is not among the first
 
 
 @pytest.fixture
@@ -51,7 +70,7 @@ def calls(monkeypatch):
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    monkeypatch.setattr(sdpa, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(sdpa, "compute_capability", lambda index: 90)
     with FakeTensorMode():
         yield seen
 
@@ -74,6 +93,37 @@ def test_calls_on_cuda_are_aligned_and_repeated_and_keep_their_scale(calls, monk
         assert (of_q, of_k, of_v) == ((2, 4, 9, 16), (2, count, 9, 16), (2, count, 9, 24))
         assert settings["enable_gqa"] == (count == 2)
         assert settings["scale"] == 12**-0.5
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_wide_values_on_an_ada_card(calls, monkeypatch, masked):
+    monkeypatch.setattr(sdpa, "compute_capability", lambda index: 89)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if masked else None
+    q = torch.stack([heads(4, 9, 12)] * 2, dim=2)
+    assert diff_attention(q, q, heads(4, 9, 24), 0.5, mask=mask, backend="sdpa").shape == (2, 4, 9, 24)
+    assert len(calls) == 2
+    for of_q, of_k, of_v, settings, _ in calls:
+        assert of_q == of_k == (2, 4, 9, 16 if masked else 24)
+        assert of_v == (2, 4, 9, 24)
+        assert settings["scale"] == 12**-0.5
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("key_maps", [1, 2])
+def test_calls_prepared_for_a_card_are_the_formula_s(monkeypatch, capability, key_maps):
+    monkeypatch.setattr(sdpa, "compute_capability", lambda index: capability)
+    monkeypatch.setattr(sdpa, "_prepare", sdpa._for_cuda)  # for a CPU too
+    monkeypatch.setattr(sdpa, "_VERSION", (2, 14))
+    shapes = (2, 4, 2, 9, 12), (2, 2, key_maps, 9, 12), (2, 2, 9, 24)
+    q, k, v = (torch.randn(shape).bfloat16().requires_grad_() for shape in shapes)
+    lam = torch.rand(1, requires_grad=True)
+    for causal, mask in ((False, None), (True, None), (False, torch.rand(1, 1, 9, 9).ge(0.3))):
+        results = []
+        for backend in ("sdpa", "eager"):
+            out = diff_attention(q, k, v, lam, causal=causal, mask=mask, backend=backend)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v, lam))])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
 
 
 def test_cudnn_is_disabled_for_a_call_alone_and_stays_off_where_it_was(calls):
@@ -108,11 +158,11 @@ def test_a_graph_leaves_kernels_disabled_that_its_caller_disabled():
     assert kernels[1] == {"EFFICIENT_ATTENTION", "CUDNN_ATTENTION"}  # cuDNN's for what follows
 
 
-@pytest.mark.parametrize("size", [192, 200, 264])
+@pytest.mark.parametrize("size", [192, 256, 264])
 def test_heads_too_wide_for_the_flash_kernel_are_repeated_in_older_releases(calls, monkeypatch, size):
     monkeypatch.setattr(sdpa, "_VERSION", (2, 14))
     softmax_attention(heads(4, 9, size), heads(2, 9, size), heads(2, 9, size))
-    assert calls[0][1][1] == (2 if size == 192 else 4)
+    assert calls[0][1][1] == (4 if size == 264 else 2)
 
 
 @pytest.mark.parametrize("count", [2, 4])

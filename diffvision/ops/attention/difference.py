@@ -13,9 +13,10 @@ def compute_maps(attend: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tenso
     Heads are axis 1, the maps of q and k axis 2.
     """
     if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
-        both = attend(q.flatten(1, 2), k[:, :, 0]).unflatten(1, (-1, 2))
-        return both[:, :, 0], both[:, :, 1]
-    return attend(q[:, :, 0], k[:, :, 0]), attend(q[:, :, 1], k[:, :, 1])
+        first, second = attend(q.flatten(1, 2), k.squeeze(2)).unflatten(1, (-1, 2)).unbind(2)
+        return first, second
+    (q1, q2), (k1, k2) = q.unbind(2), k.unbind(2)  # whose gradient is one copy
+    return attend(q1, k1), attend(q2, k2)
 
 
 def widen(t: Tensor, size: int) -> Tensor:

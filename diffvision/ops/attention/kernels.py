@@ -1,7 +1,8 @@
-"""Which kernels torch's attention may take, and a context without cuDNN's; `sdpa.plan_cuda` says why."""
+"""The card, which kernels torch's attention may take on it, and a context without cuDNN's (see `sdpa.plan_cuda`)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -11,6 +12,20 @@ _OTHERS = {
     "mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+@torch.compiler.assume_constant_result  # a number, because comparing a tuple in a graph fails in torch 2.11
+def compute_capability(index: int | None = None) -> int:
+    """Return that of a device, 90 for 9.0, by default the current one's; without a GPU, as for fake tensors, 80."""
+    return _compute_capability(index)
+
+
+@cache  # which is not to be traced
+def _compute_capability(index: int | None) -> int:
+    if not torch.cuda.is_available():
+        return 80
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 @torch.compiler.assume_constant_result  # a graph keeps the kernels of when it was made, as torch's own attention does

@@ -5,7 +5,7 @@ unequal sizes, SDPA silently takes the MATH path on a CPU, which keeps every [M,
 equal: split the value head into halves (four calls, every map computed twice), or widen queries and keys with
 zeros (two calls, the logits unchanged). Both do 16 N^2 D of matrix work; widening computes half as many exponentials
 and was faster in all measurements (docs/benchmarks/speed.md). On CUDA the memory-efficient and cuDNN
-kernels take unequal sizes as they are, if they are aligned. `plan_cuda` says what else a call needs there.
+kernels take unequal sizes as they are, if they are aligned. `plan_cuda` says what a call needs there.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffvision.ops.attention.difference import subtract, widen
-from diffvision.ops.attention.kernels import without_cudnn
+from diffvision.ops.attention.kernels import compute_capability, is_enabled, without_cudnn
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem, is_grouped
-from diffvision.ops.attention.shared_memory import compute_capability
 
-FLASH_SIZE = 192  # of a head, which the flash kernel trains on every card; of more not on 8.6, 8.9 and 12.0
+CUDNN_FIRST = (90, 100)  # the compute capabilities on which torch takes cuDNN's kernel before others
 
 
 def limit(problem: Problem) -> str | None:
@@ -49,18 +48,16 @@ def diff_attention(
         zero = (k.sum() + v.sum()).to(q.dtype)
         return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
     mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
-    q, k, v, kernels = _prepare(q, k, v, mask)
+    q, k, v, kernels = _prepare(q, k, v, mask, dropout)
     grouped = is_grouped(q, k)
 
-    # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
-    def attend(m: int) -> Tensor:
-        key = k[:, :, m if k.shape[2] == 2 else 0]
-        return F.scaled_dot_product_attention(
-            q[:, :, m], key, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-
+    # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map. The
+    # gradient of `unbind` is one copy; that of two indices would be two tensors that are half zeros, and their sum.
+    (q1, q2), (k1, k2) = q.unbind(2), k.unbind(2) * (2 // k.shape[2])
+    settings = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
     with kernels:
-        first, second = attend(0), attend(1)
+        first = F.scaled_dot_product_attention(q1, k1, v, **settings)
+        second = F.scaled_dot_product_attention(q2, k2, v, **settings)
     return subtract(first, second, lam, q.dtype)[..., :value_dim]
 
 
@@ -68,7 +65,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Te
     """Arguments, shapes and result as `diffvision.ops.softmax_attention`."""
     scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
     mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
-    q, k, v, kernels = _prepare(q, k, v, mask)
+    q, k, v, kernels = _prepare(q, k, v, mask, dropout)
     grouped = is_grouped(q, k)
     with kernels:
         out = F.scaled_dot_product_attention(
@@ -80,45 +77,67 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Te
 class Plan(NamedTuple):
     """What a call on CUDA needs so that torch finds a kernel that keeps no [M, N] map and has right gradients."""
 
+    widen: bool  # queries and keys to the size of the values
     repeat_heads: bool  # repeat keys and values for each query head of their group
     avoid_cudnn: bool
 
 
 def plan_cuda(
     *,
-    capability: tuple[int, int],
+    capability: int,
     version: tuple[int, int],
     half: bool,
-    equal: bool,
+    head_dim: int,
+    value_dim: int,
     grouped: bool,
     masked: bool,
-    square: bool,
+    queries: int,
+    keys: int,
     grad: bool,
+    dropout: bool,
 ) -> Plan:
     """Return what a call of torch's attention needs on a card.
+
+    Values wider than keys go to cuDNN's kernel where torch takes it first, on 9.0 and 10.0: on an H200 it was faster
+    than any other (docs/benchmarks/gpu.md). Elsewhere only the memory-efficient kernel takes them as they are. Widened
+    keys go to the flash kernel, if it takes the call. That is expected to be faster and was not measured on any card.
+    One query is not widened, because that would copy a whole cache for each token.
 
     Grouped heads: the memory-efficient kernel takes them from torch 2.15 on. In older releases the flash kernel is the
     only one known to: in half precision, for equal sizes without a mask. Otherwise torch computes every map.
 
-    cuDNN comes first from compute capability 9.0 on. Under a mask its gradients may be NaN from torch 2.11 on (pytorch
-    issue 196678), with a single query too (cudnn-frontend issue 1072), and no release is known to be right. It makes a
-    plan for each pair of lengths, and decoding has another pair for every token.
+    cuDNN's gradients may be NaN under a mask from torch 2.11 on (pytorch issue 196678), with a single query too
+    (cudnn-frontend issue 1072), and no release is known to be right. It makes a plan for each pair of lengths, and
+    decoding has another pair for every token.
 
     Args:
-        capability: the card's compute capability.
+        capability: the card's compute capability, 90 for 9.0.
         version: torch's major and minor version.
         half: whether the dtype has 16 bits.
-        equal: whether values have the size of keys, of at most `FLASH_SIZE`.
+        head_dim: D.
+        value_dim: V.
         grouped: whether several query heads read one key/value head.
         masked: whether torch is given a mask.
-        square: whether there are as many queries as keys.
+        queries: their number.
+        keys: their number.
         grad: whether gradients are needed.
+        dropout: whether dropout is drawn.
     """
-    in_flash = capability >= (8, 0) and half and equal and not masked
+    flash = half and not masked and flash_takes(max(head_dim, value_dim), capability, grad=grad, dropout=dropout)
+    widen = flash and head_dim < value_dim and capability not in CUDNN_FIRST and queries > 1
+    in_flash = flash and (widen or head_dim == value_dim)
     return Plan(
+        widen=widen,
         repeat_heads=grouped and version < (2, 15) and not in_flash,
-        avoid_cudnn=capability >= (9, 0) and (not square or (masked and grad and version >= (2, 11))),
+        avoid_cudnn=capability >= 90 and (queries != keys or (masked and grad and version >= (2, 11))),
     )
+
+
+def flash_takes(size: int, capability: int, *, grad: bool, dropout: bool) -> bool:
+    """Return whether torch's flash kernel takes heads of a size, in half precision and without a mask."""
+    small = 86 <= capability <= 89 or capability >= 120  # cards with little shared memory, which backward needs
+    refused = small and grad and (192 < size <= 224 or (size > 224 and dropout))
+    return 80 <= capability <= 121 and size <= 256 and not refused and is_enabled("flash")
 
 
 _MAJOR, _MINOR = torch.__version__.split(".")[:2]
@@ -126,25 +145,34 @@ _VERSION = (int(_MAJOR), int(_MINOR))
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager]:
     """Return queries, keys and values as the device's kernels take them, and the context to call torch's attention in.
 
     Heads are axis 1; queries, keys and values may have an axis of maps, and end in [.., N, D].
     """
-    if not q.is_cuda:
-        return *_equal_sizes(q, k, v), _ALL
-    q, k, v = (_align(t) for t in (q, k, v))
+    return _for_cuda(q, k, v, mask, dropout) if q.is_cuda else (*_equal_sizes(q, k, v), _ALL)
+
+
+def _for_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager]:
+    q, k, v = (_multiple_of_8(t) for t in (q, k, v))
     plan = plan_cuda(
         capability=compute_capability(q.device.index),
         version=_VERSION,
         half=q.dtype.itemsize == 2,
-        equal=q.shape[-1] == v.shape[-1] <= FLASH_SIZE,
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
         grouped=is_grouped(q, k),
         masked=mask is not None,
-        square=q.shape[-2] == k.shape[-2],
+        queries=q.shape[-2],
+        keys=k.shape[-2],
         grad=needs_gradients(q, k, v),
+        dropout=dropout > 0,
     )
+    if plan.widen:
+        q, k, v = _equal_sizes(q, k, v)
     if plan.repeat_heads:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -157,7 +185,7 @@ def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return widen(q, size), widen(k, size), widen(v, size)
 
 
-def _align(t: Tensor) -> Tensor:
+def _multiple_of_8(t: Tensor) -> Tensor:
     """Pad the last axis with zero columns to a multiple of 8, which the memory-efficient kernel needs."""
     return widen(t, -(-t.shape[-1] // 8) * 8)
 
