@@ -15,10 +15,6 @@ from matplotlib.figure import Figure
 
 from diffvision.plugins import LAB
 
-if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in the interpreter
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 ASSETS = Path(__file__).parent / "assets"
 
 

@@ -1,8 +1,7 @@
 """The numerical battery: every backend, in every dtype that it takes, against the formula in float64.
 
 On a CPU each backend meets each feature once, and only those that the files next to this one do not test: forms of
-inputs are in test_attention.py and test_triton.py, FlexAttention (seconds to compile a shape) in test_flex.py. Triton's
-interpreter is slow and computes bfloat16 wrongly: float32 and float16, up to 257 tokens. `pytest -m gpu` runs it all.
+inputs are in test_attention.py, FlexAttention (seconds to compile a shape) in test_flex.py. `pytest -m gpu` runs all.
 """
 
 import itertools
@@ -25,28 +24,21 @@ UNEQUAL = ((3, 130, False), (65, 127, True), (129, 33, False))
 HALF = ((17, 17, True), (65, 65, False), (65, 127, True))
 GPU = tuple((n, n, n % 2 == 1) for n in (1, 2, 3, 17, 31, 33, 63, 65, 127, 129, 197, 257, 577, 1023, 1025))
 GPU_UNEQUAL = ((1, 65, True), (3, 130, False), (63, 17, False), (65, 127, False), (129, 33, False))
-INTERPRETED = 257  # tokens
 
 # (backend, device, dtypes)
 EVERY = [
     ("eager", "cpu", (FP32, FP16, BF16)),
     ("blocked", "cpu", (FP32, FP16, BF16)),
     ("sdpa", "cpu", (FP32, FP16, BF16)),
-    ("triton", "cpu", (FP32, FP16)),
     ("eager", "cuda", (FP32, FP16, BF16)),
     ("sdpa", "cuda", (FP32, FP16, BF16)),
     ("flex", "cuda", (FP32, FP16, BF16)),
     ("flash", "cuda", (FP16, BF16)),
-    ("triton", "cuda", (FP32, FP16, BF16)),
 ]
 
 
 def _param(*values):
-    backend, device = values[:2]
-    # On a machine with a GPU the kernels are no longer interpreted, and refuse a CPU.
-    marks = [pytest.mark.gpu] if device == "cuda" else []
-    if backend == "triton" and device == "cpu" and torch.cuda.is_available():
-        marks = [pytest.mark.skip(reason="compiled on this machine: tested on its GPU")]
+    marks = [pytest.mark.gpu] if values[1] == "cuda" else []
     return pytest.param(*values, marks=marks, id="-".join(str(v).removeprefix("torch.") for v in values))
 
 
@@ -103,8 +95,7 @@ def largest(a, b):
 def _lengths(backend, device, dtype):
     if device == "cuda":
         return (*GPU, *GPU_UNEQUAL)
-    every = (*LENGTHS, *UNEQUAL) if dtype == FP32 else HALF
-    return [shape for shape in every if backend != "triton" or shape[1] <= INTERPRETED]
+    return (*LENGTHS, *UNEQUAL) if dtype == FP32 else HALF
 
 
 ACCURACY = [
@@ -116,8 +107,6 @@ ACCURACY = [
     "eager-cpu-float32-1025-1025-True",
     "sdpa-cpu-float32-1025-1025-True",
     "blocked-cpu-float32-1025-1025-True",
-    "triton-cpu-float16-17-17-True",
-    "triton-cpu-float32-17-17-True",
     "sdpa-cpu-float16-65-127-True",
     "eager-cpu-float32-257-257-True",
     "sdpa-cpu-float32-257-257-True",
@@ -289,9 +278,7 @@ def test_gradients_of_some_inputs_only(backend, device, dtype, wanted):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype"), [p for p in BACKEND if p.values[:2] not in (("flex", "cuda"), ("triton", "cpu"))]
-)
+@pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in BACKEND if p.values[:2] != ("flex", "cuda")])
 def test_compiles_whole_with_its_gradient(backend, device, dtype):
     inputs = tensors(device, dtype, m=33)
     attend(backend, *inputs, causal=True)  # skips where it cannot

@@ -9,7 +9,6 @@ from torch.torch_version import TorchVersion
 
 from diffvision.ops import diff_attention
 from diffvision.ops.attention import Problem, flex, reference
-from diffvision.ops.attention.shared_memory import BY_CAPABILITY
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, grad=False)
 
@@ -144,8 +143,8 @@ NOT_FLASH = {
     "large heads": {"q": {"shape": (2, 4, 2, 65, 136)}, "v": (2, 4, 65, 136)},
     "odd heads": {"q": {"shape": (2, 4, 2, 65, 20)}, "v": (2, 4, 65, 20)},
     "decoding": {"q": {"shape": (2, 4, 2, 1, 64)}},
-    "Ada": {"capability": (8, 9)},
-    "RTX 50": {"capability": (12, 0)},
+    "Ada": {"capability": 89},
+    "RTX 50": {"capability": 120},
     "not installed": {"installed": False},
     "an older torch": {"version": "2.14.1"},
 }
@@ -155,7 +154,7 @@ NOT_FLASH = {
 def test_what_flash_attention_4_takes_in_a_graph(case, monkeypatch):
     change = NOT_FLASH.get(case, {})
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: change.get("compiling", True))
-    monkeypatch.setattr(flex, "compute_capability", lambda: change.get("capability", (9, 0)))
+    monkeypatch.setattr(flex, "compute_capability", lambda: change.get("capability", 90))
     monkeypatch.setattr(torch, "__version__", TorchVersion(change.get("version", "2.15.0+cu132")))
     if change.get("installed", True):
         for name in ("flash_attn", "flash_attn.cute"):
@@ -364,6 +363,6 @@ def test_wide_heads_take_blocks_that_fit_the_card(monkeypatch, case):
     dtype, d, v, *expected = OPTIONS[case]
     shapes = (1, 2, 2, 300, d), (1, 2, 300, v)
     q, values = (SimpleNamespace(is_cuda=True, device=None, dtype=dtype, shape=shape) for shape in shapes)
-    for capability, options in zip((89, 90), expected, strict=True):
-        monkeypatch.setattr(flex, "shared_memory", lambda _, found=BY_CAPABILITY[capability]: found)
+    for kib, options in zip((99, 227), expected, strict=True):  # of capability 8.9 and 9.0
+        monkeypatch.setattr(flex, "shared_memory", lambda _, kib=kib: kib)
         assert flex._kernel_options(q, values) == options

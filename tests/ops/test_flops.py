@@ -6,20 +6,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.ops import diff_attention, diff_attention_varlen
 
-BACKENDS = [
-    "blocked",
-    pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine")),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _operators_exist():
-    """Triton's are made by their first call, and a counter knows those that were there when it began."""
-    if not torch.cuda.is_available():
-        diff_attention(torch.zeros(1, 1, 2, 1, 16), *(torch.zeros(1, 1, 2, 512, 16), torch.zeros(1, 1, 512, 16)), 0.3,
-                       backend="triton")  # fmt: skip
-        diff_attention(*(torch.zeros(1, 1, 2, 1, 16),) * 2, torch.zeros(1, 1, 1, 16), 0.3, backend="triton")
-
 
 def count(backend, maps, heads, kv_heads, queries, keys, value_dim, grad, **settings):
     q = torch.randn(2, heads, 2, queries, 16, requires_grad=grad)
@@ -37,19 +23,17 @@ def count(backend, maps, heads, kv_heads, queries, keys, value_dim, grad, **sett
     "settings", [{}, {"causal": True}, {"mask": torch.ones(1, 1, 17, 33, dtype=torch.bool).tril(16)}]
 )
 @pytest.mark.parametrize(("maps", "heads", "kv_heads", "value_dim"), [(2, 4, 4, 32), (1, 4, 4, 16), (2, 4, 2, 32)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_as_many_as_the_formula(backend, maps, heads, kv_heads, value_dim, settings, grad):
+def test_as_many_as_the_formula(maps, heads, kv_heads, value_dim, settings, grad):
     sizes = (maps, heads, kv_heads, 17, 33, value_dim, grad)
-    assert count(backend, *sizes, **settings) == count("eager", *sizes, **settings) > 0
+    assert count("blocked", *sizes, **settings) == count("eager", *sizes, **settings) > 0
 
 
-@pytest.mark.parametrize("backend", ["single", *BACKENDS])
+@pytest.mark.parametrize("backend", ["single", "blocked"])
 def test_one_query_against_a_long_cache(backend):
     sizes = (2, 4, 2, 1, 600, 32, False)
     assert count(backend, *sizes) == count("eager", *sizes)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine")
 def test_packed_sequences_count_each_by_itself():
     def packed(backend):
         q, k, v = torch.randn(20, 2, 2, 16), torch.randn(20, 2, 2, 16), torch.randn(20, 2, 32)
@@ -58,4 +42,4 @@ def test_packed_sequences_count_each_by_itself():
             diff_attention_varlen(q, k, v, 0.3, cu_seqlens, max_seqlen=12, backend=backend)
         return counter.get_total_flops()
 
-    assert packed("triton") == packed("eager") == packed("blocked")
+    assert packed("eager") == packed("blocked") > 0

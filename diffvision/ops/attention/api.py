@@ -126,7 +126,7 @@ def diff_attention_varlen(
 ) -> Float[Tensor, "T H V"]:
     """Compute `diff_attention` of sequences of unequal length, packed one after another without padding.
 
-    The layout is that of flash-attn's variable-length functions, and of a projection's output. `varlen`, `triton` and
+    The layout is that of flash-attn's variable-length functions, and of a projection's output. `varlen` and
     `flash` compute all sequences in one launch. The other backends take them one by one on a CPU, and on other devices
     and in graphs padded to the longest, so that no step waits for the device.
 

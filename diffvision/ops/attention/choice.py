@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from diffvision.ops.attention import blocked, flash, flex, reference, sdpa, single, triton, varlen
+from diffvision.ops.attention import blocked, flash, flex, reference, sdpa, single, varlen
 from diffvision.ops.attention.problem import Problem
 
 # name -> module that has `limit(problem) -> reason or None` and
@@ -18,14 +18,13 @@ BACKENDS: dict[str, ModuleType] = {
     "single": single,
     "flex": flex,
     "flash": flash,
-    "triton": triton,
     "varlen": varlen,
 }
 
 # Operators registered with torch, which have no forward-mode derivative and do not say so.
-OPERATORS = ("blocked", "triton")
+OPERATORS = ("blocked",)
 
-REMOVED = {"native": "blocked"}  # backends of earlier versions, and what to name instead
+REMOVED = {"native": "blocked", "triton": "sdpa"}  # backends of earlier versions, and what to name instead
 
 EAGER_MAX_KEYS_CPU = 80
 
@@ -109,7 +108,7 @@ def rule(problem: Problem) -> tuple[str, str]:
     if problem.packed and varlen.limit(problem) is None:
         return "varlen", "it is torch's kernel for packed sequences"  # no mask of pairs; its time was not measured
     if problem.device != "cpu":
-        # V1, 256 x 197 tokens, forward and backward on the H200: 2.0 ms; fused kernels of ours took 2.5, flex 3.7.
+        # V1, 256 x 197 tokens, forward and backward on the H200: 2.0 ms; fused kernels that we had took 2.5, flex 3.7.
         return "sdpa", "it was the fastest on an H200, and no other card was measured"
     if problem.dropout:  # the two that draw it; the same crossing as below
         return "eager" if problem.keys <= EAGER_MAX_KEYS_CPU else "sdpa", "it draws dropout"

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffvision.ops.attention.difference import compute_maps, subtract, widen
+from diffvision.ops.attention.kernels import compute_capability
 from diffvision.ops.attention.problem import Problem
-from diffvision.ops.attention.shared_memory import compute_capability
 
 DTYPES = (torch.float16, torch.bfloat16)
 KERNELS = (32, 64, 96, 128, 192, 256)  # the head sizes that kernels are made for; one in between costs the next
@@ -86,12 +86,12 @@ def _search() -> str:
 def _search_once() -> str:
     """Return the names of the packages, which are then a key of `_found`, or why there is none."""
     capability = compute_capability() if torch.cuda.is_available() else None
-    if capability is not None and capability < (8, 0):
-        return f"compute capability {capability[0]}.{capability[1]}: flash-attn needs 8.0 or more"
+    if capability is not None and capability < 80:
+        return f"compute capability {capability / 10}: flash-attn needs 8.0 or more"
     libraries, problems = [], []
     for package in PACKAGES:
-        if capability is not None and capability[0] not in package.majors:
-            problems.append(f"{package.name} is not used on compute capability {capability[0]}.{capability[1]}")
+        if capability is not None and capability // 10 not in package.majors:
+            problems.append(f"{package.name} is not used on compute capability {capability / 10}")
             continue
         functions = _import_functions(package.module)
         if isinstance(functions, str):

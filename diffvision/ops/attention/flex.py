@@ -25,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from diffvision.ops.attention.difference import compute_maps, subtract
 from diffvision.ops.attention.documents import Documents, first_tokens
+from diffvision.ops.attention.kernels import compute_capability
 from diffvision.ops.attention.problem import Problem
-from diffvision.ops.attention.shared_memory import KIB, compute_capability, shared_memory
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 128  # FlexAttention's default block of queries and of keys
@@ -110,7 +110,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, document
 @torch.compiler.assume_constant_result
 def can_compile() -> bool:
     """Return whether torch.compile finds Triton, a C compiler and a card whose shared memory was counted."""
-    is_known = torch.version.hip is None and compute_capability() >= (8, 0)
+    is_known = torch.version.hip is None and compute_capability() >= 80
     return is_known and importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
 
 
@@ -156,7 +156,7 @@ def _takes_flash(q: Tensor, v: Tensor, mask: Mask) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_flash() -> bool:
-    if torch.__version__ < "2.15" or not 9 <= compute_capability()[0] <= 11:
+    if torch.__version__ < "2.15" or not 90 <= compute_capability() < 120:
         return False
     try:
         importlib.import_module("flash_attn.cute")
@@ -175,11 +175,17 @@ def _kernel_options(q: Tensor, v: Tensor) -> dict[str, Any] | None:
     width = q.shape[-1] + v.shape[3]
     if not q.is_cuda or width <= 128:
         return None
-    if q.dtype == torch.float32 and shared_memory(q.device) < 128 * KIB:
+    if q.dtype == torch.float32 and shared_memory(q.device) < 128:
         return WIDE_SMALL
     if width <= 256:
         return None
     return WIDE if q.dtype == torch.float32 else WIDE_HALF
+
+
+@torch.compiler.assume_constant_result
+def shared_memory(device: torch.device) -> int:
+    """Return the KiB that a program may use on a device."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
 
 
 @cache

@@ -1,8 +1,7 @@
 """What backends share that are operators registered with torch: arguments, fake shapes, gradients and FLOPs.
 
 torch's `FlopCounterMode` cannot look into an operator. FLOPs are counted as `eager` makes them, densely, causal or
-masked or not, and without what a backward computes again. A counter knows the operators that exist when it begins;
-triton's are made by the first call.
+masked or not, and without what a backward computes again.
 """
 
 from collections.abc import Callable

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from diffvision.ops.attention.difference import compute_maps, subtract, widen
-from diffvision.ops.attention.kernels import is_enabled, without_cudnn
+from diffvision.ops.attention.kernels import compute_capability, is_enabled, without_cudnn
 from diffvision.ops.attention.problem import Problem, is_grouped
-from diffvision.ops.attention.shared_memory import compute_capability
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SIZE = 256  # of a head in the flash kernel
@@ -35,7 +34,7 @@ def limit(problem: Problem) -> str | None:
         return f"head size {p.head_dim} and value size {p.value_dim}: it takes up to {largest}"
     if not _is_there():
         return f"torch {torch.__version__} has no varlen attention with grouped heads; update torch"
-    if compute_capability() < (8, 0):
+    if compute_capability() < 80:
         return "its flash kernel needs compute capability 8.0 or more"
     if not is_enabled("flash"):
         return "torch's flash attention is disabled"
