@@ -95,6 +95,8 @@ class RunSummary(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the metrics, the checkpoints and the next command, and keep them with the curves."""
+        # Lightning may compute both with all ranks, so every rank asks for them.
+        values, paths = trainer.callback_metrics, "\n".join(list_checkpoints(trainer, pl_module))
         if not trainer.is_global_zero:
             return
         total = total_steps(trainer)
@@ -106,12 +108,10 @@ class RunSummary(pl.Callback):
         if len(self._overfitted) == 2:
             first, last = self._overfitted
             trained += "\n" + describe_overfitting(float(first), float(last), self._texts)
-        values = trainer.callback_metrics
         metrics = {name: float(values[name]) for name in self._measured if name in values}
         has_average = bool(find_callbacks(trainer, WeightAveraging))
         title = "last evaluation, averaged weights (EMA)" if has_average else "last evaluation"
         final = make_table(metrics, title) if metrics else ""
-        paths = "\n".join(list_checkpoints(trainer, pl_module))
         print(trained)
         if metrics:
             Console().print(final)
@@ -186,7 +186,7 @@ def make_table(metrics: dict[str, float], title: str) -> Table:
 
 
 def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Return lines with the best and the last checkpoint, and the command that evaluates the first of them."""
+    """Return lines with the best and the last checkpoint, and the command that evaluates the first; on every rank."""
     savers = find_callbacks(trainer, ModelCheckpoint)
     best = [saver for saver in savers if saver.monitor and saver.best_model_path]
     last = [saver.last_model_path or ("" if saver.monitor else saver.best_model_path) for saver in savers]
@@ -203,7 +203,8 @@ def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[st
 
 
 def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str) -> list[str]:
-    """Return the command that evaluates a checkpoint on the data of the run's validation."""
+    """Return the command that evaluates a checkpoint on the data of the run's validation; every rank calls it."""
+    directory = trainer.log_dir  # a collective
     data: Any = getattr(trainer, "datamodule", None)
     folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []
     folders = [folders] if isinstance(folders, str) else list(folders)
@@ -218,7 +219,7 @@ def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoi
         tests = [Path(folder).parent / "test" for folder in folders]  # as `data make scenes-vqa` has them
         test = next((str(folder) for folder in tests if folder.is_dir()), "FOLDER")
         return ["diffvision", "evaluate-vlm", checkpoint, "--data", test]
-    config = _relative(str(Path(trainer.log_dir or ".", "config.yaml")))
+    config = _relative(str(Path(directory or ".", "config.yaml")))
     packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]
     return ["diffvision", "validate", "--config", config, "--ckpt_path", checkpoint, *allowed]

@@ -1,7 +1,10 @@
 """What a run prints at its start and end; the command it ends with is run as it is printed."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+import tiny_runs
 from diffvision.cli import main
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
@@ -210,3 +214,62 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(data, tmp_path, monkeypatch
     with pytest.warns(UserWarning, match=r"curves.png could not be written"):
         run(data, tmp_path, *CONTRASTIVE, "--trainer.limit_train_batches=1")
     assert "trained to step " in (tmp_path / "fit" / "version_0" / "summary.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """Data of every module."""
+    root = tmp_path_factory.mktemp("tiny")
+    tiny_runs.write_data(root)
+    return root
+
+
+LANGUAGE = [
+    "--model=LanguageModule",
+    "--model.model=diff-debug",
+    f"--model.model_args.vocab_size={tiny_runs.VOCABULARY}",
+    "--model.tokenizer=tokenizer.json",
+    "--data=TextData",
+    f"--data.length={tiny_runs.LENGTH}",
+]
+MODULES = {
+    "clip": ([*CONTRASTIVE, "--data.train=images", "--data.evaluations+=zero_shot"], "evaluate"),
+    "classification": ([*CLASSIFICATION, "--data.train=images", "--data.evaluation=zero_shot/eval"], "evaluate"),
+    "language": ([*LANGUAGE, "--data.train=text", "--data.evaluation=text"], "evaluate-language"),
+    "conversations": ([*LANGUAGE, "--data.train=conversations", "--data.evaluation=conversations"], "validate"),
+    "vision-language": (
+        [
+            "--model=VisionLanguageModule",
+            "--model.model=diff-vlm-debug",
+            f"--model.language_args={{vocab_size: {tiny_runs.VOCABULARY}, max_length: 64}}",
+            "--model.tokenizer=tokenizer.json",
+            "--data=VisionLanguageData",
+            "--data.train=vision-language",
+            "--data.evaluation=vision-language",
+            "--data.length=60",
+        ],
+        "evaluate-vlm",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_a_run_on_two_ranks_ends_with_its_summary(name, tiny):
+    arguments, command = MODULES[name]
+    settings = ["batch_size=4", "num_workers=0"]
+    options = ["accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=4", "log_every_n_steps=1"]
+    options += ["val_check_interval=4", f"logger.name={name}"]
+    callback = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=last"]
+    words = [f"--data.{setting}" for setting in settings] + [f"--trainer.{option}" for option in options] + callback
+    run = subprocess.run(
+        [sys.executable, "-m", "diffvision", "fit", *arguments, *words],
+        cwd=tiny, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    print(run.stdout, run.stderr, sep="\n")
+    assert run.returncode == 0
+    lines = [line.rstrip() for line in run.stdout.splitlines()]
+    assert lines[-1].startswith(f"evaluate it: diffvision {command} ")
+    summary = (tiny / "runs" / name / "version_0" / "summary.txt").read_text()
+    assert "last evaluation" in summary
+    assert summary.splitlines()[-1] == lines[-1]
