@@ -176,7 +176,7 @@ class RunState(pl.Callback):
             raise ValueError(f"cannot resume from {trainer.ckpt_path}: it was taken {run['unfinished']}")
         if "place" in run:
             state = checkpoint["loops"]["fit_loop"]
-            self._loader_states = state.get("combined_loader", [])
+            self._loader_states = state["state_dict"].get("combined_loader", [])
             self._run = run = run | {"place": loops.read_moment(state, run["place"])}
             loops.complete_hook(state, run["place"])
 

@@ -1,5 +1,7 @@
 """A resumed run against the run never stopped, bit by bit: a few cells of the resume matrix; and its warnings."""
 
+import shutil
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
 import tiny_runs
+from diffvision.data.shards.writer import write_shards
 from diffvision.models import language
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import run_state
@@ -18,7 +21,7 @@ from diffvision.training.fault_tolerance.random_state import capture, restore
 from diffvision.training.fault_tolerance.resume import check_resumable
 from diffvision.training.fault_tolerance.run_state import RunState, describe_changes, flatten
 from resume_matrix import CUTS, Case, outcome_of, verdict
-from tiny_runs import Cut, Outcome, Setting, once, quietly
+from tiny_runs import BATCHES, EPOCHS, Cut, Outcome, Setting, once, quietly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -158,6 +161,30 @@ def test_a_warning_names_what_differs(root, kept, tmp_path):
         RunState()._warn(resumed, {})
     assert "DataLoader does not save its position (state_dict), so its samples may be" in str(lines[0].message)
     assert "it has no states of random generators, so dropout and the like will differ" in str(lines[1].message)
+
+
+def texts_of(folder):
+    """The samples of text shards, in order."""
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as members:
+            for member in members:
+                key, _, name = member.name.partition(".")
+                yield {"__key__": key, name: members.extractfile(member).read().decode()}
+
+
+@pytest.mark.parametrize("cut", ["step saved", "an epoch begins"])
+def test_other_data_are_refused_wherever_a_run_is_resumed(cut, root, tmp_path):
+    kept, data = tmp_path / "kept", tmp_path / "data"
+    shutil.copytree(root / "data", data)
+    outcome = Outcome()
+    with quietly():
+        once(data, kept, Setting("language"), outcome, *CUTS[cut])
+        shutil.rmtree(data / "text")
+        samples = ({**sample, "txt": sample["txt"][::-1]} for sample in texts_of(root / "data" / "text"))
+        write_shards(data / "text", samples, per_shard=7)
+        with pytest.raises(ValueError, match="cannot resume: "):
+            once(data, kept, Setting("language"), outcome, None)
+    assert outcome.began[1] == EPOCHS * BATCHES  # no step was made
 
 
 def test_settings_that_make_no_difference_are_not_compared():
