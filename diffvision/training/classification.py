@@ -129,7 +129,7 @@ class ClassificationModule(TrainingModule):
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
-        self.log_step(self.rate, loss=loss.detach())
+        self.log_step(self.rate, loss=self.mean_if_read(loss.detach()))
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:

@@ -200,6 +200,7 @@ class ContrastiveModule(TrainingModule):
         optimizer.zero_grad()
         rate = self.rate
         loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
+        mean = self.mean_if_read(loss)
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:  # a subclass may have none
@@ -207,13 +208,18 @@ class ContrastiveModule(TrainingModule):
         with torch.no_grad():
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
-        self.log_step(rate, loss=loss, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
+        self.log_step(rate, loss=mean, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
         if is_logging_step(self.trainer, self.trainer.global_step):
-            self._look(batch, loss)
+            self._look(batch, mean)
         return loss
 
     def _look(self, batch: ImageTextBatch, loss: Tensor) -> None:
-        """Count near-duplicate captions in the batch of all ranks; say once if many, or if nothing is learned."""
+        """Count near-duplicate captions in the batch of all ranks; say once if many, or if nothing is learned.
+
+        Args:
+            batch: of this rank.
+            loss: mean over ranks.
+        """
         pairs, step = len(batch["image"]) * self.trainer.world_size, self.trainer.global_step
         if "digest" in batch:
             repeated = pairs - len(cast(Tensor, self.all_gather(batch["digest"])).unique())

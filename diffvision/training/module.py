@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -57,6 +58,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     computing: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that compute with its weights
     adamw: ClassVar[dict[str, Any]] = ADAMW  # AdamW's betas and eps where they are not set
     model: Any
+    _is_read_at_every_step = False  # the numbers of a step, by a progress bar of Lightning's or by a monitor
 
     def __init__(self, arguments: Mapping[str, Any], default: OptimizerSettings) -> None:
         """Save the arguments as hyperparameters.
@@ -127,6 +129,12 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Begin the schedule, whose length the trainer knows by now; a subclass with this hook calls super()'s."""
+        callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
+        self._is_read_at_every_step = any(
+            (isinstance(callback, ProgressBar) and not isinstance(callback, ProgressLine))
+            or str(getattr(callback, "monitor", "")).startswith("train/")
+            for callback in callbacks
+        )
         for scheduler in self.schedules():
             scheduler.begin(self.trainer)
 
@@ -229,6 +237,24 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def rate(self) -> float | None:
         """The highest learning rate of this step; None in Fabric."""
         return None if self.in_fabric else max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
+
+    def sum_if_read(self, sums: Tensor) -> Tensor:
+        """Sum numbers of this step in place over ranks, if they are read; otherwise no rank waits for another."""
+        trainer = self.trainer
+        if self._is_read_at_every_step or lightning_internals.is_shared_step(trainer, trainer.global_step + 1):
+            return self._sum_over_ranks(sums)
+        return sums
+
+    def mean_if_read(self, value: Tensor) -> Tensor:
+        """Return the mean over ranks of a number of this step if it is read, otherwise this rank's."""
+        total, ranks = self.sum_if_read(torch.stack([value, torch.ones_like(value)]))
+        return total / ranks
+
+    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
+        """Sum in place; a strategy's `reduce` has a barrier before it, which waits for the device."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
 
     def log_step(self, rate: float | None, **values: Tensor) -> None:
         """Log a step's learning rate, from the CPU, and numbers from the device, with no wait for these.

@@ -71,7 +71,7 @@ class NextTokenModule(TrainingModule):
         if self.in_fabric:
             return self._mean_loss(self.as_read(batch))
         loss, nll, count = self.sums(batch)
-        nats, excess, predictions = self._on_all_ranks(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
+        nats, excess, predictions = self.sum_if_read(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
         self.log_step(self.rate, loss=nats / predictions.clamp(min=1))
         self.log_excess(nats / predictions.clamp(min=1), excess / predictions.clamp(min=1))
         if "documents" not in batch and "learned" not in batch:
@@ -103,17 +103,6 @@ class NextTokenModule(TrainingModule):
             if parameter.grad is not None:
                 parameter.grad.mul_(divided / total)
         self._predictions = None
-
-    def _on_all_ranks(self, sums: Tensor) -> Tensor:
-        """Sum over ranks on the steps that are logged; on others ranks need not wait, and the sums are this rank's."""
-        is_logged = lightning_internals.is_logging_step(self.trainer, self.trainer.global_step + 1)
-        return self._sum_over_ranks(sums) if is_logged else sums
-
-    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Sum in place; a strategy's `reduce` has a barrier before it, which waits for the device."""
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(sums)
-        return sums
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # nats, predictions

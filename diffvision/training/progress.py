@@ -18,7 +18,12 @@ from rich.text import Text
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training.fault_tolerance import watch_signals
-from diffvision.training.fault_tolerance.lightning_internals import find_callbacks, is_logging_step, may_read
+from diffvision.training.fault_tolerance.lightning_internals import (
+    find_callbacks,
+    is_logging_step,
+    is_shared_step,
+    may_read,
+)
 from diffvision.training.schedule import epoch_steps, run_steps
 from diffvision.training.terminal import CellScreen, Screen
 
@@ -67,6 +72,7 @@ class ProgressLine(ProgressBar):
         self.seconds, self.is_enabled = seconds, True
         self._screen: Screen | CellScreen | None = None
         self._clock = Clock()
+        self._of_step: dict[str, Any] = {}
         self._parts: list[str] = []  # metrics, formatted
         self._doing, self._share_done = "", 0.0  # the current evaluation, and how much of it is done
         self._shown, self._step = 0.0, -1  # the time of the last line, and the step that a validation has shown
@@ -91,13 +97,14 @@ class ProgressLine(ProgressBar):
         self._clock.stepped(trainer.global_step)
         step = trainer.global_step
         logs, drawn = is_logging_step(trainer, step), self._screen is not None
-        # The numbers of the next steps stay on the device, so these are shown now.
-        last = drawn and logs and not may_read(trainer, step + 1)
+        # The numbers of the next steps stay on the device, or are each rank's own, so these are shown now.
+        last = drawn and logs and not (may_read(trainer, step + 1) and trainer.world_size == 1)
         if self.is_enabled and (last or (self._is_line_due() and (drawn or logs))):
-            self._show(trainer, metrics=may_read(trainer, step))
+            self._show(trainer, metrics=may_read(trainer, step) and is_shared_step(trainer, step))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the line, unless a validation has just shown it."""
+        _ = trainer.callback_metrics  # computed at an epoch's end, in collectives, so every rank asks for them
         if self._screen is not None or self._step != trainer.global_step:
             self._show(trainer, metrics=True)
 
@@ -170,8 +177,9 @@ class ProgressLine(ProgressBar):
         self._shown = time.monotonic()
         if metrics:
             logged = trainer.callback_metrics
-            of_step = {name: logged[name] for name in OF_STEP if name in logged}
-            self._parts = format_metrics(of_step | trainer.progress_bar_metrics)
+            if is_shared_step(trainer, trainer.global_step):
+                self._of_step = {name: logged[name] for name in OF_STEP if name in logged}
+            self._parts = format_metrics(self._of_step | trainer.progress_bar_metrics)
         whole = trainer.state.fn == "fit" and not trainer.sanity_checking
         if whole:
             total = total_steps(trainer)

@@ -41,7 +41,7 @@ EVERYTHING = {
 def trainer(**settings):
     known = {"max_steps": -1, "max_epochs": 6, "num_training_batches": 131, "accumulate_grad_batches": 1}
     known |= {"current_epoch": 1, "global_step": 140, "enable_validation": True, "val_check_batch": 131}
-    return SimpleNamespace(**known | {"check_val_every_n_epoch": 1, "callbacks": []} | settings)
+    return SimpleNamespace(**known | {"check_val_every_n_epoch": 1, "callbacks": [], "world_size": 1} | settings)
 
 
 def test_aliases_in_order_of_importance():

@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader
 
+from diffvision.analysis.curves import read_metrics
 from diffvision.training import fault_tolerance, optim
 from diffvision.training.callbacks import Throughput
 from diffvision.training.classification import ClassificationModule
@@ -223,6 +224,60 @@ def test_a_step_makes_at_most_one_collective_more_than_open_clip(case, most, tmp
     for ours, theirs in on_ranks(partial(collectives_of, case, tmp_path), 2):
         print(f"{case}: {ours} collectives a step" + (f", OpenCLIP {theirs}" if theirs else ""))
         assert 0 < ours <= (theirs or most) + 1
+
+
+class Losses(pl.Callback):
+    """Notes a rank's own loss after each step, and the one that is logged."""
+
+    def __init__(self):
+        self.own, self.logged = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, *args):
+        self.own.append(float(outputs["loss"]))
+        self.logged.append(float(trainer.callback_metrics["train/loss"]))
+
+
+def losses_of(case, root, monitor=None):
+    """Return one rank's own losses and the logged ones, of seven steps of which every third is logged."""
+    torch.set_num_threads(1)
+    module, row = CASES[case]()
+    peers, losses = Peers(), Losses()
+    savers = [ModelCheckpoint(root, monitor=monitor, every_n_train_steps=1)] if monitor else []
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=7,
+        log_every_n_steps=3,
+        logger=CSVLogger(root, version=0),
+        enable_checkpointing=bool(savers),
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+        callbacks=[FailureNews(peers), losses, *savers],
+    )
+    draws = torch.Generator().manual_seed(trainer.global_rank)
+    row |= {"label": torch.tensor(trainer.global_rank)}
+    rows = [row | {"image": torch.rand(row["image"].shape, generator=draws)} for _ in range(20)]
+    with watch_launcher(), peers.report_errors():
+        trainer.fit(module, DataLoader(rows, batch_size=4))
+    return losses.own, losses.logged
+
+
+@pytest.mark.slow
+@pytest.mark.forks
+@pytest.mark.parametrize(
+    ("case", "monitor"),
+    [("contrastive, chunks", None), ("classification", None), ("classification", "train/loss")],
+)
+def test_losses_that_are_read_are_those_of_all_ranks(case, monitor, tmp_path):
+    """Logged are the third step, the last of an epoch of five, the sixth and the last; a monitor reads them all."""
+    (one, logged), (other, _) = on_ranks(partial(losses_of, case, tmp_path, monitor), 2)
+    read = range(7) if monitor else (2, 4, 5, 6)
+    assert min(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-4
+    assert [logged[step] for step in read] == pytest.approx([(one[step] + other[step]) / 2 for step in read], rel=1e-6)
+    rows = read_metrics(tmp_path / "lightning_logs" / "version_0")["train/loss"]
+    assert list(rows.values) == pytest.approx([logged[2], logged[5]])
 
 
 # --- steps that are read later ---

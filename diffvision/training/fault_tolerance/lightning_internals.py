@@ -123,6 +123,18 @@ def may_read(trainer: pl.Trainer, step: int) -> bool:
     return trainer.strategy.root_device.type == "cpu" or is_logging_step(trainer, step)
 
 
+def is_shared_step(trainer: pl.Trainer, step: int) -> bool:
+    """Return whether the numbers logged after so many steps are of all ranks together.
+
+    Ranks wait for each other to sum them, so that is on logging steps and at the ends of an epoch and of the run. On
+    others the numbers are each rank's own.
+    """
+    if is_logging_step(trainer, step) or step == trainer.max_steps or trainer.world_size == 1:
+        return True
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batch.ready == trainer.num_training_batches
+
+
 def takes_found_inf(optimizer: Any) -> bool:
     """Return whether an optimizer makes no step where its attribute `found_inf` is 1, as torch's fused ones do.
 
