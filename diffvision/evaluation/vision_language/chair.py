@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,8 +12,26 @@ import torch
 from diffvision.evaluation.samples import Metrics, PerSample, each
 from diffvision.words import words
 
-_PLURALS = {"child": "children", "person": "people", "mouse": "mice", "goose": "geese", "foot": "feet", "ox": "oxen"}
-_ENDINGS = (("man", "men"), ("y", "ies"), ("fe", "ves"), ("f", "ves"), ("", "s"), ("", "es"))
+_IRREGULAR = {
+    "person": ("people", "persons"),
+    "mouse": ("mice", "mouses"),
+    "goose": ("geese",),
+    "foot": ("feet",),
+    "tooth": ("teeth",),
+    "ox": ("oxen",),
+    "cactus": ("cacti", "cactuses"),
+    "die": ("dice",),
+    "dwarf": ("dwarves", "dwarfs"),
+    "wharf": ("wharves", "wharfs"),
+    "stomach": ("stomachs",),
+    "quiz": ("quizzes",),
+}
+_ENDINGS = {"child": "children", "man": "men", "knife": "knives", "wife": "wives", "life": "lives", "half": "halves",
+            "calf": "calves", "leaf": "leaves", "loaf": "loaves", "thief": "thieves", "wolf": "wolves", "elf": "elves",
+            "scarf": "scarves", "hoof": "hooves"}  # fmt: skip
+"""Of whole words and of compounds: bookshelf, grandchild."""
+_REGULAR = {"human", "ottoman", "shaman", "talisman", "caiman", "doberman", "german", "roman"}
+"""Words that end like one of `_ENDINGS` and have an s."""
 _ANIMALS = ("bird", "cat", "dog", "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "animal", "cub")
 _MERGED = {
     **{f"{young} {animal}": animal for animal in _ANIMALS for young in ("baby", "adult")},
@@ -30,7 +49,7 @@ class ObjectNames:
 
     Args:
         lines: an object each, its synonyms after it, separated by commas, as in CHAIR's `synonyms.txt`:
-            "person, girl, boy". Plurals are found by rule.
+            "person, girl, boy". Their plurals are found by rule.
     """
 
     def __init__(self, lines: Iterable[str]) -> None:
@@ -102,11 +121,21 @@ def _text(text: str) -> str:
     return " ".join(words(text))
 
 
-def _plurals(name: str) -> Iterator[str]:
-    """Yield what may be the plural of a name; most of it is no word, and found nowhere."""
-    first, space, last = name.rpartition(" ")
-    if last in _PLURALS:
-        yield f"{first}{space}{_PLURALS[last]}"
-    for end, plural in _ENDINGS:
-        if name.endswith(end):
-            yield f"{name.removesuffix(end)}{plural}"
+def _plurals(name: str) -> Sequence[str]:
+    """Return the plural of a name, and where there are two, both."""
+    head, of, rest = name.partition(" of ")
+    first, space, noun = head.rpartition(" ")
+    return [f"{first}{space}{plural}{of}{rest}" for plural in _noun_plurals(noun)]
+
+
+def _noun_plurals(noun: str) -> Sequence[str]:
+    if noun in _IRREGULAR:
+        return _IRREGULAR[noun]
+    ending = next((one for one in _ENDINGS if noun.endswith(one)), None)
+    if ending is not None and noun not in _REGULAR:
+        return [f"{noun.removesuffix(ending)}{_ENDINGS[ending]}"]
+    if re.search("[^aeiou]y$", noun):
+        return [f"{noun.removesuffix('y')}ies"]
+    if re.search("([sxz]|ch|sh)$", noun):
+        return [f"{noun}es"]
+    return [f"{noun}s", f"{noun}es"] if re.search("[^aeiou]o$", noun) else [f"{noun}s"]

@@ -45,6 +45,50 @@ def test_objects_are_found_under_any_name(caption, objects):
     assert COCO.find(caption) == objects
 
 
+# Names of objects with their plurals.
+PLURALS = """
+person people/persons, girl girls, boy boys, lady ladies, baby babies, child children, grandchild grandchildren,
+man men, woman women, policeman policemen, snowman snowmen, thief thieves, wife wives, chef chefs, cop cops,
+bicycle bicycles, bike bikes, car cars, van vans, taxi taxis, limo limos, jeep jeeps, coupe coupes,
+bus buses, minibus minibuses, trolley trolleys, train trains, truck trucks, lorry lorries, jet jets,
+plane planes, ship ships, ferry ferries, canoe canoes, yacht yachts, bench benches, pew pews, hydrant hydrants,
+bird birds, goose geese, mongoose mongooses, finch finches, canary canaries, turkey turkeys, ostrich ostriches,
+cat cats, kitty kitties, dog dogs, puppy puppies, husky huskies, doberman dobermans, wolf wolves, fox foxes,
+horse horses, pony ponies, calf calves, ox oxen, buffalo buffalos/buffaloes, flamingo flamingos/flamingoes,
+giraffe giraffes, mouse mice/mouses, hoof hooves, foot feet, tooth teeth, human humans, ottoman ottomans,
+tie ties, scarf scarves, hat hats, cap caps, robe robes, cloth cloths, shoe shoes, glove gloves, dress dresses,
+ski skis, kite kites, kit kits, bat bats, racket rackets, glass glasses, wine_glass wine_glasses, cup cups, cub cubs,
+fork forks, knife knives, pocketknife pocketknives, dish dishes, bowl bowls, pan pans, pot pots, can cans, tub tubs,
+potato potatoes/potatos, tomato tomatoes/tomatos, mango mangoes/mangos, sandwich sandwiches, loaf loaves,
+leaf leaves, cherry cherries, berry berries, cake cakes, couch couches, sofa sofas, bed beds, desk desks, table tables,
+shelf shelves, bookshelf bookshelves, safe safes, cafe cafes, roof roofs, cliff cliffs, carafe carafes, reef reefs,
+box boxes, quiz quizzes, watch watches, toothbrush toothbrushes, brush brushes, stomach stomachs, die dice,
+key keys, tray trays, toy toys, battery batteries, remote remotes, radio radios, video videos, piano pianos/pianoes,
+pin pins, tap taps, tape tapes, star stars, plum plums, rat rats, fir firs, fire fires, mat mats,
+stop_sign stop_signs, cup_of_tea cups_of_tea, bow bows, cactus cacti/cactuses, suit suits, plan plans, pop pops
+"""
+# What adding "es", and "ves" for "f" and "fe", took for these.
+OTHERS = """
+skies cares vanes manes canes panes tubes cubes capes tapes pines kites stares plumes rates fires mates hates clothes
+saves caves mans copes bowles suites planes popes ottomen humen dobermen mongeese
+"""
+
+
+def test_plurals_are_of_the_right_object_alone():
+    pairs = [pair.split() for pair in PLURALS.replace("\n", " ").split(",")]
+    words = {name.replace("_", " "): plurals.replace("_", " ").split("/") for name, plurals in pairs}
+    for name, plurals in words.items():
+        assert all(ObjectNames([name]).find(f"two {plural}") == [name] for plural in plurals), name
+        strange = {*OTHERS.split()} - {*plurals}
+        assert not [word for word in strange if ObjectNames([name]).find(word)], name
+
+
+def test_plurals_of_the_published_names():
+    names = ObjectNames(["skis, ski", "car, van", "person, man, woman, child, grandchild, gentleman", "dog, doberman"])
+    assert names.find("blue skies, a man who cares, weather vanes, manes, one who mans it, dogmen") == ["person"]
+    assert names.find("gentlemen, grandchildren, skis, dobermans, vans") == ["person", "person", "skis", "dog", "car"]
+
+
 def test_names_of_other_scripts_are_whole_words():
     names = ObjectNames(["लड़का", "लड़की", "caf\u00e9", "💡, lamp"])
     assert names.find("एक लड़की, cafe\u0301 💡") == ["लड़की", "caf\u00e9", "💡"]
