@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# The check of a machine with a GPU, in parts of at most nine minutes, each one command; in order of worth:
+# Checks a machine with a GPU. All parts together take 12 minutes; in order of worth:
 #
-#     scripts/gpu_check.sh tests OUT     layers under autocast, then all GPU tests
-#     scripts/gpu_check.sh steps OUT     step time and peak memory of ViTs, CLIPs and language models beside others'
-#     scripts/gpu_check.sh fits OUT      short trainings by `diffvision fit`: compile, flash, FSDP2, resume
+#     scripts/gpu_check.sh tests OUT   the GPU tests, in one process (4 minutes)
+#     scripts/gpu_check.sh fits OUT    `diffvision fit`: a compiled CLIP on JPEGs, with validation and resume; FSDP2 (4)
+#     scripts/gpu_check.sh steps OUT   training steps of models, eager and compiled (3)
+#     scripts/gpu_check.sh layer OUT   ways to compute one attention layer (1)
 #
-# Each writes OUT/gpu_PART.json, with the machine and versions in it, and OUT/gpu_PART.log. `steps` resumes an
-# earlier call on the same OUT. `python scripts/benchmarks/gpu_page.py OUT` copies them to docs/benchmarks and
-# fills the page there. `DEVICE=cpu QUICK=1` tries a part without a GPU. `WHEELS=folder` puts the wheels of a folder on
-# the path first (nothing is downloaded). PYTHON chooses the interpreter, DIFFVISION_COMMIT names the code where a copy
-# of it has no git folder.
+# A part writes its results to OUT/PART.json (OUT/tests.jsonl) as they come, and what it prints to OUT/PART.log; `tests`
+# and `steps` continue an earlier call on the same OUT. WHEELS=folder first installs the wheels that
+# scripts/benchmarks/gpu_wheels.py left there. DEVICE=cpu QUICK=1 tries a part without a GPU. PYTHON chooses the
+# interpreter, DIFFVISION_COMMIT names the code where a copy of it has no git folder.
 set -u
 
-usage() { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 [ $# -eq 2 ] || usage
 part=$1
-case $part in tests | steps | fits) ;; *) usage ;; esac
+case $part in tests) limit=240 ;; fits) limit=230 ;; steps) limit=200 ;; layer) limit=50 ;; *) usage ;; esac
 device=${DEVICE:-cuda}
 python=${PYTHON:-python3}
 if [ "$device" != cpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
@@ -25,47 +25,44 @@ fi
 mkdir -p "$2" || exit 1
 out=$(cd "$2" && pwd)
 cd "$(dirname "$0")/.." || exit 1
-work=$out/$part
-mkdir -p "$work"
-: >"$work/parts.tsv"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-: >"$out/gpu_$part.log"
+export PYTHONPATH=$PWD:$PWD/scripts/benchmarks${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+: >"$out/$part.log"
 
-LIMIT=520 # seconds; a benchmark starts nothing new in its last 20
-# run NAME SECONDS SIGNAL COMMAND...: the signal is what the command answers by writing what it has
+# run SIGNAL COMMAND...: with the time that is left; the signal is what the command answers by ending in order
 run() {
-    local name=$1 seconds=$2 signal=$3 start=$SECONDS code
-    shift 3
-    echo "== $name, at most $seconds s" | tee -a "$out/gpu_$part.log"
-    timeout --signal="$signal" --kill-after=15 "$seconds" "$@" >"$work/$name.log" 2>&1
-    code=$?
-    cat "$work/$name.log" >>"$out/gpu_$part.log"
-    printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
-    "$python" scripts/benchmarks/gpu_report.py "$work" "$out/gpu_$part.json"
-    echo "   exit status $code after $((SECONDS - start)) s"
+    local signal=$1
+    shift
+    timeout --signal="$signal" --kill-after=10 $((limit - SECONDS)) "$@" > >(tee -a "$out/$part.log") 2>&1
 }
 
 if [ -n "${WHEELS:-}" ]; then
-    run wheels 60 TERM "$python" -m pip install -q --no-deps --no-index --no-compile --target "$work/site" "$WHEELS"/*.whl
-    export PYTHONPATH=$PWD:$work/site:$PYTHONPATH
+    [ -d "$out/site" ] || run TERM "$python" -m pip install -q --no-deps --no-index --no-compile --target "$out/site" "$WHEELS"/*.whl
+    # Its second folder is that of FlashAttention-4's compiler, whose .pth file a --target does not run.
+    export PYTHONPATH=$out/site:$out/site/nvidia_cutlass_dsl/dsl_packages:$PYTHONPATH
 fi
-room=$((LIMIT - SECONDS)) quick=()
-minutes=$(awk -v seconds="$room" 'BEGIN { print (seconds - 20) / 60 }')
-[ -z "${QUICK:-}" ] || quick=(--quick)
-bench=(--device "$device" --output "$work" --minutes "$minutes")
+bench=(--device "$device" --output "$out")
+[ -z "${QUICK:-}" ] || bench+=(--quick)
+seconds_left() { echo $((limit - SECONDS - 10)); }
 case $part in
     tests)
-        tests=(-n "${WORKERS:-4}" -m gpu tests/nn tests)
-        [ "$device" != cpu ] || tests=(-m "not gpu and not slow" tests/nn/test_autocast.py) # a CPU stands in there
-        run tests "$LIMIT" INT "$python" -m pytest -o addopts= --import-mode=importlib -q --junitxml "$work/tests.xml" \
-            "${tests[@]}"
+        # By worth: whole layers, then backends, those that compile last.
+        tests=(tests/nn/test_autocast.py tests/ops/test_{flash,sdpa,documents}.py tests/models/language/test_generation.py
+            tests/ops/test_{battery,flex}.py)
+        selected=gpu
+        [ "$device" != cpu ] || tests=(tests/nn/test_autocast.py) selected="not gpu and not slow" # a CPU stands in there
+        pytest=("$python" -m pytest -o addopts= --import-mode=importlib -v --tb=short -p no:benchmark -p no:cacheprovider
+            -p gpu_results --results "$out/tests.jsonl" -m "$selected" "${tests[@]}")
+        # Where a test ends the process or loses the device, another process goes on behind it.
+        results=1 # the machine's line
+        while run INT "${pytest[@]}"; code=$?; [ $code -ne 0 ] && [ $code -ne 1 ] && [ $code -ne 124 ]; do
+            before=$results results=$(wc -l <"$out/tests.jsonl")
+            [ "$results" -gt "$before" ] && [ "$(seconds_left)" -gt 20 ] || break
+        done
         ;;
-    steps) run steps "$LIMIT" TERM "$python" scripts/benchmarks/gpu_steps.py "${bench[@]}" "${quick[@]}" ;;
-    fits)
-        [ -z "${QUICK:-}" ] || bench=(--device "$device" --output "$work" --minutes 0.1 --steps 6)
-        rm -rf "$work/fits" "$work/fits-data"
-        run fits "$LIMIT" TERM "$python" scripts/benchmarks/gpu_fits.py "${bench[@]}"
+    *)
+        run TERM "$python" "scripts/benchmarks/gpu_$part.py" "${bench[@]}" --minutes "$(awk "BEGIN { print $(seconds_left) / 60 }")"
+        code=$?
         ;;
 esac
-echo "gpu_check: $out/gpu_$part.json"
-[ "$(awk -F '\t' '$2 != 0' "$work/parts.tsv" | wc -l)" -eq 0 ]
+echo "gpu_check: $part ended with exit status $code after $SECONDS s; results are in $out"
+exit $code

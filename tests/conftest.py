@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from diffvision.plugins import LAB
 
 ASSETS = Path(__file__).parent / "assets"
+GPU_BYTES = 4 << 30  # of a GPU's memory for a test
 
 
 pytest_plugins = ["language_fixtures"]
@@ -73,6 +74,18 @@ def _blank_curves(monkeypatch):
     summary = sys.modules.get("diffvision.training.summary")
     if summary is not None:
         monkeypatch.setattr(summary, "run_overview", lambda curves: Figure(figsize=(1, 1)))
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(request, record_property):
+    """A test marked `gpu` runs out of memory above 4 GiB, and records the peak of what it allocates."""
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_BYTES / torch.cuda.get_device_properties(0).total_memory))
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    record_property("mib", round(torch.cuda.max_memory_allocated() / 2**20, 1))
 
 
 @pytest.fixture

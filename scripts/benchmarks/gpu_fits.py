@@ -1,59 +1,139 @@
-"""Short runs of `diffvision fit` on a device, as people start them: what ends well, and what its loss was.
+"""Short runs of `diffvision fit` on a device: which end well, their losses, their speed, and whether they resume.
 
-    python scripts/benchmarks/gpu_fits.py [--device cuda] [--steps 20] [--output DIR]
+    python scripts/benchmarks/gpu_fits.py [--device cuda] [--minutes 3.5] [--quick] --output DIR
 
-writes fits.json, anew after each run: bfloat16, torch.compile, flash attention, FSDP2 and, where there are two devices,
-two processes; then one run that SIGTERM ends and that is resumed, next to the same run left alone. They are
-DiffCLIP-debug-0.2 on the made digits and diff-debug on the standard library's text. On a CPU each runs as far as it
-goes: without flash attention, and with two processes.
+writes DIR/fits.json after each run. The first is a compiled DiffCLIP-ViT-B/16 on made JPEGs of 256 to 320 pixels: 50
+steps of 512 pairs with a validation every 15; SIGTERM ends it after 30, and it is resumed. The others are 20 steps of
+small models on the made digits and the standard library's text. On CUDA all start at once, on a CPU one after another,
+and `--quick` takes a small model for the first too.
 """
 
-import argparse
 import csv
+import io
 import json
+import os
+import random
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 
-from benchmark import progress
+from benchmark import arguments, parse, write
+from diffvision.data.shards.writer import write_manifest, write_tar
+from diffvision.ops.attention import flash
+from machine import environment
 
+CC3M = ("configs/clip/cc3m.yaml", "configs/clip/cc3m_diffclip.yaml")
 CLIP, LANGUAGE = ("configs/clip/debug.yaml",), ("configs/language/debug.yaml",)
 # A process in which every call takes flash attention, and what it cannot take is an error.
 FLASH = "from diffvision.cli import main\nfrom diffvision.ops import attention_backend\nimport sys\n" + (
     "with attention_backend('flash'): sys.exit(main(sys.argv[1:]))"
 )
-SECONDS = 100  # of a run, at most
-LOSS = "train/loss"
+SHARDS, EACH = 12, 640  # JPEGs
+WORDS = ("a", "red", "green", "large", "small", "cat", "dog", "tree", "house", "near", "on", "water", "sky")
+LOSS, RATE = "train/loss", "train/samples_per_second"
+ENDED = 128 + signal.SIGTERM
 
 
 class Fit(NamedTuple):
-    """A run: the configurations, and what is changed in them."""
+    """A run: the configurations, what is changed in them, and whether it is ended and resumed on its way."""
 
     configs: tuple[str, ...]
     settings: dict[str, Any]
+    steps: int = 20
     program: tuple[str, ...] = ("-m", "diffvision")
     cannot: str = ""
+    resume: bool = False
+    equal: bool = False  # the same run left alone is compared with it
 
 
-def make_data(folder: Path) -> None:
-    """Make the digits and the text that the recipes read."""
-    for words in (
-        ["make", "digits", folder / "digits"],
-        ["make", "stdlib", folder / "stdlib"],
-        ["tokenizer", folder / "stdlib/train", folder / "stdlib/tokenizer.json", "--vocab_size", "512"],
-    ):
+def make_shard(file: Path, count: int) -> None:
+    """Write a shard of JPEGs of 256 to 320 pixels, of blurred noise, with captions of ten words."""
+    draw, pixels = random.Random(file.name), np.random.default_rng(int(file.stem))
+    samples = []
+    for number in range(count):
+        image = Image.fromarray(pixels.integers(0, 256, (32, 32, 3), dtype=np.uint8))
+        data = io.BytesIO()
+        image.resize((288, 256) if number % 2 else (256, 320), Image.Resampling.BICUBIC).save(data, "JPEG", quality=90)
+        text = " ".join(draw.choices(WORDS, k=10))
+        samples.append({"__key__": f"{file.stem}{number:04d}", "jpg": data.getvalue(), "txt": text})
+    write_tar(file, samples)
+
+
+def make_jpegs(folder: Path, shards: int, each: int) -> None:
+    folder.mkdir()
+    files = [folder / f"{shard:06d}.tar" for shard in range(shards)]
+    with ThreadPoolExecutor() as pool:  # Pillow works without the interpreter's lock
+        list(pool.map(partial(make_shard, count=each), files))
+    write_manifest(folder)
+
+
+def make_data(folder: Path, quick: bool) -> None:
+    """Make what the recipes read, the kinds at once."""
+
+    def made(*words: str | Path) -> None:
         subprocess.run([sys.executable, "-m", "diffvision", "data", *map(str, words)], check=True, stdout=sys.stderr)
 
+    def text() -> None:
+        made("make", "stdlib", folder / "stdlib")
+        made("tokenizer", folder / "stdlib/train", folder / "stdlib/tokenizer.json", "--vocab_size", "512")
 
-def fits(device: str) -> dict[str, Fit]:
-    """Return the runs that a device is to be tried with."""
-    count = torch.cuda.device_count() if device == "cuda" else 2
+    folder.mkdir()
+    with ThreadPoolExecutor() as pool:
+        jobs = [
+            pool.submit(make_jpegs, folder / "jpegs", *((2, 32) if quick else (SHARDS, EACH))),
+            pool.submit(made, "make", "digits", folder / "digits"),
+            pool.submit(text),
+        ]
+    for job in jobs:
+        job.result()
+
+
+def fits(device: str, data: Path, quick: bool) -> dict[str, Fit]:
+    """Return the runs that a device is to be tried with, by worth."""
+    is_cuda = device == "cuda"
+    count = torch.cuda.device_count() if is_cuda else 2
+    clip = {
+        "trainer.max_epochs": -1,
+        "data.evaluations": json.dumps([str(data / "digits/zero_shot")]),
+        "model.optimizer.warmup_steps": 5,
+        "model.optimizer.warmup_epochs": "null",
+        "trainer.precision": "bf16-mixed",
+    }
+    digits = {**clip, "data.train": data / "digits/train", "trainer.log_every_n_steps": 1}
+    jpegs = {
+        **clip,
+        "data.train": data / "jpegs",
+        "data.batch_size": 8 if quick else 512,
+        "data.num_workers": 1 if quick else max(1, (os.cpu_count() or 1) - 2),
+        "model.accum_freq": 1,
+        "model.compile": True,
+        "trainer.devices": 1,
+        "trainer.strategy": "auto",
+        "trainer.log_every_n_steps": 1 if quick else 5,
+    }
+    if quick:
+        jpegs |= {"model.model": "DiffCLIP-debug-0.2"}
+    text = {
+        "model.model": "diff-debug",
+        "model.tokenizer": data / "stdlib/tokenizer.json",
+        "data.train": data / "stdlib/train",
+        "data.evaluation": data / "stdlib/validation",
+        "model.optimizer.warmup_steps": 5,
+        "trainer.val_check_interval": 20,
+        "trainer.log_every_n_steps": 1,
+        "trainer.precision": "bf16-true" if is_cuda else "32-true",
+    }
     fsdp = {
         "trainer.strategy": "ModelParallelStrategy",
         "trainer.strategy.data_parallel_size": count,
@@ -61,127 +141,104 @@ def fits(device: str) -> dict[str, Fit]:
         "trainer.strategy.save_distributed_checkpoint": False,
         "trainer.devices": count,
     }
-    two = {"trainer.devices": 2, "trainer.strategy": "ddp"}
+    found = flash.find_libraries() if is_cuda else "flash-attn needs CUDA"
+    one = "" if count > 1 else "there is 1 device"
+    name = "CLIP, compiled" if quick else "CLIP ViT-B/16, compiled"
     return {
-        "float32": Fit(CLIP, {}),
-        "bfloat16": Fit(CLIP, {"trainer.precision": "bf16-mixed"}),
-        "compile": Fit((*CLIP, "configs/clip/debug_compile.yaml"), {"trainer.precision": "bf16-mixed"}),
-        "flash": Fit(
-            LANGUAGE, {"trainer.precision": "bf16-true"}, ("-c", FLASH), "" if device == "cuda" else "flash needs CUDA"
-        ),
-        "FSDP2": Fit(LANGUAGE, {**fsdp, "trainer.precision": "bf16-true" if device == "cuda" else "32-true"}),
-        "two processes": Fit(CLIP, two, cannot="" if count > 1 else f"there is {count} device"),
+        name: Fit(CC3M, jpegs, steps=12 if quick else 50, resume=True),
+        "FSDP2": Fit(LANGUAGE, {**text, **fsdp}),
+        "resume": Fit(CLIP, {**digits, "model.compile": True}, resume=True, equal=True),
+        "flash": Fit(LANGUAGE, text, program=("-c", FLASH), cannot=found if isinstance(found, str) else ""),
+        "two processes": Fit(CLIP, {**digits, "trainer.devices": 2, "trainer.strategy": "ddp"}, cannot=one),
     }
 
 
-def command(fit: Fit, data: Path, runs: Path, device: str, steps: int) -> list[str]:
+def command(fit: Fit, runs: Path, device: str) -> list[str]:
     """Return the command line of a run."""
-    settings = {"trainer.accelerator": "gpu" if device == "cuda" else device, "trainer.max_steps": steps}
-    settings |= {"trainer.log_every_n_steps": 1, "trainer.limit_val_batches": 2, "trainer.logger.save_dir": runs}
-    settings |= {"model.optimizer.warmup_steps": 5, "model.optimizer.warmup_epochs": "null"}
-    if fit.configs[0] == CLIP[0]:
-        settings |= {"trainer.max_epochs": -1, "data.train": data / "digits/train"}
-        settings |= {"data.evaluations": json.dumps([str(data / "digits/zero_shot")])}
-    else:
-        settings |= {"model.model": "diff-debug", "model.tokenizer": data / "stdlib/tokenizer.json"}
-        settings |= {"data.train": data / "stdlib/train", "data.evaluation": data / "stdlib/validation"}
-        settings |= {"trainer.val_check_interval": steps}
-    settings |= fit.settings
+    settings = {"trainer.accelerator": "gpu" if device == "cuda" else device, "trainer.max_steps": fit.steps}
+    settings |= {"trainer.limit_val_batches": 2, "trainer.logger.save_dir": runs, **fit.settings}
     words = [word for config in fit.configs for word in ("--config", config)]
     for name, value in settings.items():
         words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return [sys.executable, *fit.program, "fit", *words]
 
 
-def losses(runs: Path) -> list[float]:
-    """Return the training losses of the run in a folder, by step; a resumed run writes another file."""
+def logged(runs: Path, name: str) -> dict[int, float]:
+    """Return a logged number of the run in a folder by step; a resumed run writes another file."""
     found = {}
     for file in sorted(runs.rglob("metrics*.csv")):
         for row in csv.DictReader(file.open()):
-            if row.get(LOSS):
-                found[int(row["step"])] = float(row[LOSS])
-    return [found[step] for step in sorted(found)]
+            if row.get(name):
+                found[int(row["step"])] = float(row[name])
+    return dict(sorted(found.items()))
 
 
-def ended(words: list[str], runs: Path, *, until: int | None = None) -> dict[str, Any]:
-    """Run a command to its end, or send it SIGTERM when it has logged so many steps; return how it ended."""
-    start = time.perf_counter()
+def ended(words: list[str], runs: Path, until: float, *, stop_at: float = float("inf")) -> dict[str, Any]:
+    """Run a command to its end, or send it SIGTERM when it has logged a step; return how it ended."""
+    start, asked = time.monotonic(), False
     with (runs.parent / f"{runs.name}.log").open("a") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
-        asked = False
         while process.poll() is None:
-            if time.perf_counter() - start > SECONDS:
+            if time.monotonic() > until:
                 process.kill()
-            elif until is not None and not asked and len(losses(runs)) >= until:
+            elif not asked and max(logged(runs, LOSS), default=0) >= stop_at:
                 process.send_signal(signal.SIGTERM)
                 asked = True
             time.sleep(0.2)
-    result: dict[str, Any] = {"exit_status": process.returncode, "seconds": round(time.perf_counter() - start, 1)}
-    if process.returncode:
-        result["log_end"] = Path(log.name).read_text(errors="replace")[-1500:].replace(str(runs.parent), "")
-    if found := losses(runs):
-        result |= {"steps": len(found), "first_loss": found[0], "last_loss": found[-1]}
+    result: dict[str, Any] = {"exit_status": process.returncode, "seconds": round(time.monotonic() - start, 1)}
+    if process.returncode not in (0, ENDED if asked else 0):
+        result["failed"] = Path(log.name).read_text(errors="replace")[-1500:].replace(str(runs.parent), "")
     return result
 
 
-def resumed(data: Path, work: Path, device: str, steps: int) -> dict[str, Any]:
-    """Return whether a run that was ended and resumed has the losses of the same run left alone."""
-    whole, cut = work / "whole", work / "cut"
-    fit = Fit(CLIP, {"trainer.precision": "bf16-mixed"})
-    alone = ended(command(fit, data, whole, device, steps), whole)
-    words = command(fit, data, cut, device, steps)
-    first = ended([*words, "--resume", "auto"], cut, until=steps // 3) | {"expected": [128 + signal.SIGTERM]}
-    second = ended([*words, "--resume", "auto"], cut)
-    a, b = losses(whole), losses(cut)
-    apart = max((abs(x - y) for x, y in zip(a, b, strict=False)), default=None)
-    return {
-        "left alone": alone,
-        "ended by SIGTERM": first,
-        "resumed": second,
-        "steps": [len(a), len(b)],
-        "largest difference of a loss": apart,
-        "bit_equal": a == b,
-    }
+def run(fit: Fit, folder: Path, device: str, until: float) -> dict[str, Any]:
+    """Return how a run ended, what it logged, and where it was resumed whether that made a difference."""
+    if fit.cannot:
+        return {"cannot": fit.cannot}
+    words = command(fit, folder, device)
+    if not fit.resume:
+        result = ended(words, folder, until)
+    else:
+        first = ended([*words, "--resume", "auto"], folder, until, stop_at=0.6 * fit.steps)
+        result = {"ended by SIGTERM": first, **ended([*words, "--resume", "auto"], folder, until)}
+    losses, rates = logged(folder, LOSS), logged(folder, RATE)
+    validated = logged(folder, "headline")
+    result |= {"losses": losses, "samples_per_second": rates, "headline": validated}
+    if rates:
+        result["median_samples_per_second"] = statistics.median(rates.values())
+    if fit.equal:
+        alone = folder.with_name(f"{folder.name}_alone")
+        result["left alone"] = ended(command(fit, alone, device), alone, until)
+        result["bit_equal"] = losses == logged(alone, LOSS)
+    return result
 
 
-def measured(options: argparse.Namespace, data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what each run showed."""
-    work = options.output / "fits"
-    runs = fits(options.device)
-    with progress(len(runs) + 1, options.minutes) as following:
-        for name, fit in runs.items():
-            if fit.cannot:
-                yield name, {"cannot": fit.cannot}
-                continue
-            if not following(name):
-                return
-            folder = work / name.replace(" ", "_")
-            folder.mkdir(parents=True)
-            yield name, ended(command(fit, data, folder, options.device, options.steps), folder)
-        if following("resume"):
-            for name in ("whole", "cut"):
-                (work / name).mkdir(parents=True)
-            yield "resume", resumed(data, work, options.device, options.steps)
+def has_failed(result: dict[str, Any]) -> bool:
+    return "failed" in result or any("failed" in part for part in result.values() if isinstance(part, dict))
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     """Run them all; the exit status is 1 where one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--minutes", type=float, default=3.0, help="start nothing new after so many")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_fits"), metavar="DIR")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    data = options.output / "fits-data"
-    make_data(data)
-    results: dict[str, Any] = {}
-    for name, result in measured(options, data):
-        results[name] = result
-        (options.output / "fits.json").write_text(json.dumps(results, indent=1) + "\n")
-        print(name, json.dumps(result))
-    parts = [part for result in results.values() for part in (result, *result.values()) if isinstance(part, dict)]
-    return int(any(part.get("exit_status", 0) not in part.get("expected", [0]) for part in parts))
+    parser = arguments(__doc__ or "")
+    args = parse(parser, given)
+    until = time.monotonic() + 60 * args.minutes
+    work, data = args.output / "fits", args.output / "fits-data"
+    for folder in (work, data):
+        shutil.rmtree(folder, ignore_errors=True)
+    work.mkdir()
+    make_data(data, args.quick)
+    report: dict[str, Any] = {"benchmark": "fits", **environment(args.device), "fits": {}}
+    todo = fits(args.device, data, args.quick)
+    with ThreadPoolExecutor(len(todo) if args.device == "cuda" else 1) as pool:
+        running = {}
+        for name, fit in todo.items():
+            folder = work / name.replace(" ", "_").replace("/", "-").replace(",", "")
+            running[pool.submit(run, fit, folder, args.device, until)] = name
+        for done in as_completed(running):
+            report["fits"][running[done]] = result = done.result()
+            write(args.output, "fits", report)
+            print(running[done], json.dumps(result), flush=True)
+    return int(any(map(has_failed, report["fits"].values())))
 
 
 if __name__ == "__main__":

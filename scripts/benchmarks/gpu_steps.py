@@ -1,37 +1,43 @@
-"""Step time and peak memory of models on one device: ours, plain ones, and timm's, OpenCLIP's or transformers'.
+"""Time, memory and kernels of a training step, eager and compiled: ours, plain models, and those of other packages.
 
-    python scripts/benchmarks/gpu_steps.py [--device cuda] [--minutes 8.5] [--quick] --output DIR
+    python scripts/benchmarks/gpu_steps.py [--device cuda] [--seconds 190] [--jobs N] [--quick] --output DIR
 
-adds to DIR/steps.json after each model and leaves out what is there, so that a second call resumes the first. A step is
-forward, backward and AdamW (fused on CUDA), in bfloat16 autocast over float32 weights, on random data that lie on the
-device. Each model is built, called three times, timed and freed again before the next one, since not all fit together;
-a step's time is the median over 10 steps, each synchronised. Peak memory is all that torch allocated: weights,
-gradients, optimizer and activations. Ours and the plain ones are also timed as compiled by torch.compile with default
-settings. `--quick` has tiny models and batches, to try the script itself.
+writes DIR/steps.json after each model. A step is forward, backward and AdamW (fused on CUDA), in bfloat16 autocast over
+float32 weights, on random data that lie on the device. A process has one model; several compile at once, and one is
+timed while the others wait. A step's time is the median of 8, each synchronised, after 3 others. Peak memory is all
+that torch allocated. A second call measures what DIR lacks. `--quick` has tiny models, to try the script itself.
 """
 
+import argparse
+import contextlib
 import dataclasses
-import gc
+import fcntl
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import bench_language
 import bench_models
-from benchmark import arguments, parse, peak_memory, progress, synchronize, training_step
+from benchmark import arguments, parse, synchronize, training_step, write
 from diffvision.models import language
 from machine import environment
 
-WARM, STEPS = 3, 10
+WARM, STEPS, KERNELS = 3, 8, 8
+JOB_BYTES = 32 << 30  # of the GPU's memory, for a model that compiles beside others
 
 
 class Setting(NamedTuple):
@@ -98,104 +104,144 @@ def language_batch(batch: int, tokens: int, vocabulary: int, device: str) -> Ten
 
 
 def settings(quick: bool) -> list[Setting]:
-    """Return the settings in order of worth."""
     if quick:
-        return [vit_setting(2, True), clip_setting(2, True), language_setting("debug", 2, 16)]
-    return [
-        vit_setting(256, False),
-        clip_setting(256, False),
-        language_setting("830m", 4, 2048),
-        clip_setting(512, False),
-        language_setting("830m", 1, 8192),
-        vit_setting(512, False),
-    ]
+        return [vit_setting(2, True), clip_setting(2, True)]
+    return [clip_setting(256, False), vit_setting(256, False), language_setting("830m", 4, 2048)]
 
 
-def measure(setting: Setting, name: str, compiled: bool, args: Any) -> dict[str, Any]:
-    """Return the times of a model's step and its peak memory, or why there are none."""
+@contextlib.contextmanager
+def turn(folder: Path, alone: bool) -> Iterator[None]:
+    """Wait for the device: to be timed `alone`, or to compile beside others that compile."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def kernels_of(call: Callable[[], Any], device: str) -> dict[str, Any]:
+    """Return the kernels that take longest in a call, and the milliseconds of all; on a CPU of operations."""
+    is_cuda = device.startswith("cuda")
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as seen:
+        call()
+        synchronize(device)
+    times: Counter[str] = Counter()
+    for event in seen.events():
+        if (event.device_type == torch.autograd.DeviceType.CUDA) == is_cuda:
+            times[event.name[:90]] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
+    longest = {name: round(time / 1e3, 2) for name, time in times.most_common(KERNELS)}
+    return {"kernel_ms": round(times.total() / 1e3, 2), "kernels": longest}
+
+
+def modes(setting: Setting, name: str) -> tuple[str, ...]:
+    return ("eager",) if setting.models[name][0] == "peer" else ("eager", "compiled")
+
+
+def measure(setting: Setting, name: str, args: argparse.Namespace) -> None:
+    """Write what a model's step takes in the modes that its file lacks, each when it is known."""
+    file = file_of(args.output, setting, name)
+    results = read(file)
     torch.manual_seed(0)
-    torch._dynamo.reset()
     role, create = setting.models[name]
-    try:
+    with torch.device(args.device):
         model = create().to(args.device).train()
-        batch = setting.batch(args.device)
-        loss = partial(setting.loss, name, model, batch)
-        compile_loss = partial(torch.compile, backend="eager" if args.quick else "inductor")
-        step = training_step(model, compile_loss(loss) if compiled else loss, args)
+    loss = partial(setting.loss, name, model, setting.batch(args.device))
+    about = {"role": role, "parameters": sum(p.numel() for p in model.parameters())}
+    for mode in modes(setting, name):
+        if mode in results:
+            continue
+        if mode == "compiled":
+            loss = torch.compile(loss, backend="eager" if args.quick else "inductor")
+        try:
+            results[mode] = about | times(training_step(model, loss, args), args)
+        except Exception as error:  # whatever a model or a compiler may raise is its result
+            results[mode] = about | {"failed": f"{type(error).__name__}: {error}"[:500]}
+        write(file.parent, file.stem, results)
+
+
+def times(step: Callable[[], None], args: argparse.Namespace) -> dict[str, Any]:
+    is_cuda = args.device.startswith("cuda")
+    with turn(args.output, alone=False):
         start = time.perf_counter()
         for _ in range(WARM):
             step()
         synchronize(args.device)
         warm = time.perf_counter() - start
-        times = [timed(step, args.device) for _ in range(STEPS)]
-        low, median, high = statistics.quantiles(times, n=4)
-        return {
-            "role": role,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "median_ms": 1e3 * median,
-            "quartiles_ms": [1e3 * low, 1e3 * high],
-            "times_ms": [1e3 * t for t in times],
-            "rate": setting.count / median,
-            "warm_s": warm,
-            "peak_bytes": peak(step, args.device),
-        }
-    except Exception as error:  # whatever a model or a compiler may raise is its result
-        lines = str(error).strip().splitlines() or [""]
-        return {"role": role, "failed": f"{type(error).__name__}: {lines[0]}"[:300]}
+    if is_cuda:
+        torch.cuda.empty_cache()  # for the others
+    with turn(args.output, alone=True):
+        step()
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        taken = []
+        for _ in range(STEPS):
+            synchronize(args.device)
+            start = time.perf_counter()
+            step()
+            synchronize(args.device)
+            taken.append(1e3 * (time.perf_counter() - start))
+        peak = torch.cuda.max_memory_allocated() if is_cuda else None
+        found = {"median_ms": statistics.median(taken), "times_ms": taken, "warm_s": warm, "peak_bytes": peak}
+        return found | kernels_of(step, args.device)
 
 
-def timed(step: Callable[[], Any], device: str) -> float:
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    return time.perf_counter() - start
+def file_of(folder: Path, setting: Setting, name: str) -> Path:
+    return folder / "steps" / f"{setting.name}, {name}.json".replace("/", "-")
 
 
-def peak(step: Callable[[], Any], device: str) -> int:
-    """Return the peak of all that is allocated on CUDA, elsewhere of what a step adds."""
-    if not device.startswith("cuda"):
-        return peak_memory(step, device)
-    return torch.cuda.memory_allocated() + peak_memory(step, device)
+def read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
-def free(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+def in_a_process(words: list[str], file: Path, setting: Setting, name: str, until: float) -> dict[str, Any]:
+    """Measure a model in a process of its own, whose log is beside its results; return them by mode."""
+    left = until - time.monotonic()
+    if left > 0 and not all(mode in read(file) for mode in modes(setting, name)):
+        command = [sys.executable, __file__, *words, "--only", setting.name, name]
+        with file.with_suffix(".log").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdout=log, stderr=log, timeout=left, check=False)
+    return read(file)
+
+
+def summary(setting: Setting, result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return result["failed"]
+    size = f", {result['peak_bytes'] / 2**30:.2f} GiB" if result["peak_bytes"] else ""
+    rate = 1e3 * setting.count / result["median_ms"]
+    return f"{result['median_ms']:.1f} ms, {rate:,.0f} {setting.items}/s{size}, kernels {result['kernel_ms']:.1f} ms"
 
 
 def main(given: list[str] | None = None) -> int:
-    args = parse(arguments(__doc__ or ""), given)
-    file = args.output / "steps.json"
-    report = json.loads(file.read_text()) if file.exists() else {"benchmark": "steps", **environment(args.device)}
-    results = report.setdefault("settings", {})
-    todo = [
-        (setting, name, compiled)
-        for compiled in (False, True)
-        for setting in settings(args.quick)
-        for name, (role, _) in setting.models.items()
-        if not (compiled and role == "peer")
-    ]
-    report["left_out"] = len(todo)
-    with progress(len(todo), args.minutes) as following:
-        for setting, name, compiled in todo:
-            title = f"{name}, compiled" if compiled else name
-            own = results.setdefault(setting.name, {"items": setting.items, "count": setting.count, "models": {}})
-            if title not in own["models"]:
-                if not following(f"{setting.name}: {title}"):
-                    break
-                own["models"][title] = measure(setting, name, compiled, args)
-                free(args.device)
-            report["left_out"] -= 1
-            file.write_text(json.dumps(report, indent=1) + "\n")
-    for name, own in results.items():
-        for title, result in own["models"].items():
-            if "failed" in result:
-                print(f"{name}: {title}: {result['failed']}")
-            else:
-                rate, size = f"{result['rate']:,.0f} {own['items']}/s", f"{result['peak_bytes'] / 2**30:.2f} GiB"
-                print(f"{name}: {title}: {result['median_ms']:.1f} ms, {rate}, {size}")
-    return 0
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--jobs", type=int, help="models that compile at once; by the GPU's memory")
+    parser.add_argument("--only", nargs=2, metavar=("SETTING", "MODEL"), help="this model, in this process")
+    args = parse(parser, given)
+    (args.output / "steps").mkdir(exist_ok=True)
+    every = settings(args.quick)
+    if args.only:
+        measure(next(one for one in every if one.name == args.only[0]), args.only[1], args)
+        return 0
+
+    report: dict[str, Any] = {"benchmark": "steps", **environment(args.device), "settings": {}}
+    todo = [(setting, name) for setting in every for name in setting.models]
+    todo.sort(key=lambda one: modes(*one) == ("eager",))  # other packages' models last
+    memory = torch.cuda.get_device_properties(0).total_memory if args.device.startswith("cuda") else 0
+    words, until = sys.argv[1:] if given is None else given, time.monotonic() + 60 * args.minutes
+    missing = 0
+    with ThreadPoolExecutor(args.jobs or max(1, memory // JOB_BYTES)) as pool:
+        files = [file_of(args.output, *one) for one in todo]
+        running = {
+            pool.submit(in_a_process, words, file, *one, until): one for file, one in zip(files, todo, strict=True)
+        }
+        for done in as_completed(running):
+            setting, name = running[done]
+            of_setting = report["settings"].setdefault(setting.name, {"items": setting.items, "count": setting.count})
+            of_setting.setdefault("models", {})[name] = results = done.result()
+            write(args.output, "steps", report)
+            for mode, result in results.items():
+                print(f"{setting.name}: {name}, {mode}: {summary(setting, result)}", flush=True)
+            if absent := [mode for mode in modes(setting, name) if mode not in results]:
+                print(f"{setting.name}: {name}: not measured: {', '.join(absent)}", flush=True)
+                missing += 1
+    return int(missing > 0)
 
 
 if __name__ == "__main__":

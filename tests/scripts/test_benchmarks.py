@@ -3,10 +3,8 @@
 import contextlib
 import functools
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +25,11 @@ import bench_programs
 import bench_retrieval
 import bench_step
 import benchmark
-import gpu_page
 import machine
 from attention_ways import Shape, inputs_of
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_shards
 from diffvision.nn import DiffAttention
-from gpu_report import merge
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = ["--device", "cpu", "--threads", "1", "--rounds", "2"]
@@ -244,72 +240,6 @@ def test_ratios_are_medians_over_rounds_and_a_failing_way_disturbs_no_other():
 def test_commands_are_recorded_without_folders():
     given = ["/somewhere/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "ViT 197"]
     assert machine.command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes 'ViT 197'"
-
-
-def test_the_check_of_a_gpu_merges_what_its_parts_left(tmp_path):
-    (tmp_path / "parts.tsv").write_text("tests\t1\t12\nattention-op\t124\t150\nmodels\t0\t3\n")
-    (tmp_path / "attention-op.log").write_text(f"{tmp_path}/x " + "end " * 10)
-    (tmp_path / "models-cuda-bfloat16.json").write_text('{"benchmark": "models"}')
-    (tmp_path / "tests.xml").write_text(
-        '<testsuites><testsuite><testcase classname="a" name="good"/>'
-        '<testcase classname="a" name="bad"><failure message="assert 1 == 2&#10;more"/></testcase>'
-        '<testcase classname="a" name="not here"><skipped message="no flash"/></testcase></testsuite></testsuites>'
-    )
-    merged = merge(tmp_path)
-    counts = {"passed": 1, "failed": 1, "skipped": 1}
-    assert merged["tests"] == {**counts, "failures": {"a::bad": "assert 1 == 2"}, "cannot": {"no flash": 1}}
-    assert merged["parts"]["attention-op"]["timed_out"] is True
-    assert merged["parts"]["attention-op"]["log_end"].endswith("end end ")
-    assert str(tmp_path) not in json.dumps(merged)
-    assert merged["benchmarks"] == {"models-cuda-bfloat16": {"benchmark": "models"}}
-
-
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU")
-def test_the_check_says_that_there_is_no_gpu(tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key not in ("DEVICE", "QUICK", "WHEELS")}
-    command = ["bash", str(SCRIPTS / "gpu_check.sh"), "tests", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1
-    assert "no GPU" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def check(part: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(SCRIPTS / "gpu_check.sh"), part, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "steps")),
-        pytest.param("fits", marks=pytest.mark.nightly),
-    ],
-)
-def test_each_part_of_the_check_passes_without_a_gpu(part, tmp_path):
-    done = check(part, tmp_path)
-    assert done.returncode == 0, done.stdout + (tmp_path / f"gpu_{part}.log").read_text()[-3000:]
-    report = gpu_page.read(tmp_path)[part]
-    assert {"gpu", "commit", "versions"} <= set(report)
-    section = gpu_page.page({part: report}).partition(f"gpu_{part}.json)")[2].partition("\n## ")[0]
-    assert "\n| " in section
-    assert "failed" not in section.replace("| failed | 0 |", "")
-    if part == "steps":
-        done = check(part, tmp_path)  # nothing is left to measure
-        assert gpu_page.read(tmp_path)[part]["benchmarks"] == report["benchmarks"]
-
-
-def test_the_page_of_a_gpu_is_that_of_its_files():
-    folder = SCRIPTS.parent / "docs" / "benchmarks"
-    assert (folder / "gpu.md").read_text() == gpu_page.page(gpu_page.read(folder))
-    assert gpu_page.page({}).count(gpu_page.ABSENT) == len(gpu_page.PARTS)
-    stopped = {**merged(), "parts": {"steps": {"exit_status": 1}}}
-    assert "exit status 1" in gpu_page.page({"steps": stopped})
-
-
-def merged() -> dict:
-    return {"gpu": ["H100"], "commit": "0" * 40, "versions": {"torch": "2.15", "triton": None}, "benchmarks": {}}
 
 
 @pytest.mark.slow
