@@ -9,7 +9,6 @@ libraries that build models (timm, OpenCLIP, transformers) are called hosts in t
 from typing import TYPE_CHECKING
 
 from diffvision.lazy import lazy_names
-from diffvision.moved import import_old_names
 from diffvision.progress import import_tqdm
 from diffvision.registration import register
 
@@ -39,7 +38,6 @@ if not TYPE_CHECKING:
         },
     )
 
-import_old_names()
 import_tqdm()
 register("timm")
 register("open_clip")

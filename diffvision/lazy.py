@@ -9,8 +9,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from diffvision.moved import get_renamed
-
 
 def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`, which import a name when it is first used.
@@ -20,12 +18,10 @@ def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callabl
         modules: name -> the module inside the package that defines it; None where the name is a module itself.
     """
 
-    renamed = get_renamed(package, stacklevel=3)
-
     def get(name: str) -> Any:
         """Import what a name stands for, and keep it in the package."""
         if name not in modules:
-            return renamed(name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         module = modules[name]
         if module is None:
             return import_module(f"{package}.{name}")

@@ -1,7 +1,6 @@
-"""Public names keep working until 1.0: Python names, models, attention variants, backends, evaluations and datasets.
+"""Public names: Python names, models, attention variants, backends, evaluations and datasets.
 
-`assets/public_names.txt` lists every name that was public. A name that moved stays in the list and needs a row in
-`diffvision/moved.py`. After adding a public name, run
+`assets/public_names.txt` lists them. After adding one, run
 
     python tests/test_public_names.py
 
@@ -10,7 +9,6 @@ which adds it to the list. To take a name away, delete its line, and say in CHAN
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -116,7 +114,5 @@ def test_every_public_name_is_in_the_list():
 
 def test_every_name_in_the_list_works():
     names = [line.split(": ", 1) for line in NAMES.read_text(encoding="utf-8").splitlines()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        failed = [reason for kind, name in names if (reason := _fails(kind, name))]
-    assert not failed, f"these public names are gone: add rows to diffvision/moved.py: {failed}"
+    failed = [reason for kind, name in names if (reason := _fails(kind, name))]
+    assert not failed, f"these public names are gone: {failed}"

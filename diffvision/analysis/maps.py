@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.models.vision_transformer import DiffParallelScalingBlock
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, captured, run_towers
 from diffvision.models.modes import evaluating
-from diffvision.moved import get_renamed
 from diffvision.nn import AttentionLayer
 
 
@@ -244,7 +243,3 @@ def find_patches(model: nn.Module, image: Tensor) -> Patches:
     rows, columns = trunk.patch_embed.dynamic_feat_size((height, width))
     has_class = getattr(trunk, "cls_token", None) is not None
     return Patches(rows, columns, trunk.num_prefix_tokens, has_class, trunk.global_pool == "token")
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

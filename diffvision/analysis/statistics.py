@@ -12,12 +12,9 @@ are the map itself, so all maps are compared by one measure.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-from diffvision.moved import get_renamed
 
 
 def shares(maps: Tensor) -> Tensor:
@@ -156,7 +153,3 @@ def kurtosis(x: Tensor) -> Tensor:
 def rms(heads: Tensor) -> Tensor:
     """Return the root mean square of head outputs [..., V] over their last axis, [...]: what RMSNorm divides by."""
     return heads.square().mean(dim=-1).sqrt()
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

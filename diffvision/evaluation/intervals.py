@@ -11,13 +11,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from diffvision.evaluation.samples import PerSample
-from diffvision.moved import get_renamed
 
 LEVEL = 0.95  # of all intervals
 RESAMPLES, SEED = 10_000, 0
@@ -256,7 +254,3 @@ def differences(first: Mapping[str, PerSample | float], other: Mapping[str, PerS
         parts |= {"mcnemar_p": found.p}
         metrics |= {f"{name}_{part}": value for part, value in parts.items() if value is not None}
     return metrics
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from diffvision.data.made.scenes import compose, draw_scene
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.tokenizers import check_text
 from diffvision.evaluation.language.needle import needle_samples, start_tokens
-from diffvision.moved import get_renamed
 
 MAX_TOKENS = 512
 """Of a text of a language model: maps grow with the square of it, and nobody reads a picture of more."""
@@ -219,7 +218,3 @@ def _span(text: str, answer: str, tokenizer: Any, tokens: Sequence[int]) -> tupl
     begin = next(index for index, end in enumerate(ends) if end > first)
     stop = next((index for index, end in enumerate(ends) if end >= first + len(answer)), len(ends) - 1)
     return start + begin, start + stop + 1
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

@@ -26,7 +26,7 @@ None has released weights: `pretrained=True` is a RuntimeError.
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from diffvision.models.bundled import bundled
 from diffvision.models.by_layer import extra_queries, matched_heads, variants_by_layer
-from diffvision.moved import get_renamed
 from diffvision.nn import (
     ATTENTION,
     GRID_ATTENTION,
@@ -469,6 +468,3 @@ def _register(name: str) -> None:
 default_cfgs = generate_default_cfgs(_default_cfgs())
 for _name in MODELS:
     _register(_name)
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

@@ -6,13 +6,12 @@ lambda_init by depth is in `lambda_init.py`, other forms of V1's lambda are in `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Unpack
+from typing import Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffvision.moved import get_renamed
 from diffvision.nn.attention import AttentionLayer, AttentionSettings, DifferentialLayer, HeadNorm
 from diffvision.nn.lambda_init import resolve_lambda_init
 
@@ -159,7 +158,3 @@ class DiffAttentionV2(DifferentialLayer):
         new.lambda_proj.weight.zero_()
         new.proj.weight *= 2
         return new
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

@@ -9,14 +9,13 @@ import inspect
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from diffvision.mistakes import did_you_mean
-from diffvision.moved import get_renamed
 from diffvision.training.sharding import find_blocks
 
 FUSED = ("cpu", "cuda")
@@ -223,7 +222,3 @@ def create_optimizer(
     unscaled = trainer is None or not (getattr(trainer.precision_plugin, "scaler", None) or trainer.gradient_clip_val)
     fused = (unscaled and all(p.device.type in FUSED for p in parameters)) or None
     return torch.optim.AdamW(groups, lr=settings.lr, **{"fused": fused} | ADAMW | settings.given)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

@@ -18,7 +18,6 @@ from diffvision.data.made import missing_data
 from diffvision.jsonargparse_internals import check_import, require
 from diffvision.mistakes import Mistake, did_you_mean, is_missing, see_help
 from diffvision.models.names import host_names, unknown_model
-from diffvision.moved import find_current
 from diffvision.signatures import read_names, read_settings, read_type
 
 CLASSES = {
@@ -204,7 +203,7 @@ def _class(owner: str, part: Sequence[Given], is_closed: bool, program: str) -> 
         if owner == "data" and Path(name).exists():
             near = f"; for files write --data.train {name}"
         raise Mistake(see_help(f"{owner} is {name!r}: it takes the name of a class, null{near}", program))
-    return {owner: CLASSES[owner].get(name, find_current(name) if name.startswith("diffvision.") else "")}
+    return {owner: CLASSES[owner].get(name, name if name.startswith("diffvision.") else "")}
 
 
 def _of_classes(classes: Mapping[str, str]) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.command import run as evaluate
 from diffvision.models import language
 
-ARCHIVE = Path(__file__).parents[1] / "assets" / "runs_0_1.tar.xz"
+ARCHIVE = Path(__file__).parents[1] / "assets" / "runs.tar.xz"
 QUIET = {"rounds": 0, "num_workers": 0, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of an earlier version's runs, and two models made from one of them, as of two seeds each."""
+    """A folder of runs, and two models made from one of them, as of two seeds each."""
     root = tmp_path_factory.mktemp("trained")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(root, filter="data")

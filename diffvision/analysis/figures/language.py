@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffvision.analysis.figures.style import colour_bar, colours_of, draw_bars, legend_below, panels, pictures, styled
-from diffvision.moved import get_renamed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +97,3 @@ def _heat_map(ax: Any, cells: Mapping[str, float]) -> Any:
     ax.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     ax.tick_params(length=0)
     return picture
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)

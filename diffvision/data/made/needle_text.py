@@ -13,9 +13,6 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from diffvision.moved import get_renamed
 
 _CITIES = (
     "Amsterdam Athens Auckland Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Budapest Cairo Caracas "
@@ -229,7 +226,3 @@ def as_form(form: str | Form) -> Form:
     if form not in FORMS:
         raise ValueError(f"unknown form {form!r} of needle texts: choose one of {', '.join(FORMS)}")
     return FORMS[form]
-
-
-if not TYPE_CHECKING:
-    __getattr__ = get_renamed(__name__)
