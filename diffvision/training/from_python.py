@@ -222,11 +222,11 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
 
     if _is_made(folder):
         try:
-            folders = find_folders(folder)
+            folders = [one for one in find_folders(folder) if "test" in one.splits]
         except ValueError:  # there are none
             return []
         if data_class == "ImageTextData":
-            return [str(folder)]  # as one path, in which zero-shot comes first to choose checkpoints by
+            return [str(folder)] * bool(folders)  # as one path, in which zero-shot comes first to choose checkpoints by
         return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
     has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source).splits)
     return [str(source)] if has_split else []
