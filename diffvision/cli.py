@@ -70,7 +70,6 @@ COMMANDS = {
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
-    "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
 # Plugins add commands, and replace commands that they extend with settings.
 for _name, _entry in entry_points("diffvision.commands").items():

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from diffvision.bounded_yaml import load_yaml
 from diffvision.data.made import missing_data
 from diffvision.training.recipes import recipe, resolve_recipes
 
@@ -246,7 +245,7 @@ def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
     for config in configs:
         path = Path(config) if Path(config).is_file() else recipe(str(config))
         try:
-            read = load_yaml(path.read_text(encoding="utf-8"))
+            read = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
         content |= {name: read[name] for name in ("data", "trainer") if isinstance(read, dict) and name in read}
