@@ -311,7 +311,7 @@ def _run_and_report(call: Callable[[], Any]) -> int:
 
     try:
         result = call()
-    except (ValueError, OSError, BadDataError, FloatingPointError) as error:
+    except (ValueError, OSError, BadDataError, FloatingPointError, RecursionError) as error:
         print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
         return 2 if isinstance(error, Mistake) else 1
     except KeyboardInterrupt as stop:
