@@ -56,6 +56,7 @@ def generate_text(
 
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.models.language.generation import Sampling, generate
+    from diffvision.models.threads import few_threads
     from diffvision.opening import open_model
     from diffvision.plugins import entry_points, load
 
@@ -84,20 +85,21 @@ def generate_text(
             f"no tokenizer.json next to {opened.weights}: give --tokenizer, the one that it was trained with"
         )
     printer = _Printer(text_tokenizer, prompt)
-    generate(
-        language_model,
-        [([] if text_tokenizer.start_id is None else [text_tokenizer.start_id]) + text_tokenizer.encode(prompt)],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop={text_tokenizer.eos_id},
-        vocab_size=text_tokenizer.vocab_size,
-        generator=torch.Generator(device).manual_seed(seed),
-        on_token=lambda _, token: printer.add(token),
-        compile=compile,
-        compress=pruning,
-    )
+    with few_threads(device, language_model):
+        generate(
+            language_model,
+            [([] if text_tokenizer.start_id is None else [text_tokenizer.start_id]) + text_tokenizer.encode(prompt)],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop={text_tokenizer.eos_id},
+            vocab_size=text_tokenizer.vocab_size,
+            generator=torch.Generator(device).manual_seed(seed),
+            on_token=lambda _, token: printer.add(token),
+            compile=compile,
+            compress=pruning,
+        )
     return printer.end()
 
 

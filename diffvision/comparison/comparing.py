@@ -30,6 +30,7 @@ from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.samples import Metrics, PerSample, means
 from diffvision.evaluation.suite import check_blind
+from diffvision.models.threads import few_threads
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
 from diffvision.opening.runs import setting
@@ -86,8 +87,9 @@ def compare_models(
         def measure_one(model: str, label: str) -> Metrics:
             return measure_images(opened[model], label, planned, settings, options)
 
-    measured = {group.label: [measure_one(entry.model, group.label) for entry in group.entries] for group in groups}
-    by_model = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
+    with few_threads(first.device, *(model.module for model in opened.values())):
+        measured = {group.label: [measure_one(entry.model, group.label) for entry in group.entries] for group in groups}
+        by_model = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
     contestants = [_contestant(group, opened, inputs, cost) for group, cost in zip(groups, by_model, strict=True)]
     metrics = _rows(measured)
     unit = {"open_clip": "pairs", "timm": "images"}.get(first.host, "tokens")

@@ -81,6 +81,7 @@ def run(
         plan,
         report,
     )
+    from diffvision.models.threads import few_threads
     from diffvision.opening import Model, check_spec, open_model
 
     if output is not None:
@@ -104,6 +105,7 @@ def run(
             check_spec(reader)
     results: dict[str, dict[str, float]] = {}
     described: dict[str, tuple[str, str, str]] = {}
+    readers: list[Any] = []
     with process_group(device) as device:
         if rank_and_world()[0] == 0:
             for line in (*_sources(planned, options.split), *prompts):
@@ -113,6 +115,7 @@ def run(
 
             language = reader if isinstance(reader, Model) else open_model(reader, device=device)
             reader = Blind(language, progress=bar, cache=feature_cache)
+            readers.append(language.module)
         settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache, reader)
         for label, spec in specs:
             if isinstance(spec, Model):
@@ -123,9 +126,10 @@ def run(
                 opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
             _warn_of_training(opened, planned, options.split)
-            for folder, names in planned:
-                features = Features(opened.module, opened.transform, opened.tokenizer, settings)
-                results[label] |= means(measure(features, folder, names, options))
+            with few_threads(device, opened.module, *readers):
+                for folder, names in planned:
+                    features = Features(opened.module, opened.transform, opened.tokenizer, settings)
+                    results[label] |= means(measure(features, folder, names, options))
             described[label] = _describe(opened, spec, weights)
         if rank_and_world()[0] == 0:
             report(results, described, output)

@@ -82,7 +82,10 @@ class ClassificationModule(TrainingModule):
         with tensors_only(str(self.model_args.get("checkpoint_path") or model)):
             made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
         if self.model_args.get("pretrained") or self.model_args.get("checkpoint_path"):
-            check_start(self.model_args.get("checkpoint_path") or model, made)
+            source = self.model_args.get("checkpoint_path") or model
+            file = made.pretrained_cfg.get("file") if source == model and ":" not in model else None
+            self.sources = [str(file or source).removeprefix(FOLDER)]
+            check_start(source, made)
         self.model = made
         if grad_checkpointing:
             made.set_grad_checkpointing()

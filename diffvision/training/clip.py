@@ -139,6 +139,12 @@ class ContrastiveModule(TrainingModule):
             check(recorded(model), self.model, model, self.model_cfg)
         elif pretrained is not None:
             check_start(pretrained, self.model)
+        if ":" in model:
+            self.sources = [model.removeprefix(FOLDER)]
+        elif pretrained is not None:
+            self.sources = [pretrained]
+        elif text_tower := self.model_cfg["text_cfg"].get("hf_model_name"):
+            self.sources = [text_tower]  # OpenCLIP starts a text tower of the Hub's from its weights
         self.tokenizer = text_only(open_clip.get_tokenizer(model))
         if lock_image is not None:
             self.model.lock_image_tower(unlocked_groups=lock_image)

@@ -8,11 +8,12 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -32,6 +33,7 @@ from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa:
 from diffvision.data.text.module import TextData  # noqa: F401
 from diffvision.mistakes import did_you_mean
 from diffvision.models.files import refuse_urls
+from diffvision.models.threads import few_threads
 from diffvision.training.callbacks import (  # noqa: F401
     DataReport,
     LambdaAnnealing,
@@ -60,12 +62,13 @@ from diffvision.training.vision_language import VisionLanguageModule  # noqa: F4
 
 HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
+RUNS = "runs"
 TRAINER_DEFAULTS = {
-    "default_root_dir": "runs",
+    "default_root_dir": RUNS,
     "num_sanity_val_steps": 0,  # a validation step is a whole evaluation
     "use_distributed_sampler": False,  # our loaders divide themselves over ranks, exactly
     "enable_model_summary": False,  # RunSummary has a line
-    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "fit"}},
+    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": RUNS, "name": "fit"}},
 }
 CLASSES = {
     "model": pl.LightningModule,
@@ -100,7 +103,14 @@ LOGGERS = (
 
 
 class Parser(Refusing, LightningArgumentParser):
-    """Lightning's parser, which answers a mistake in one line."""
+    """Lightning's parser, which answers a mistake in one line.
+
+    Loggers whose `save_dir` is the default write to the trainer's `default_root_dir`. The configuration that a run
+    saves keeps both as they were given, so that it can be run again in another directory.
+    """
+
+    def instantiate_classes(self, cfg: Any, **settings: Any) -> Any:
+        return super().instantiate_classes(_in_root(cfg), **settings)
 
     def classes(self, setting: str) -> set[str]:
         base = CLASSES.get(setting)
@@ -135,7 +145,8 @@ class FitCLI(LightningCLI):
         self.more_callbacks = list(callbacks)
         lightning_internals.require()
         jsonargparse_internals.require()
-        with limit_imports(sys.argv[1:] if args is None else args) as limited, silence_lightning():
+        arguments = sys.argv[1:] if args is None else args
+        with limit_imports(arguments) as limited, silence_lightning(), ExitStack() as self.stack:
             super().__init__(
                 args=limited,
                 run=run,
@@ -196,6 +207,8 @@ class FitCLI(LightningCLI):
                 raise cause from cause.__cause__
             text = " ".join(str(cause).split())
             raise ValueError(f"{type(cause).__name__}: {text}") from cause  # such as timm's of an unknown model
+        if self.trainer.world_size == 1:  # Lightning divides the cores among several processes
+            self.stack.enter_context(few_threads(self.trainer.strategy.root_device, self.model))
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""
@@ -206,6 +219,10 @@ class FitCLI(LightningCLI):
             callbacks.append(ProgressLine())
         trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
         _check_processes(trainer)
+        root = trainer.default_root_dir
+        for logger in trainer.loggers if config["trainer"]["default_root_dir"] not in (RUNS, None) else ():
+            if logger.save_dir is not None and os.path.normpath(logger.save_dir) != root:
+                rank_zero_info(f"{type(logger).__name__} writes to its save_dir {logger.save_dir}, not to {root}")
         return trainer
 
     def before_fit(self) -> None:
@@ -288,6 +305,19 @@ def _get_class(config: Any) -> Any:
     """Return the class of a setting, which the parser has imported already."""
     module, _, name = config["class_path"].rpartition(".")
     return getattr(sys.modules[module], name)
+
+
+def _in_root(config: Any) -> Any:
+    """Return a configuration whose loggers write to the trainer's default_root_dir, unless they name a directory."""
+    config = config.clone()
+    subcommand = config.get("subcommand")
+    trainer = (config[subcommand] if subcommand else config)["trainer"]
+    loggers = trainer["logger"]
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        settings = logger.get("init_args", {}) if isinstance(logger, Namespace) else {}
+        if settings.get("save_dir") == RUNS and trainer["default_root_dir"] is not None:
+            settings["save_dir"] = os.path.expanduser(trainer["default_root_dir"])
+    return config
 
 
 def _refuse_numbers(settings: Any) -> None:

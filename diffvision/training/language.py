@@ -103,6 +103,7 @@ class LanguageModule(NextTokenModule):
             raise ValueError(f"model_args: {error}") from error
         if pretrained is not None:
             self._start_from(pretrained)
+            self.sources = [pretrained]
         self.model.set_grad_checkpointing(grad_checkpointing)
         if compile:
             for block in self.model.blocks:

@@ -51,6 +51,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     Attributes:
         settings: the optimizer and its schedule.
+        sources: where the weights that a run starts from were read: files, folders, tags; empty for new weights.
     """
 
     keys: ClassVar[tuple[str, ...]]  # of a batch, in the order of a tuple
@@ -58,6 +59,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     computing: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that compute with its weights
     adamw: ClassVar[dict[str, Any]] = ADAMW  # AdamW's betas and eps where they are not set
     model: Any
+    sources: Sequence[str] = ()
     _is_read_at_every_step = False  # the numbers of a step, by a progress bar of Lightning's or by a monitor
 
     def __init__(self, arguments: Mapping[str, Any], default: OptimizerSettings) -> None:
@@ -182,11 +184,10 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             elif parts == [HEADLINE] or (
                 metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
             ):
-                remedy = (
-                    f"set {HEADLINE}, here {metrics[0]}" if metrics else "set the data's evaluation, or its monitor"
-                )
+                settings = [f"data.{name}, or " for name in ("evaluations", "evaluation") if hasattr(data, name)]
+                remedy = f"{HEADLINE}, here {metrics[0]}" if metrics else f"{''.join(settings[:1])}its monitor"
                 raise ValueError(
-                    f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: {remedy}"
+                    f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: set {remedy}"
                 )
 
     def as_read(self, batch: Any) -> Any:

@@ -155,7 +155,10 @@ def write_summary(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
 
 
 def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """Describe a model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true"."""
+    """Describe a model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true".
+
+    A run that resumes has its weights from the checkpoint; another one names what it starts from, if not new weights.
+    """
     parameters = [p for p in module.parameters() if not is_lazy(p)]
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     of_them = "" if trained == count else f", of which {format_count(trained)} are trained"
@@ -163,7 +166,9 @@ def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     if trainer.world_size > 1:
         device = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
     name = getattr(module, "name", type(module).__name__)
-    return f"{name}: {format_count(count)} parameters{of_them}, on {device} in {trainer.precision}"
+    text = f"{name}: {format_count(count)} parameters{of_them}, on {device} in {trainer.precision}"
+    sources = getattr(module, "sources", ())
+    return text if not sources or trainer.ckpt_path else f"{text}; from the weights of {' and '.join(sources)}"
 
 
 def format_count(count: int) -> str:

@@ -131,13 +131,17 @@ class VisionLanguageModule(NextTokenModule):
             self.model = vision_language.VisionLanguageModel(vision_language.VisionLanguageConfig.from_dict(model))
         elif model.startswith(FOLDER):
             self.model, _ = _open(model)
+            self.sources = [model.removeprefix(FOLDER)]
         else:
             chosen: dict[str, Any] = {"tower": tower, "tower_args": tower_args, "tower_pretrained": tower_pretrained}
             chosen |= {"language": language, "language_args": language_args, "tokenizer": tokenizer}
             chosen = {name: value for name, value in chosen.items() if value is not None}
             self.model = vision_language.create(model, **chosen, **(model_args or {}))
+            words = language if ":" in (language or "") else None
+            self.sources = [source for source in (tower_pretrained, words) if source is not None]
         if pretrained is not None:
             self._start_from(pretrained)
+            self.sources = [pretrained]
         self._set_trained_parts(grad_checkpointing)
         self.train()
 

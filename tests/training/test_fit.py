@@ -8,14 +8,18 @@ from string import Template
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from diffvision.cli import main
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.mistakes import Mistake
+from diffvision.models.threads import VARIABLES, few_threads
+from diffvision.models.threads import _say as say
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 # Lightning's advice (more workers; that a resumed run saves elsewhere) is not for these.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -313,7 +317,7 @@ def test_the_headline_of_the_first_evaluation_is_monitored_unless_another_is_nam
 @pytest.mark.parametrize(
     ("evaluated", "monitor", "mode", "named"),
     [
-        ([], "headline", "max", "monitors headline"),
+        ([], "headline", "max", r"monitors headline.* data\.evaluations,"),
         ([], "val/loss", "min", "monitors val/loss"),
         (["birds"], "headline", "min", "zero_shot/birds/acc1 needs max"),
         (["birds"], "zero_shot/digits/acc1", "max", "monitors zero_shot/digits/acc1"),
@@ -348,3 +352,49 @@ def test_a_short_run_with_averages_and_its_validation_warn_of_nothing(shards, tm
     assert all(torch.equal(value, stored["state_dict"][f"model.{name}"]) for name, value in weights(checked).items())
     said = [str(warning.message) for warning in recwarn]
     assert not [text for text in said if "logging interval" in text or "WeightAveraging" in text]
+
+
+# --- where a run is written, and with how many threads ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        ([], ["x"]),
+        (["--trainer.logger.name=mine"], ["x"]),
+        (["--trainer.logger.save_dir=y"], ["y"]),
+        (["--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: z}}"], ["x", "z"]),
+        (["--trainer.logger={class_path: CSVLogger, init_args: {name: mine}}"], ["x"]),
+        (["--trainer.logger=false"], []),
+    ],
+)
+def test_the_default_root_dir_is_where_a_run_is_written(arguments, places, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for config in (CONFIGS / "clip" / "debug.yaml", None):
+        model = [f"--config={config}"] if config else ["--model=ContrastiveModule", "--model.model=CLIP-debug"]
+        cli = FitCLI([*model, "--trainer.default_root_dir=x", *arguments], run=False)
+        assert [logger.save_dir for logger in cli.trainer.loggers] == places
+        kept = cli.parser.dump(cli.config)
+        again = FitCLI([f"--config={kept}", "--trainer.default_root_dir=x2"], run=False)
+        assert [logger.save_dir for logger in again.trainer.loggers] == [p.replace("x", "x2") for p in places]
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment", "expected"), [(2, {}, 1), (2, {"OMP_NUM_THREADS": "2"}, 2), (3, {}, 3)]
+)
+def test_a_small_model_has_one_thread_unless_a_number_is_set(threads, environment, expected, monkeypatch, capfd):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    say.cache_clear()
+    torch.set_num_threads(threads)
+    try:
+        for model, count in ((nn.Linear(10, 10), expected), (nn.Linear(3000, 3000), threads)):
+            with few_threads("cpu", model):
+                assert torch.get_num_threads() == count
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(1)
+    assert capfd.readouterr().err.count("OMP_NUM_THREADS=2") == (expected == 1)

@@ -19,12 +19,17 @@ from diffvision.cli import main
 from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.data.text.tokens import TokenAccount
+from diffvision.models.bundled import WEIGHTS
 from diffvision.opening import best_checkpoint
 from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import fit
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
-from diffvision.training.summary import describe_overfitting, evaluation_command
+from diffvision.training.summary import describe_overfitting, describe_run, evaluation_command
+from diffvision.training.vision_language import VisionLanguageModule
+
+NANO = WEIGHTS / "diffv2-nano.stdlib"
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +219,41 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(data, tmp_path, monkeypatch
     with pytest.warns(UserWarning, match=r"curves.png could not be written"):
         run(data, tmp_path, *CONTRASTIVE, "--trainer.limit_train_batches=1")
     assert "trained to step " in (tmp_path / "fit" / "version_0" / "summary.txt").read_text()
+
+
+def clip_from(root):
+    torch.save(ContrastiveModule("CLIP-debug").model.state_dict(), root / "clip.pt")
+    return ContrastiveModule("CLIP-debug", pretrained=str(root / "clip.pt")), [str(root / "clip.pt")]
+
+
+def classifier_from(root):
+    made = ClassificationModule("diff_vit_debug", num_classes=3)
+    torch.save(made.model.state_dict(), root / "vit.pt")
+    args = {"checkpoint_path": str(root / "vit.pt")}
+    return ClassificationModule("diff_vit_debug", num_classes=3, model_args=args), [str(root / "vit.pt")]
+
+
+def language_from(root):
+    return LanguageModule(f"local-dir:{NANO}"), [str(NANO)]
+
+
+def vision_language_from(root):
+    tower = str(WEIGHTS / "diff_vit_debug.digits.safetensors")
+    module = VisionLanguageModule(
+        "diff-vlm-debug", tower="diff_vit_debug", tower_pretrained=tower, language=f"local-dir:{NANO}"
+    )
+    return module, [tower, str(NANO)]
+
+
+@pytest.mark.parametrize("make", [clip_from, classifier_from, language_from, vision_language_from])
+def test_a_run_says_which_weights_it_starts_from(make, tmp_path):
+    module, sources = make(tmp_path)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(strategy=strategy, world_size=1, precision="32-true", ckpt_path=None)
+    _, _, named = describe_run(trainer, module).partition("; ")
+    assert all(source in named for source in sources)
+    trainer.ckpt_path = "last.ckpt"
+    assert "; " not in describe_run(trainer, module)
 
 
 @pytest.fixture(scope="module")

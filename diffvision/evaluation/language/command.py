@@ -51,6 +51,7 @@ def run(
     from diffvision.evaluation.language.table import show
     from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Request
     from diffvision.evaluation.output import check_folder, split_names
+    from diffvision.models.threads import few_threads
     from diffvision.opening import check_spec, labelled, open_model
 
     names = list(dict.fromkeys(split_names(tasks)))
@@ -87,7 +88,8 @@ def run(
             folder = None if output is None else Path(output)
             work = dataclasses.replace(suite.prepare(model, options, texts), inputs=inputs, folder=folder)
             for name in names:
-                measured = suite.cached(work, name, result_cache, used_device)
+                with few_threads(used_device, opened.module):
+                    measured = suite.cached(work, name, result_cache, used_device)
                 results[label] |= with_intervals(measured)
                 if len(results) == 1:
                     first |= measured

@@ -51,6 +51,7 @@ def run(
     from diffvision.evaluation.vision_language.answers import answer_set, read_answers
     from diffvision.evaluation.vision_language.questions import read_sets
     from diffvision.evaluation.vision_language.scores import about_set, hidden_metrics, mean_of_sets, score
+    from diffvision.models.threads import few_threads
     from diffvision.opening import check_spec, labelled
     from diffvision.opening.vision_language import open_vlm
     from diffvision.tables import plain
@@ -80,10 +81,11 @@ def run(
             vlm = open_vlm(spec)
             vlm.model.to(resolve_device(device))
             folder = None if output is None else Path(output) / "answers" / label
-            texts = [
-                answer_set(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
-                for one in sets
-            ]
+            with few_threads(vlm.model.device, vlm.model):
+                texts = [
+                    answer_set(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
+                    for one in sets
+                ]
         measured = {
             key: value for pair in zip(sets, texts, strict=True) for key, value in score(*pair, synonyms).items()
         }
