@@ -1,6 +1,6 @@
 """A training step as a GPU would run it is one graph: traced on tensors without data, and not run.
 
-The package is told that there is a GPU, torch is not. Tensors are fake ones on `cuda`, which autocast casts as on a GPU.
+The package is told that there is a GPU, torch is not. Tensors are fake ones on `cuda`; autocast casts as on a GPU.
 """
 
 import sys
