@@ -1,5 +1,6 @@
 """What import-linter does not see: drawers without a name, and files that are too long."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,9 @@ def test_every_file_says_what_it_is_for_and_stays_small(path):
     if path.name != "__init__.py" or source.strip():
         assert source.startswith('"""')
     assert source.count("\n") <= 500
+
+
+def test_every_dependency_has_a_lower_bound():
+    """Which `.ci/floors` installs."""
+    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts/floors.py"))
+    assert script["read_floors"]()["torch"] == "2.10"
