@@ -14,11 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from diffvision import jsonargparse_internals
-from diffvision.bounded_yaml import check_size, load_in_range
 from diffvision.mistakes import Mistake, see_help, shorten_message
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
@@ -112,7 +110,6 @@ def limit_imports(args: Sequence[str]) -> Iterator[list[str]]:
             installed jsonargparse does not enforce the limit.
     """
     rest, allowed = _split_allowed(args)
-    load = get_loader("yaml")
     with ExitStack() as changed:
         if not jsonargparse_internals.missing():
             changed.enter_context(jsonargparse_internals.restore_settings())
@@ -120,15 +117,12 @@ def limit_imports(args: Sequence[str]) -> Iterator[list[str]]:
         elif allowed:  # without `kept_settings` the prefixes would stay allowed for later commands of the process
             jsonargparse_internals.require()
         _set_limit(allowed)
-        set_loader("yaml", _limit_size(load), exceptions=(yaml.YAMLError,))
         try:
             yield rest
         except (ValueError, ImportError) as error:
             if (denied := _DENIED.search(str(error))) is None:
                 raise
             raise _locate_refusal(denied[1], rest) from error
-        finally:
-            set_loader("yaml", load, exceptions=(yaml.YAMLError,))
 
 
 def _set_limit(allowed: Sequence[str]) -> None:
@@ -160,16 +154,6 @@ def _is_denied(path: str) -> bool:
     except Exception as error:  # its class differs between versions, the message does not
         return _DENIED.search(str(error)) is not None
     return False
-
-
-def _limit_size(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a loader that refuses a text that is too large or too deep, before it is loaded."""
-
-    def bounded(text: str) -> Any:
-        check_size(text)
-        return load_in_range(load, text)
-
-    return bounded
 
 
 def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:

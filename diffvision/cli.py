@@ -70,7 +70,6 @@ COMMANDS = {
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
     "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
-    "completion": Command("diffvision.completion", "completion", "print the script for bash, zsh or fish to complete"),
 }
 # Plugins add commands, and replace commands that they extend with settings.
 for _name, _entry in entry_points("diffvision.commands").items():
@@ -312,7 +311,7 @@ def _run_and_report(call: Callable[[], Any]) -> int:
 
     try:
         result = call()
-    except (ValueError, OSError, BadDataError, FloatingPointError) as error:
+    except (ValueError, OSError, BadDataError, FloatingPointError, RecursionError) as error:
         print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
         return 2 if isinstance(error, Mistake) else 1
     except KeyboardInterrupt as stop:

@@ -17,6 +17,7 @@ usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 part=$1
 case $part in tests) limit=240 ;; fits) limit=230 ;; steps) limit=200 ;; layer) limit=50 ;; *) usage ;; esac
 device=${DEVICE:-cuda}
+[ "$device" != cpu ] || limit=1500
 python=${PYTHON:-python3}
 if [ "$device" != cpu ] && ! nvidia-smi -L >/dev/null 2>&1; then
     echo "gpu_check: no GPU here (nvidia-smi finds none); DEVICE=cpu QUICK=1 tries the script without one" >&2
@@ -45,9 +46,9 @@ bench=(--device "$device" --output "$out")
 seconds_left() { echo $((limit - SECONDS - 10)); }
 case $part in
     tests)
-        # By worth: whole layers, then backends, those that compile last.
+        # By worth: whole layers, then backends, then all others; pytest takes a file once.
         tests=(tests/nn/test_autocast.py tests/ops/test_{flash,sdpa,documents}.py tests/models/language/test_generation.py
-            tests/ops/test_{battery,flex}.py)
+            $(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort))
         selected=gpu
         [ "$device" != cpu ] || tests=(tests/nn/test_autocast.py) selected="not gpu and not slow" # a CPU stands in there
         pytest=("$python" -m pytest -o addopts= --import-mode=importlib -v --tb=short -p no:benchmark -p no:cacheprovider

@@ -645,42 +645,16 @@ def test_a_member_in_gzip_is_no_member(tmp_path, capsys):
     assert shards.members((0, 0)) == {"txt": b"a b", "txt.gz": b""}
 
 
-LAUGHS = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-LAUGHS += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-
-
-MERGES = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
-CHAIN = ["a0: &a0 {x0: 1}"] + [f"a{i}: &a{i} {{<<: *a{i - 1}, x{i}: *a{i - 1}}}" for i in range(1, 40)]
-LARGE = {
-    "a billion laughs": "\n".join(LAUGHS),
-    "merge keys": "\n".join(MERGES),
-    "merge keys and aliases": "\n".join(CHAIN),
-    "a list in itself": f"model: &a [*a]  # {'-' * 100}",
-    "a mapping merged into itself": f"model: &a {{<<: *a}}  # {'-' * 100}",
-}
-
-
-@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("command", [["fit"], ["evaluate"]])
-def test_yaml_aliases_are_not_multiplied(text, command, tmp_path, capsys):
-    hostile = tmp_path / "hostile.yaml"
-    hostile.write_text(text + "\n")
-    assert cli.main([*command, f"--config={hostile}"]) == 2
-    assert "stands for more than 100,000 values" in capsys.readouterr().err
-
-
 # ---- depth ---------------------------------------------------------------------------------------------------------
 
 DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
-@pytest.mark.quick("json-command1")
-@pytest.mark.parametrize("command", [["fit"], ["evaluate"], ["evaluate-language"]])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_a_configuration_that_is_nested_too_deeply(command, suffix, tmp_path, capsys):
+def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
     hostile = tmp_path / f"hostile.{suffix}"
     hostile.write_text("a: " + "[" * 5000 + "]" * 5000 if suffix == "yaml" else DEEP)
-    assert cli.main([*command, f"--config={hostile}"]) == 2
+    assert cli.main(["fit", f"--config={hostile}"]) == 2
     error = capsys.readouterr().err
     assert "nested too deeply" in error
     assert "Traceback" not in error
@@ -711,19 +685,7 @@ def test_json_of_a_folder_that_is_nested_too_deeply(command, name, tmp_path, cap
     assert cli.main([word.format(folder, tmp_path) for word in command]) == 1
     error = capsys.readouterr().err
     assert "diffvision: error: " in error
-    if name == "config.json" or "local-dir" in " ".join(command) or command[0] == "export":
-        assert f"{name} is not JSON, or nested too deeply" in error
-
-
-def test_json_of_a_folder_to_train_from_that_is_nested_too_deeply(tmp_path):
-    for name, call in (
-        ("config.json", lambda model: ClassificationModule(model, num_classes=2)),
-        ("open_clip_config.json", ContrastiveModule),
-    ):
-        (tmp_path / name).write_text(DEEP)
-        with pytest.raises(ValueError, match=f"{name} is not JSON, or nested too"):
-            call(f"local-dir:{tmp_path}")
-        (tmp_path / name).unlink()
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

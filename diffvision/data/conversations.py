@@ -4,6 +4,7 @@ The conversation is written by `text.chat` with the template of the model's proc
 tokens of the processor's `apply_chat_template`.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.watchdog import STALL_TIMEOUT
-from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_messages
+from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_context, read_turns
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.trainer import LoaderData
 
@@ -58,15 +59,13 @@ def read_conversation(record: dict[str, Any], images: int) -> Messages:
     try:
         if "texts" in record:
             roles = ("user", ASSISTANT)
-            turns = [(role, pair[role].replace(PLACEHOLDER, "")) for pair in record["texts"] for role in roles]
-            turns[:1] = [(role, PLACEHOLDER * images + text) for role, text in turns[:1]]
-        else:
-            messages = record["messages"] if "messages" in record else read_messages(record)
-            turns = [(message["role"], message["content"]) for message in messages]
-        messages = [{"role": role, "content": _parts(content)} for role, content in turns]
+            texts = [(role, pair[role].replace(PLACEHOLDER, "")) for pair in record["texts"] for role in roles]
+            texts[:1] = [(role, PLACEHOLDER * images + text) for role, text in texts[:1]]
+            record = {**record, "messages": [{"role": role, "content": text} for role, text in texts]}
+        messages = [{**turn, "content": _parts(turn["content"])} for turn in read_turns(record)]
     except (LookupError, TypeError, AttributeError):
         raise BadSample("a message that is not text, or parts of images and text") from None
-    speakers = [role for role, _ in turns]
+    speakers = [message["role"] for message in messages]
     asked = speakers[speakers[:1] == ["system"] :]
     if not asked or asked != ["user", ASSISTANT] * (len(asked) // 2):
         raise BadSample("conversation does not alternate between user and assistant")
@@ -135,8 +134,10 @@ class Conversation:
         """Return the pixels of an image as the model takes them, float [3, height, width]."""
         return self.image_processor(image, return_tensors="pt")["pixel_values"][0]
 
-    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
+    def encode(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation with parts as contents, and whether each is learned.
+
+        The context is that of `read_context`.
 
         They are those of the processor's `apply_chat_template`, up to white space after the last answer.
 
@@ -144,7 +145,7 @@ class Conversation:
             BadSample: it is longer than `length`, or the template fails.
         """
         try:
-            ids, learned = self.chat.encode_messages(messages)
+            ids, learned = self.chat.encode_messages(messages, context)
         except BadText as error:
             raise BadSample(error.reason) from None
         tokens = self._start + self._expand(ids)
@@ -160,7 +161,8 @@ class Conversation:
     def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
         messages, images = read_row(members)
-        ids, learned = self.encode(messages)  # first: it costs little, and a bad one saves the images
+        context = read_context(json_record(members["json"]))
+        ids, learned = self.encode(messages, context)  # first: it costs little, and a bad one saves the images
         return {"image": [self.transform(decode_image(data)) for data in images], "tokens": ids, "learned": learned}
 
     def collate(self, items: list[dict[str, Any]]) -> VisionLanguageBatch:

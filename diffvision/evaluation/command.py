@@ -167,16 +167,17 @@ def _sources(planned: Any, split: str) -> list[str]:
 
 def _warn_of_training(model: Any, planned: Any, split: str) -> None:
     """Warn where a folder is, by the configuration of the model's run, what the model was trained on."""
-    from diffvision.data.images.folders import ImageEvaluationFolder
+    from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder
     from diffvision.opening.runs import run_config, setting
 
     train = setting(run_config(model.run), "data.init_args.train")
     trained = {os.path.realpath(path) for path in (train if isinstance(train, list) else [train]) if path}
     for folder, _ in planned:
-        is_images = isinstance(folder, ImageEvaluationFolder)
+        may_be_divided = isinstance(folder, ImageEvaluationFolder | ShardEvaluationFolder)
         # Of images that are divided, training reads the part for it.
-        measured = folder.path if is_images else folder.files(split)
-        if os.path.realpath(measured) in trained and not (is_images and split != "train" and "train" in folder.splits):
+        measured = folder.path if may_be_divided else folder.files(split)[0]
+        is_divided = may_be_divided and split != "train" and "train" in folder.splits
+        if os.path.realpath(measured) in trained and not is_divided:
             warnings.warn(
                 f"{measured} is what {model.name} was trained on: its metrics say nothing about other pictures",
                 stacklevel=3,

@@ -171,7 +171,7 @@ class Features:
                 yield {} if batch is None else encode(batch), dataclasses.asdict(tally)
 
         identity = (
-            self._identity(data=files_digest(folder.files(split)), split=split, task=folder.task) if self.cache else ""
+            self._identity(data=files_digest(*folder.files(split)), split=split, task=folder.task) if self.cache else ""
         )
         size = max(1, IMAGES // self.batch_size)
         parts, report = [], batches.new_report()

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 _LAST = 8  # tokens of a prompt in which its end is looked for
 
@@ -51,6 +52,7 @@ def answer(
         FileNotFoundError: no such model or file.
         FileExistsError: the output exists.
     """
+    from diffvision.data.text.chat import read_context
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.language.tasks import model_identity
     from diffvision.evaluation.output import bar, write_bytes
@@ -74,9 +76,9 @@ def answer(
     if not stops and opened.tokenizer.eos_id is None:
         raise ValueError(f"{model} ends no answers: its tokenizer has no end token, and chat {chat} writes none")
     asked = []
-    for name, messages in conversations.items():
+    for name, (messages, given) in conversations.items():
         try:
-            asked.append(Prompt(name, write(messages)))
+            asked.append(Prompt(name, write(messages, read_context(given))))
         except ValueError as error:
             raise ValueError(f"row {name} of {prompts}: {error}") from error
     fitting = [prompt for prompt in asked if room is None or len(prompt.tokens) <= room]
@@ -107,9 +109,11 @@ def answer(
     rows = [
         {
             "id": one.id,
-            "messages": [*conversations[one.id], {"role": "assistant", "content": begun[one.id] + one.output.strip()}],
+            "messages": [*messages, {"role": "assistant", "content": begun[one.id] + one.output.strip()}],
+            **given,
         }
         for one in whole
+        for messages, given in [conversations[one.id]]
     ]
     write_bytes(target, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode())
     partial.unlink()
@@ -128,25 +132,27 @@ def _begun(prompt: str) -> str:
     return "<think>\n" if prompt.rstrip().endswith("<think>") else ""
 
 
-def _conversations(path: Path) -> dict[str, list[dict[str, str]]]:
-    """Return the messages that are to be answered, by the numbers of their rows."""
+def _conversations(path: Path) -> dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Return the messages that are to be answered, and what rows have of `CONTEXT`, by the rows' numbers."""
     from diffvision.data.rows import read_rows
     from diffvision.data.shards.sample import BadSample
-    from diffvision.data.text.chat import ASSISTANT, read_messages
+    from diffvision.data.text.chat import ASSISTANT, CONTEXT, read_context, read_messages
 
-    conversations: dict[str, list[dict[str, str]]] = {}
+    conversations: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
     for number, row in read_rows(path):
         where = f"row {number} of {path}"
         try:
             is_prompt = isinstance(row, dict) and "prompt" in row and not {"response", "completion"} & row.keys()
             messages = read_messages({**row, "response": ""} if is_prompt else row)
+            given = {key: value for key, value in row.items() if key in CONTEXT}
+            read_context(given)  # raises what it will below
         except BadSample as reason:
             raise ValueError(f"{where}: {reason}") from reason
         if messages and messages[-1]["role"] == ASSISTANT:
             messages = messages[:-1]
         if not messages or messages[-1]["role"] == ASSISTANT:
             raise ValueError(f"{where} has no question before its answer: leave the row out")
-        conversations[f"{path.stem}-{number}"] = messages
+        conversations[f"{path.stem}-{number}"] = messages, given
     if not conversations:
         raise ValueError(f"no rows in {path}: give a file of rows, such as .jsonl")
     return conversations

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import yaml
 
-from diffvision.bounded_yaml import load_yaml
 from diffvision.models.checkpoint import harmless
 from diffvision.opening.weights import CONFIG, OPEN_CLIP
 
@@ -79,7 +78,7 @@ def run_config(run: Path | None) -> dict[str, Any]:
     if run is None or not (run / RUN_CONFIG).is_file():
         return {}
     try:
-        content = load_yaml((run / RUN_CONFIG).read_text(encoding="utf-8"))
+        content = yaml.safe_load((run / RUN_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{run / RUN_CONFIG} cannot be read: {error}") from error
     return content if isinstance(content, dict) else {}

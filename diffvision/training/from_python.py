@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from diffvision.bounded_yaml import load_yaml
 from diffvision.data.made import missing_data
 from diffvision.training.recipes import recipe, resolve_recipes
 
@@ -222,11 +221,11 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
 
     if _is_made(folder):
         try:
-            folders = find_folders(folder)
+            folders = [one for one in find_folders(folder) if "test" in one.splits]
         except ValueError:  # there are none
             return []
         if data_class == "ImageTextData":
-            return [str(folder)]  # as one path, in which zero-shot comes first to choose checkpoints by
+            return [str(folder)] * bool(folders)  # as one path, in which zero-shot comes first to choose checkpoints by
         return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
     has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source).splits)
     return [str(source)] if has_split else []
@@ -246,7 +245,7 @@ def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
     for config in configs:
         path = Path(config) if Path(config).is_file() else recipe(str(config))
         try:
-            read = load_yaml(path.read_text(encoding="utf-8"))
+            read = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
         content |= {name: read[name] for name in ("data", "trainer") if isinstance(read, dict) and name in read}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from diffvision.bounded_yaml import MAX_LEVELS
 from diffvision.mistakes import nearest
 
 _PACKAGE = Path(__file__).parent.parent
+_MAX_LEVELS = 100  # of a YAML file
 _FLAGS = ("--config", "-c")  # of Lightning's command line
 
 
@@ -84,8 +84,7 @@ def _is(kind: Callable[[Path], bool], value: str) -> bool:
 def _mapping(path: Path) -> str:
     """Return the YAML of a file, or raise a ValueError with the file and the line, which a parser's message lacks.
 
-    It reads without recursion, and only as deep as `bounded_yaml`, which refuses deeper ones: the time that PyYAML
-    takes grows with the square of the depth.
+    It reads without recursion.
     """
     content: list[type] = []
     level = 0
@@ -93,8 +92,8 @@ def _mapping(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if level > MAX_LEVELS:
-                break
+            if level > _MAX_LEVELS:  # libyaml's composer would overflow its stack
+                raise ValueError(f"{path} is nested too deeply: write it with at most {_MAX_LEVELS} levels")
             if not isinstance(event, yaml.StreamStartEvent | yaml.DocumentStartEvent):
                 content.append(type(event))
     except yaml.MarkedYAMLError as error:

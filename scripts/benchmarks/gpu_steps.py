@@ -117,22 +117,29 @@ def turn(folder: Path, alone: bool) -> Iterator[None]:
         yield
 
 
-def kernels_of(call: Callable[[], Any], device: str) -> dict[str, Any]:
-    """Return the kernels that take longest in a call, and the milliseconds of all; on a CPU of operations."""
-    is_cuda = device.startswith("cuda")
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as seen:
-        call()
-        synchronize(device)
-    times: Counter[str] = Counter()
-    for event in seen.events():
-        if (event.device_type == torch.autograd.DeviceType.CUDA) == is_cuda:
-            times[event.name[:90]] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
-    longest = {name: round(time / 1e3, 2) for name, time in times.most_common(KERNELS)}
-    return {"kernel_ms": round(times.total() / 1e3, 2), "kernels": longest}
+def kernels(step: Callable[[], None], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the kernels that take longest in a step, and the milliseconds of all; on a CPU the operations."""
+    is_cuda = args.device.startswith("cuda")
+    with (
+        turn(args.output, alone=True),
+        profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen,
+    ):
+        step()
+        synchronize(args.device)
+    taken: Counter[str] = Counter()
+    for event in seen.key_averages():
+        taken[event.key[:90]] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
+    longest = {name: round(time / 1e3, 2) for name, time in taken.most_common(KERNELS)}
+    return {"kernel_ms": round(taken.total() / 1e3, 2), "kernels": longest}
 
 
 def modes(setting: Setting, name: str) -> tuple[str, ...]:
     return ("eager",) if setting.models[name][0] == "peer" else ("eager", "compiled")
+
+
+def missing(results: dict[str, Any], setting: Setting, name: str) -> list[str]:
+    """Return the modes that were not measured, or failed."""
+    return [mode for mode in modes(setting, name) if "failed" in results.get(mode, {"failed": ""})]
 
 
 def measure(setting: Setting, name: str, args: argparse.Namespace) -> None:
@@ -145,16 +152,18 @@ def measure(setting: Setting, name: str, args: argparse.Namespace) -> None:
         model = create().to(args.device).train()
     loss = partial(setting.loss, name, model, setting.batch(args.device))
     about = {"role": role, "parameters": sum(p.numel() for p in model.parameters())}
-    for mode in modes(setting, name):
-        if mode in results:
-            continue
+    for mode in missing(results, setting, name):
         if mode == "compiled":
             loss = torch.compile(loss, backend="eager" if args.quick else "inductor")
+        step = training_step(model, loss, args)
+        results[mode] = dict(about)
         try:
-            results[mode] = about | times(training_step(model, loss, args), args)
-        except Exception as error:  # whatever a model or a compiler may raise is its result
-            results[mode] = about | {"failed": f"{type(error).__name__}: {error}"[:500]}
-        write(file.parent, file.stem, results)
+            for measured in (times, kernels):
+                results[mode] |= measured(step, args)
+                write(file.parent, file.stem, results)
+        except Exception as error:  # whatever a model, a compiler or the profiler may raise is its result
+            results[mode]["failed"] = f"{type(error).__name__}: {error}"[:500]
+            write(file.parent, file.stem, results)
 
 
 def times(step: Callable[[], None], args: argparse.Namespace) -> dict[str, Any]:
@@ -178,9 +187,8 @@ def times(step: Callable[[], None], args: argparse.Namespace) -> dict[str, Any]:
             step()
             synchronize(args.device)
             taken.append(1e3 * (time.perf_counter() - start))
-        peak = torch.cuda.max_memory_allocated() if is_cuda else None
-        found = {"median_ms": statistics.median(taken), "times_ms": taken, "warm_s": warm, "peak_bytes": peak}
-        return found | kernels_of(step, args.device)
+    peak = torch.cuda.max_memory_allocated() if is_cuda else None
+    return {"median_ms": statistics.median(taken), "times_ms": taken, "warm_s": warm, "peak_bytes": peak}
 
 
 def file_of(folder: Path, setting: Setting, name: str) -> Path:
@@ -194,7 +202,7 @@ def read(file: Path) -> dict[str, Any]:
 def in_a_process(words: list[str], file: Path, setting: Setting, name: str, until: float) -> dict[str, Any]:
     """Measure a model in a process of its own, whose log is beside its results; return them by mode."""
     left = until - time.monotonic()
-    if left > 0 and not all(mode in read(file) for mode in modes(setting, name)):
+    if left > 0 and missing(read(file), setting, name):
         command = [sys.executable, __file__, *words, "--only", setting.name, name]
         with file.with_suffix(".log").open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, stdout=log, stderr=log, timeout=left, check=False)
@@ -206,7 +214,8 @@ def summary(setting: Setting, result: dict[str, Any]) -> str:
         return result["failed"]
     size = f", {result['peak_bytes'] / 2**30:.2f} GiB" if result["peak_bytes"] else ""
     rate = 1e3 * setting.count / result["median_ms"]
-    return f"{result['median_ms']:.1f} ms, {rate:,.0f} {setting.items}/s{size}, kernels {result['kernel_ms']:.1f} ms"
+    kernels = f", kernels {result['kernel_ms']:.1f} ms" if "kernel_ms" in result else ""
+    return f"{result['median_ms']:.1f} ms, {rate:,.0f} {setting.items}/s{size}{kernels}"
 
 
 def main(given: list[str] | None = None) -> int:
@@ -225,7 +234,7 @@ def main(given: list[str] | None = None) -> int:
     todo.sort(key=lambda one: modes(*one) == ("eager",))  # other packages' models last
     memory = torch.cuda.get_device_properties(0).total_memory if args.device.startswith("cuda") else 0
     words, until = sys.argv[1:] if given is None else given, time.monotonic() + 60 * args.minutes
-    missing = 0
+    left_out = 0
     with ThreadPoolExecutor(args.jobs or max(1, memory // JOB_BYTES)) as pool:
         files = [file_of(args.output, *one) for one in todo]
         running = {
@@ -238,10 +247,10 @@ def main(given: list[str] | None = None) -> int:
             write(args.output, "steps", report)
             for mode, result in results.items():
                 print(f"{setting.name}: {name}, {mode}: {summary(setting, result)}", flush=True)
-            if absent := [mode for mode in modes(setting, name) if mode not in results]:
+            if absent := missing(results, setting, name):
                 print(f"{setting.name}: {name}: not measured: {', '.join(absent)}", flush=True)
-                missing += 1
-    return int(missing > 0)
+                left_out += 1
+    return int(left_out > 0)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,24 @@ def test_layouts_give_the_same_messages():
     assert read_conversation(with_system, 0)[1]["content"] == parts("Why?\n")
 
 
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+def test_all_that_a_row_has_is_written_or_refused(layout):
+    names = ("role", "content") if layout == "messages" else ("from", "value")
+    turns = [{names[0]: "user", names[1]: "Why?"}, {names[0]: "assistant", names[1]: "so", "reasoning_content": "hm"}]
+    with pytest.raises(BadSample, match="'reasoning_content'"):
+        Conversation(make_processor(CHATML), TOKENS, 200).decode(row(**{layout: turns}))
+    with pytest.raises(BadSample, match="'tools'"):
+        Conversation(make_processor(CHATML), TOKENS, 200).decode(row(**llava("Why?", "so"), tools=[{"name": "add"}]))
+    reasoned = make_processor(CHATML.replace("{%- for message in", "{{ tools }}{%- for message in").replace(
+        PART, "{{ message.reasoning_content }}" + PART
+    ))  # fmt: skip
+    item = Conversation(reasoned, TOKENS, 200).decode(row(**{layout: turns, "tools": ["add"], "system": "Be kind."}))
+    assert reasoned.decode(item["tokens"]) == (
+        "['add']<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
+        "<|im_start|>assistant\nhmso<|im_end|>"
+    )
+
+
 def test_images_are_read_in_the_order_of_their_numbers():
     members = {f"{number}.png": b"%d" % number for number in (10, 2, 0, 1)} | {"other.png": b"", "txt": b"x"}
     texts = json.dumps({"texts": [{"user": "Which?", "assistant": "b"}]}).encode()

@@ -1,13 +1,17 @@
 """Our loaders against webdataset's own pipelines over the same shards, and its pipelines in our data modules."""
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import webdataset as wds
 
 from diffvision.data import ImageLabelData, ImageTextData, ShardSet
 from diffvision.data.images.decode import decode_image
+from diffvision.data.images.folders import find_folders
 from diffvision.data.images.module import to_float
+from diffvision.data.images.sources import is_image_source
+from diffvision.data.make import make
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.training import ClassificationModule, ContrastiveModule
 
@@ -114,3 +118,82 @@ def test_a_users_pipeline_trains_a_clip_model(tars, tmp_path, of):
 def test_a_users_pipeline_trains_a_classifier(tars, tmp_path):
     module = ClassificationModule("diff_vit_debug", num_classes=10)
     assert trained(module, ImageLabelData(pipeline(tars), 8, num_workers=0), tmp_path)
+
+
+def write_shards(folder, numbers, corpus, **members):
+    """Shards as webdataset's own ShardWriter writes them; members are functions of a sample's number."""
+    folder.mkdir(parents=True)
+    with wds.ShardWriter(str(folder / "%06d.tar"), maxcount=5, verbose=0) as writer:
+        for number in numbers:
+            made = {name: value(number) for name, value in members.items()}
+            writer.write({"__key__": f"{number:06d}", "png": corpus.png(number), **made})
+
+
+def numbers_evaluated(folder, corpus):
+    return [n for batch in folder.batches(to_float) for n in corpus.numbers(batch["image"])]
+
+
+@pytest.mark.parametrize(
+    ("members", "task"),
+    [
+        ({"txt": lambda n: f"sample {n}"}, "retrieval"),
+        ({"json": lambda n: {"caption": [f"sample {n}", f"again {n}"]}}, "retrieval"),
+        ({"cls": lambda n: n % 2}, "zero_shot"),
+        ({"cls": lambda n: n % 2, "txt": lambda n: f"sample {n}"}, "zero_shot"),
+    ],
+    ids=["txt", "json", "cls", "both"],
+)
+def test_shards_that_train_are_held_out_data(corpus, tmp_path, members, task):
+    write_shards(tmp_path / "s/train", range(12), corpus, **members)
+    write_shards(tmp_path / "s/val", range(20, 27), corpus, **members)
+    if task == "zero_shot":
+        (tmp_path / "s/classnames.txt").write_text("cat\ndog\n")
+    val, both = str(tmp_path / "s/val"), str(tmp_path / "s")
+    for source in (val, both, f"{val}/{{000000..000001}}.tar", f"{val}/*.tar", f"held={both}"):
+        (folder,) = find_folders(source)
+        if "cls" not in members or "txt" not in members or folder.classnames:
+            assert folder.task == task
+        assert numbers_evaluated(folder, corpus) == list(range(20, 27))
+    assert [numbers_evaluated(*find_folders(f"{val}/000001.tar"), corpus), find_folders(both)[0].splits] == [
+        [25, 26],
+        ["test", "train"],
+    ]
+    make("evaluation", str(tmp_path / "made"), source=both, num_workers=1)
+    (made,) = find_folders(tmp_path / "made")
+    assert (made.task, made.splits, made.classnames) == (task, ["test", "train"], find_folders(both)[0].classnames)
+    assert numbers_evaluated(made, corpus) == list(range(20, 27))
+    for one, other in zip(made.batches(to_float), find_folders(both)[0].batches(to_float), strict=True):
+        name = "captions" if task == "retrieval" else "label"
+        assert list(one[name]) == list(other[name])
+    make("folder", str(tmp_path / "packed"), source=both, num_workers=1)
+    assert len(ShardSet(tmp_path / "packed")) == 12
+
+
+def test_the_parent_of_shards_for_each_split_trains_and_evaluates(corpus, tmp_path):
+    write_shards(tmp_path / "train", range(12), corpus, cls=lambda n: n % 2, txt=lambda n: f"sample {n}")
+    write_shards(tmp_path / "val", range(20, 27), corpus, cls=lambda n: n % 2, txt=lambda n: f"sample {n}")
+    labels = ImageLabelData(str(tmp_path), 4, str(tmp_path), num_workers=0)
+    images = [
+        torch.cat([batch["image"] for batch in loader])
+        for loader in (labels.train_dataloader(), labels.val_dataloader())
+    ]
+    assert [sorted(corpus.numbers(one)) for one in images] == [list(range(12)), list(range(20, 27))]
+    texts = ImageTextData(str(tmp_path), 4, [str(tmp_path)], num_workers=0, tokenizer=corpus.tokenize)
+    texts.setup("fit")
+    assert sorted(n for batch in texts.train_dataloader() for n in corpus.numbers(batch["image"])) == list(range(12))
+    assert [numbers_evaluated(folder, corpus) for folder in texts.val_dataloader()] == [list(range(20, 27))]
+
+
+def test_shards_beside_images_or_too_deep(corpus, tmp_path):
+    write_shards(tmp_path / "deep/more/x", range(3), corpus, txt=lambda n: f"sample {n}")
+    with pytest.raises(ValueError, match="deep/more/x"):
+        find_folders(tmp_path / "deep")
+    write_shards(tmp_path / "none", range(3), corpus, npy=lambda n: np.zeros(1))
+    with pytest.raises(ValueError, match="none must have captions or class numbers"):
+        find_folders(tmp_path / "none")
+    (tmp_path / "pets/cat").mkdir(parents=True)
+    (tmp_path / "pets/cat/0.png").write_bytes(corpus.png(0))
+    (tmp_path / "pets/backup.tar").touch()
+    assert numbers_evaluated(*find_folders(tmp_path / "pets"), corpus) == [0]
+    (tmp_path / "none/preview.png").write_bytes(corpus.png(0))
+    assert not is_image_source(tmp_path / "none")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffvision.cli import main
+from diffvision.data.text.chat import TEMPLATES
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.lab.answer import answer
 from diffvision.lab.language import generations
@@ -68,6 +69,23 @@ def test_whole_answers_become_rows_to_learn(teacher, prompts, written, tmp_path,
     assert main(["data", "tokenize", str(output), str(tmp_path / "shards"), teacher, "--chat", "question"]) == 0
     with pytest.raises(FileExistsError, match=r"answers\.jsonl exists: give another"):
         answer(teacher, str(prompts), str(output), chat="question")
+
+
+def test_tools_of_a_row_are_written_and_kept(teacher, written, tmp_path):
+    row = {"prompt": "one", "tools": [{"name": "add"}], "id": 4}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    settings = {"new_tokens": 20, "batch_size": 1}
+    with pytest.raises(ValueError, match="'tools'"):
+        answer(teacher, str(tmp_path / "prompts.jsonl"), str(tmp_path / "a.jsonl"), chat="question", **settings)
+    (tmp_path / "tools.jinja").write_text("{% for tool in tools %}{{ tool.name }}{% endfor %} " + TEMPLATES["question"])
+    answer(
+        teacher,
+        str(tmp_path / "prompts.jsonl"),
+        str(tmp_path / "a.jsonl"),
+        chat=str(tmp_path / "tools.jinja"),
+        **settings,
+    )
+    assert json.loads((tmp_path / "a.jsonl").read_text())["tools"] == row["tools"]
 
 
 def test_a_command_that_was_ended_asks_only_for_the_rest(teacher, prompts, written, tmp_path):

@@ -1,14 +1,21 @@
 """Which captions are packed, by length, repetition and language; and shards as images that can be packed again."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from diffvision.data.images.image_set import Captions
-from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, digest, find_caption_key
+from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.samples import (
+    IMAGE_KEYS,
+    CaptionMember,
+    ImageLabel,
+    digest,
+    find_caption_key,
+    find_label_key,
+)
 from diffvision.data.images.tables import read_captions
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.storage import ShardSet
@@ -68,25 +75,38 @@ def _detector() -> Any:
     return py3langid
 
 
-class ShardImages(Sequence):
-    """The captions in shards as a sequence over all samples; called with a row, it returns the image's bytes."""
+class ShardImages:
+    """Reads the images in shards; `captions` and `labels` are sequences over all samples."""
 
-    def __init__(self, source: Any) -> None:
-        self.shards = ShardSet(source)
-        self.ends = np.cumsum(self.shards.counts)
-        self.caption = CaptionMember(find_caption_key(self.shards))
+    def __init__(self, shards: ShardSet) -> None:
+        self.shards = shards
+        self.ends = np.cumsum(shards.counts)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def __getitem__(self, row: Any) -> Any:
-        return read_captions(self.caption.read(self._members(row)))
+    @property
+    def captions(self) -> "ShardValues":
+        """The captions of each sample; one that has none raises BadSample."""
+        caption = CaptionMember(find_caption_key(self.shards))
+        return ShardValues(self, lambda members: read_captions(caption.read(members)))
+
+    @property
+    def labels(self) -> "ShardValues":
+        """The class number of each sample; one that has none raises BadSample."""
+        return ShardValues(self, ImageLabel(cast(Any, None), find_label_key(self.shards)).label)
 
     def __call__(self, row: int) -> bytes:
-        members = self._members(row)
+        members = self.members(row)
         for name in filter(members.__contains__, IMAGE_KEYS):
             return members[name]
         raise BadSample("missing image")
+
+    def collection(self, source: Any, has_captions: bool, has_labels: bool, names: Sequence[str]) -> ImageCollection:
+        """Return the images with their captions or class numbers; a sample without these raises BadSample."""
+        captions, labels = self.captions if has_captions else None, self.labels if has_labels else None
+        rows = cast(Any, range(len(self)))
+        return ImageCollection(str(source), rows, self, captions, cast(Any, labels), tuple(names))
 
     def identity(self) -> str:
         return self.shards.content
@@ -94,6 +114,20 @@ class ShardImages(Sequence):
     def keys(self) -> Sequence[Hashable]:
         return range(len(self))
 
-    def _members(self, row: int) -> Members:
+    def members(self, row: int) -> Members:
+        """Return the members of a sample."""
         number = int(np.searchsorted(self.ends, row, side="right"))
         return self.shards.members((number, row - int(self.ends[number] - self.shards.counts[number])))
+
+
+class ShardValues(Sequence):
+    """What is read of the members of each sample in shards."""
+
+    def __init__(self, images: ShardImages, read: Callable[[Members], Any]) -> None:
+        self.images, self.read = images, read
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.read(self.images.members(row))

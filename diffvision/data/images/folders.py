@@ -20,8 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from diffvision.data.images.datasets import TORCHVISION
+from diffvision.data.images.filters import ShardImages
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.samples import (
     CaptionMember,
@@ -32,12 +34,18 @@ from diffvision.data.images.samples import (
     ImagePair,
     Retrieval,
     Transform,
+    caption_key,
+    find_caption_key,
+    find_label_key,
+    label_key,
 )
-from diffvision.data.images.sources import is_image_source, name_classes, open_source
+from diffvision.data.images.sources import is_image_source, is_shard_source, name_classes, open_source
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
+from diffvision.data.shards.sources import find_shards, is_remote, is_shard, list_splits
 from diffvision.data.shards.storage import ShardSet
+from diffvision.data.splits import splits_in
 from diffvision.files import decoded
 
 TASKS = ("zero_shot", "retrieval", "composition", "pairs", "objects")
@@ -120,9 +128,9 @@ class EvaluationFolder:
         """Return the samples of a split."""
         return ShardSet(self.path / split)
 
-    def files(self, split: str) -> Path:
-        """Return the file or folder whose content decides what a split is."""
-        return self.path / split
+    def files(self, split: str) -> list[Path]:
+        """Return the files and folders whose content decides what a split is."""
+        return [self.path / split]
 
 
 class ImageEvaluationFolder(EvaluationFolder):
@@ -176,9 +184,9 @@ class ImageEvaluationFolder(EvaluationFolder):
         """Return the samples of a split."""
         return ImageSet(self.images(split))
 
-    def files(self, split: str) -> Path:
-        """Return the file or folder whose content decides what a split is."""
-        return self.path.parent if self.path.is_file() else self.path
+    def files(self, split: str) -> list[Path]:
+        """Return the files and folders whose content decides what a split is."""
+        return [self.path.parent if self.path.is_file() else self.path]
 
     def images(self, split: str) -> ImageCollection:
         """Return the images of a split.
@@ -198,8 +206,68 @@ class ImageEvaluationFolder(EvaluationFolder):
         return replace(images, labels=None, classnames=()).by_image()
 
 
+class ShardEvaluationFolder(EvaluationFolder):
+    """Shards in any layout that training reads, evaluated where they lie: `dataset_type.txt` is not needed.
+
+    Splits are as in `ImageEvaluationFolder`. Captions are for retrieval, and class numbers for zero-shot classification
+    where there are no captions or a classnames.txt names the classes.
+
+    Args:
+        source: a tar, a pattern or a directory of shards, or one with a folder of shards for each split.
+        name: in metrics; by default the source's.
+
+    Raises:
+        ValueError: no shards, or samples with neither captions nor class numbers.
+    """
+
+    def __init__(self, source: str | Path, name: str | None = None) -> None:
+        self.path, self.own_names = Path(source), []
+        splits = list_splits(source)
+        self._sources: dict[str, Any] = dict(splits) or {"test": source}
+        if "test" not in splits and "validation" in splits:
+            self._sources["test"] = self._sources.pop("validation")
+        self.splits = sorted(self._sources)
+        samples = self.samples("test" if "test" in self.splits else self.splits[0])
+        first = samples.first()
+        self.classnames = name_classes(packed_names(source))
+        has_captions, has_labels = any(map(caption_key, first)), any(map(label_key, first))
+        if not has_captions and not has_labels:
+            having = ", ".join(sorted({name for members in first for name in members})) or "none"
+            raise ValueError(f"samples of {source} must have captions or class numbers, got the members {having}")
+        is_labelled = has_labels and bool(self.classnames or not has_captions)
+        self.task, self._key = "zero_shot", find_label_key(samples)
+        if not is_labelled:
+            self.task, self._key = "retrieval", find_caption_key(samples)
+        absolute = Path(os.path.abspath(self.path))
+        self.name = name or (absolute.parent if is_shard(absolute.name) else absolute).name
+        templates = read_lines(self.path / "zeroshot_classification_templates.txt")
+        self.templates = templates or (list(TEMPLATES) if self.classnames else [])
+
+    def kind(self, transform: Transform) -> SampleKind:
+        """Return how a sample becomes a row of a batch, by the members that the first samples have."""
+        if self.task == "zero_shot":
+            return ImageLabel(ImageMember(transform), self._key)
+        return Retrieval(ImageMember(transform), CaptionMember(self._key))
+
+    def samples(self, split: str) -> ShardSet:
+        """Return the samples of a split."""
+        return ShardSet(self._sources[split])
+
+    def files(self, split: str) -> list[Path]:
+        """Return the files whose content decides what a split is."""
+        return [Path(shard.location) for shard in find_shards(self._sources[split])]
+
+    def images(self, split: str) -> ImageCollection:
+        """Return the images of a split with what its task reads of them."""
+        self.check_split(split)
+        images, is_labelled = ShardImages(self.samples(split)), self.task == "zero_shot"
+        return images.collection(self.path, not is_labelled, is_labelled, self.classnames)
+
+
 def find_folders(path: str | Path) -> list[EvaluationFolder]:
     """Return the evaluation folder at a path, or those up to three levels under it, by name; else the images there.
+
+    Images are in shards or in another layout (`ShardEvaluationFolder`, `ImageEvaluationFolder`).
 
     `NAME=PATH` gives the folder a name for its metrics.
 
@@ -209,9 +277,12 @@ def find_folders(path: str | Path) -> list[EvaluationFolder]:
     name, location = None, str(path)
     if not Path(location).exists() and (match := _NAMED.fullmatch(location)):
         name, location = match[1], match[2]
-    if not location.strip() or not (Path(location).exists() or location.startswith(TORCHVISION)):
+    is_shards = is_shard(location) and not is_remote(location)
+    if not location.strip() or not (is_shards or Path(location).exists() or location.startswith(TORCHVISION)):
         raise ValueError(f"there is no {location!r}: give an evaluation folder, or a folder that holds some")
     folders = list(_walk(Path(location), _MAX_DEPTH))
+    if not folders and is_shard_source(location):
+        return [ShardEvaluationFolder(location, name)]
     if not folders and is_image_source(location):
         try:
             return [ImageEvaluationFolder(location, name)]
@@ -257,7 +328,16 @@ def _splits(path: Path) -> list[str]:
     names = [p.parent.name for p in path.glob("*/nshards.txt")]
     if not names and any((path / name).is_file() for name in ("classnames.txt", "dataset_type.txt")):
         names = [p.parent.name for p in path.glob("*/0.tar")]
+        names = names if "test" in names else []  # else they are shards of any layout
     return sorted(names)
+
+
+def packed_names(source: Any) -> tuple[str, ...]:
+    """Return the class names that `packing.pack` writes next to shards, or in folders of splits; else none."""
+    if not isinstance(source, str | Path):
+        return ()
+    inside = [path for path in sorted(Path(source).glob("*/classnames.txt")) if splits_in(path.parent.name)]
+    return tuple(next(filter(None, map(read_lines, [Path(source, "classnames.txt"), *inside])), []))
 
 
 def read_lines(path: Path) -> list[str]:

@@ -69,7 +69,9 @@ class ImageCollection:
         if (distinct := len(set(self.names))) < len(self):
             images = f"{self.source}: {len(self):,} rows of {distinct:,} images"
         if not self.classnames:
-            return images if self.labels is None else f"{images}, classes {self.labels.min()} to {self.labels.max()}"
+            if not isinstance(self.labels, np.ndarray):  # those in shards are read one by one
+                return images
+            return f"{images}, classes {self.labels.min()} to {self.labels.max()}"
         numbers = [f"{number} {name}" for number, name in enumerate(self.classnames[:_LISTED])]
         more = ", ..." if len(self.classnames) > _LISTED else ""
         return f"{images}, {len(self.classnames):,} classes: {', '.join(numbers)}{more}"

@@ -5,7 +5,6 @@ Transforms and tokenizer belong to the model: what is not given is taken from th
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
@@ -16,7 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from PIL.Image import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders, read_lines
+from diffvision.data.images.folders import (
+    EvaluationFolder,
+    ImageEvaluationFolder,
+    ShardEvaluationFolder,
+    find_folders,
+    packed_names,
+)
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.pipelines import is_pipeline, pipeline_loader
 from diffvision.data.images.pixels import Decoder, Pixels, ends_with_normalize
@@ -193,6 +198,8 @@ class ImageTextData(_ImageData):
             folder.check_split("test")
             if isinstance(folder, ImageEvaluationFolder):
                 _say("evaluating", folder.path, folder.images("test"), "test")
+            elif isinstance(folder, ShardEvaluationFolder):
+                _say("evaluating", folder.path, None, "test")
 
     def train_dataloader(self) -> Any:
         """Return the training batches, `ImageTextBatch`es."""
@@ -326,7 +333,7 @@ class ImageLabelData(_ImageData):
             return _classes(self._images)
         if not is_pipeline(self.train):
             find_shards(self.train)  # raises where there are none
-        names = _packed_names(self.train)
+        names = packed_names(self.train)
         if names or self.evaluation is None:
             return len(names) or None
         try:
@@ -344,7 +351,7 @@ class ImageLabelData(_ImageData):
     def _evaluation_source(self) -> ShardSet | ImageSet:
         """The samples to evaluate on, which are found once."""
         source = cast(str, self.evaluation)
-        classnames = _packed_names(self.train) if self._images is None else self._images.classnames
+        classnames = packed_names(self.train) if self._images is None else self._images.classnames
         try:
             folder = EvaluationFolder(source)
         except ValueError:  # not that layout
@@ -434,11 +441,6 @@ def _no_tokenizer(data: ImageTextData) -> str:
         return "ImageTextData has no tokenizer: pass the model's, or give it to Trainer.fit with a module that has one"
     module = type(data.trainer.lightning_module).__name__
     return f"{module} has no tokenizer for captions: set ImageTextData's, or train on labels with ImageLabelData"
-
-
-def _packed_names(train: str | list[str]) -> tuple[str, ...]:
-    """Return the class names that `packing.pack` writes next to the shards of images; none without them."""
-    return tuple(read_lines(Path(train, "classnames.txt"))) if isinstance(train, str) else ()
 
 
 def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) -> None:

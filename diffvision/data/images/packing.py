@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
 from diffvision.data.images.filters import FilteredCaptions, ShardImages
-from diffvision.data.images.folders import ImageEvaluationFolder, in_order
+from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder, in_order, packed_names
 from diffvision.data.images.image_set import ImageCollection
-from diffvision.data.images.sources import IMAGE_SUFFIXES, find_images
+from diffvision.data.images.samples import caption_key, label_key
+from diffvision.data.images.sources import find_images, is_shard_source
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.sources import MANIFEST, is_shard, split_shards
+from diffvision.data.shards.sources import MANIFEST, split_shards
+from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import (
     Sample,
     begin_manifest,
@@ -121,9 +123,8 @@ def make_folder(
         per_shard: samples per shard.
         num_workers: processes.
     """
-    if captions is None and columns is None and _has_shards(str(source)):
-        shards = ShardImages(split_shards(source, split or "train"))
-        images = ImageCollection(str(source), cast(Any, range(len(shards))), shards, shards)
+    if captions is None and columns is None and is_shard_source(source):
+        images = _read_shards(source, split or "train")
     else:
         images = find_images(source, split, table=captions, columns=columns)
         images = images if images.captions is None else images.by_image()
@@ -138,11 +139,13 @@ def make_folder(
     return summary
 
 
-def _has_shards(location: str) -> bool:
-    """Return whether a source is shards, alone: next to images they are left where they are."""
-    if not any(is_shard(path.name) for path in Path(location).glob("*")):
-        return is_shard(location)
-    return not any(path.suffix.lower() in IMAGE_SUFFIXES for path in Path(location).rglob("*"))
+def _read_shards(source: str | Path, split: str) -> ImageCollection:
+    """Return the images of shards with what the first samples have: captions, class numbers in `cls`, else in JSON."""
+    shards = ShardSet(split_shards(source, split))
+    first = shards.first()
+    has_captions, has_cls = any(map(caption_key, first)), any("cls" in members for members in first)
+    has_labels = has_cls or (not has_captions and any(map(label_key, first)))
+    return ShardImages(shards).collection(source, has_captions or not has_labels, has_labels, packed_names(source))
 
 
 def make_evaluation(
@@ -159,7 +162,11 @@ def make_evaluation(
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.
     """
-    folder = ImageEvaluationFolder(source, table=captions, columns=columns)
+    folder: ShardEvaluationFolder | ImageEvaluationFolder
+    if captions is None and columns is None and is_shard_source(source):
+        folder = ShardEvaluationFolder(source)
+    else:
+        folder = ImageEvaluationFolder(source, table=captions, columns=columns)
     templates = list(templates or folder.templates)
     if wrong := [template for template in templates if "{c}" not in template]:
         raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")

@@ -271,12 +271,17 @@ class ImageLabel(_ImageKind):
 
     def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
+        label = self.label(members)
+        return {"image": self.image(members), "label": label}
+
+    def label(self, members: Members) -> int:
+        """Return the class number of a sample."""
         if (data := members.get(self.key)) is None:
             raise missing("label", members, "label_key", ("cls", "txt", "json"))
         label = json_label(data, self.field) if self.field else decode_label(data)
         if self.num_classes is not None and label >= self.num_classes:
             raise BadSample("label beyond the classes")
-        return {"image": self.image(members), "label": label}
+        return label
 
 
 class Retrieval(_ImageKind):

@@ -37,7 +37,7 @@ from diffvision.data.images.tables import (
     read_json_lines,
     read_label,
 )
-from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, is_remote
+from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, has_shards, is_remote, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
 
@@ -97,7 +97,20 @@ def is_image_source(source: Any) -> bool:
         return False
     if path.is_file():
         return path.suffix.lower() in TABLES
-    return not any(p.name.endswith(PLAIN + COMPRESSED) or p.name in (MANIFEST, SIZES) for p in path.iterdir())
+    return not has_shards(path) or _has_images(path)
+
+
+def is_shard_source(source: Any) -> bool:
+    """Return whether a source on the disk is one of shards: tars, a folder or a pattern of them."""
+    return is_shard(str(source)) or (Path(source).is_dir() and not is_image_source(source))
+
+
+def _has_images(path: Path) -> bool:
+    """Return whether a folder is one of images that has shards beside them, such as a backup."""
+    if any((path / name).is_file() for name in (MANIFEST, SIZES)):
+        return False
+    images = walk(path, IMAGE_SUFFIXES)
+    return any(image.parent != path or image.with_suffix(".txt").is_file() for image in images)
 
 
 def find_images(
@@ -284,6 +297,8 @@ def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
         return _read_classes(path, images)
     if parquet := sorted(walk(path, (".parquet",))):
         return read_parquet(str(path), parquet, columns, path)
+    if shards := sorted({str(shard.parent) for shard in walk(path, PLAIN + COMPRESSED)}):
+        raise ValueError(f"{path} must be one folder of shards, or one for each split, got {', '.join(shards[:3])}")
     raise ValueError(f"no images in {path}: give a folder, table or archive with images")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffvision.data.shards import remote
-from diffvision.data.splits import by_split, splits_in
+from diffvision.data.splits import by_split, named_splits, splits_in
 from diffvision.files import decoded
 
 MANIFEST = "manifest.json"
@@ -95,24 +95,57 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
 
 
 def split_shards(source: Any, split: str) -> Any:
-    """Return the shards of a split, where a directory's are of several by their names; else the source as it is.
+    """Return the shards of a split of a directory that has several; else the source as it is.
 
     Raises:
         ValueError: it has no such split, or it is not clear of which split a shard is.
     """
-    location = str(source)
-    is_directory = isinstance(source, str | Path) and (
-        Path(source).is_dir() or (is_remote(location) and not is_shard(location))
-    )
-    shards = {shard.name: shard for shard in find_shards(source)} if is_directory else {}
-    if len(set().union(*map(shard_split, shards))) < 2:
+    splits = list_splits(source)
+    if not splits:
         return source
-    splits = by_split(shards, source)
     if split == "test" and "test" not in splits:
         split = "validation"
     if split not in splits:
         raise ValueError(f"{source} has no shards of {split}: choose one of {', '.join(splits)}")
-    return [shards[name] for name in sorted(splits[split], key=natural)]
+    return splits[split]
+
+
+def list_splits(source: Any) -> dict[str, list[Shard]]:
+    """Return the shards of each split of a directory, by their names or those of its folders; {} if it has no splits.
+
+    Raises:
+        ValueError: it is not clear of which split a shard is.
+    """
+    location = str(source)
+    is_directory = isinstance(source, str | Path) and Path(source).is_dir()
+    if is_directory and (folders := _split_folders(Path(source))):
+        return {split: find_shards(Path(source, name)) for split, name in named_splits(folders, source).items()}
+    if is_directory or (isinstance(source, str) and is_remote(location) and not is_shard(location)):
+        shards = {shard.name: shard for shard in find_shards(source)}
+        if len(set().union(*map(shard_split, shards))) > 1:
+            splits = by_split(shards, source)
+            return {split: [shards[name] for name in sorted(splits[split], key=natural)] for split in splits}
+    return {}
+
+
+def has_shards(path: Path) -> bool:
+    """Return whether a directory has shards, or a folder of them for each of its splits."""
+    return _holds_shards(path) or bool(_split_folders(path))
+
+
+def _holds_shards(path: Path) -> bool:
+    return any(is_shard(p.name) or p.name in (MANIFEST, SIZES) for p in path.iterdir())
+
+
+def _split_folders(path: Path) -> list[str]:
+    """Return the folders of shards in a directory without shards of its own, if one is named as a split."""
+    if _holds_shards(path):
+        return []
+    folders = [p for p in sorted(path.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    if not any(splits_in(folder.name) for folder in folders):
+        return []
+    names = [folder.name for folder in folders if _holds_shards(folder)]
+    return names if any(map(splits_in, names)) else []
 
 
 def shard_split(name: str) -> set[str]:

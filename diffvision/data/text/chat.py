@@ -5,7 +5,7 @@ Rows are read by `documents`, and written as token shards by `tokenize`.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,21 @@ _ROLES = {"human": "user", "gpt": ASSISTANT}
 _LAYOUTS = (
     "messages, conversations, prompt and response (or completion), problem, deepseek_reasoning and deepseek_solution"
 )
+_SETTINGS = "chat_template_kwargs"
+CONTEXT = ("tools", "documents", "functions", _SETTINGS)
+"""The keys of a row, beside its messages, that chat templates take."""
+_LINKS = {("tool", "tool_call_id"), ("tool", "name")}  # (role, key) that a template may leave out: results follow calls
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
+_NO_ANSWER = "no learned token: the row has no answer of the assistant's"
 _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
 
 Messages = list[dict[str, Any]]
 """Of role and content: a text, or for models of images a list of parts, {"type": "image"} and {"type": "text", "text":
-...}, as chat templates of transformers take them."""
+...}, as chat templates of transformers take them; with all that a row's messages have, such as reasoning_content."""
+Conversations = Sequence[tuple[Messages, bool]]
+"""Messages, each with whether the prompt for an answer follows them."""
+Write = Callable[[Conversations, Mapping[str, Any]], list[str]]
+"""Writes conversations by a template, with the context of `read_context`."""
 
 
 class Chat:
@@ -55,6 +64,9 @@ class Chat:
     for an answer, when the turn is written too; without white space at its end. Names of special tokens are those
     tokens where the template writes them, and letters in the contents. An answer is encoded as it would be generated:
     after the tokens of its prompt, which never join with it.
+
+    The template gets all keys of a message, and the row's tools and documents. A row with one that leaves no trace in
+    the text is a bad sample.
 
     Args:
         tokenizer: of the model.
@@ -115,18 +127,21 @@ class Chat:
                 prefix with it.
             BadText: a text that cannot be tokenised.
         """
-        return self.encode_messages(read_messages(_record(row)))
+        record = _record(row)
+        return self.encode_messages(read_messages(record), read_context(record))
 
-    def encode_messages(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Return what `encode` does, of a conversation in messages of role and content."""
+    def encode_messages(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:
+        """Return what `encode` does, of a conversation in messages, with what `read_context` returns."""
         ids: list[int] = []
         learned: list[bool] = []
-        marked = self._mark(messages)
-        written = ""
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        prompts = [self._variables(marked[:number], prompt=True) for number in answers]
-        wholes = [self._variables(marked[: number + 1], prompt=False) for number in answers]
-        texts = render(self.template, [*prompts, *wholes])
+        if not answers:
+            raise BadSample(_NO_ANSWER)
+        marked, context = self._mark(messages[: answers[-1] + 1]), self._mark(context)
+        refuse_unwritten(self._write, marked, context, self.template)
+        prompts, wholes = [(marked[:number], True) for number in answers], [(marked[: n + 1], False) for n in answers]
+        texts = self._write([*prompts, *wholes], context)
+        written = ""
         for number, prompt, whole in zip(answers, texts, texts[len(answers) :], strict=False):
             if not (prompt.startswith(written) and whole.startswith(prompt)):
                 raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
@@ -137,18 +152,19 @@ class Chat:
                 learned += [is_learned] * len(new)
                 written = text
         if not any(learned[1:]):
-            raise BadSample("no learned token: the row has no answer of the assistant's")
+            raise BadSample(_NO_ANSWER)
         return ids, learned
 
-    def prompt(self, messages: Messages) -> list[int]:
+    def prompt(self, messages: Messages, context: Mapping[str, Any] = {}) -> list[int]:
         """Return the ids of a conversation up to where the assistant's answer begins.
 
         Raises:
-            BadSample: the template fails.
+            BadSample: the template fails, or does not write all of the conversation.
             BadText: a text that cannot be tokenised.
         """
-        marked = self._mark(messages)
-        return self._encode(self.render(marked, prompt=True))
+        marked, context = self._mark(messages), self._mark(context)
+        refuse_unwritten(self._write, marked, context, self.template)
+        return self._encode(self._write([(marked, True)], context)[0])
 
     def render(self, messages: Messages, *, prompt: bool) -> str:
         """Return the text that the template writes of messages, with the prompt for an answer or without.
@@ -156,17 +172,19 @@ class Chat:
         Raises:
             BadSample: the template fails, or takes more time or memory than it may have.
         """
-        return render(self.template, [self._variables(messages, prompt=prompt)])[0]
+        return self._write([(messages, prompt)], {})[0]
 
-    def _variables(self, messages: Messages, *, prompt: bool) -> dict[str, Any]:
-        given = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos, "tools": None, "documents": None}
-        return {"messages": messages, "add_generation_prompt": prompt, **given}
+    def _write(self, conversations: Conversations, context: Mapping[str, Any]) -> list[str]:
+        tokens = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos}
+        return write_conversations(self.template, conversations, tokens, context)
 
     def _mark(self, value: Any) -> Any:
         """Return messages, or a part of them, with `_mark_names` of each text."""
         if isinstance(value, dict):
-            return {key: self._mark(one) for key, one in value.items()}
-        return self._mark_names(value) if isinstance(value, str) else [self._mark(one) for one in value]
+            return {self._mark_names(key): self._mark(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._mark(one) for one in value]
+        return self._mark_names(value) if isinstance(value, str) else value
 
     def _mark_names(self, text: str) -> str:
         """Return the text with a mark inside each name of a special token."""
@@ -201,12 +219,15 @@ class Chat:
 
 
 class MessageMember(RowMember):
-    """Reads the contents of a row's messages as one document, a line for each: text to train a tokenizer on."""
+    """Reads the texts of a row's messages as one document, a line for each: text to train a tokenizer on."""
 
     def _document(self, data: bytes) -> str | BadSample:
         row = super()._document(data)
         try:
-            return row if isinstance(row, BadSample) else "\n".join(m["content"] for m in read_messages(_record(row)))
+            if isinstance(row, BadSample):
+                return row
+            texts = [text for message in read_messages(_record(row)) for key, text in message.items() if key != "role"]
+            return "\n".join(text for text in texts if isinstance(text, str))
         except BadSample as reason:
             return reason
 
@@ -254,32 +275,128 @@ def read_template(file: Path) -> str:
 
 
 def read_messages(record: Any) -> Messages:
-    """Return the messages of a row: the first of the layouts that it has.
+    """Return the messages of a row, each with all its keys: the first of the layouts that it has.
 
     These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
     (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
-    is text of the answer within `<think>`; and `prompt` with `response` or `completion`.
+    is text of the answer within `<think>`; and `prompt` with `response` or `completion`. A `system` beside them is the
+    first message. A content may be null where the message has other keys, such as tool_calls.
 
     Raises:
         BadSample: it has none of them, or a message is not text.
+    """
+    turns = read_turns(record)
+    for turn in turns:
+        content, has_more = turn.get("content"), bool(turn.keys() - {"role", "content"})
+        if not isinstance(turn["role"], str) or not (isinstance(content, str) or (content is None and has_more)):
+            raise BadSample("a message whose role or content is not text")
+    return turns
+
+
+def read_turns(record: Any) -> Messages:
+    """Return the messages of a row as `read_messages` does, with roles and contents of any kind.
+
+    Raises:
+        BadSample: it has none of the layouts.
     """
     row = record if isinstance(record, dict) else {}
     if isinstance(row.get("messages"), list):
         turns = [_turn(message, "role", "content") for message in row["messages"]]
     elif isinstance(row.get("conversations"), list):
-        turns = [("system", row["system"])] if row.get("system") else []
-        turns += [_turn(message, "from", "value") for message in row["conversations"]]
+        turns = [_turn(message, "from", "value") for message in row["conversations"]]
     elif {"problem", "deepseek_reasoning", "deepseek_solution"} <= row.keys():
         parts = row["deepseek_reasoning"], row["deepseek_solution"]
         whole = all(isinstance(part, str) for part in parts)
-        turns = [("user", row["problem"]), (ASSISTANT, "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None)]
+        answer = "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None
+        turns = [{"role": "user", "content": row["problem"]}, {"role": ASSISTANT, "content": answer}]
     elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
-        turns = [("user", row["prompt"]), (ASSISTANT, row[answer_key])]
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key]}]
     else:
         raise BadSample(f"a row of another layout: it needs {_LAYOUTS}")
-    if not all(isinstance(part, str) for turn in turns for part in turn):
-        raise BadSample("a message whose role or content is not text")
-    return [{"role": _ROLES.get(role, role), "content": content} for role, content in turns]
+    system = {"role": "system", "content": row.get("system")}
+    return [system, *turns] if system["content"] and system not in turns else turns
+
+
+def read_context(record: Any) -> dict[str, Any]:
+    """Return what a row gives a chat template beside its messages.
+
+    This is what it has of `CONTEXT`, as JSON or as text of JSON; each of the settings by itself.
+
+    Raises:
+        BadSample: one of them is not JSON.
+    """
+    row = record if isinstance(record, dict) else {}
+    context = {key: row[key] for key in CONTEXT if row.get(key)}
+    for key, value in context.items():
+        context[key] = _record(value) if isinstance(value, str) else value
+    settings = context.pop(_SETTINGS, {})
+    if not isinstance(settings, dict):
+        raise BadSample(f"{_SETTINGS} is not a JSON object")
+    return {**settings, **context}
+
+
+def write_conversations(
+    template: str,
+    conversations: Conversations,
+    tokens: Mapping[str, Any],
+    context: Mapping[str, Any],
+    *,
+    clock: bool = False,
+) -> list[str]:
+    """Return what a template writes of conversations, as transformers' `apply_chat_template` calls it.
+
+    Args:
+        template: Jinja.
+        conversations: each with whether the prompt for an answer follows.
+        tokens: names of special tokens, such as `bos_token`.
+        context: what `read_context` returns.
+        clock: as in `render`.
+
+    Raises:
+        BadSample: as in `render`.
+    """
+    given = {"tools": None, "documents": None, **tokens, **context}
+    variables = [{**given, "messages": one, "add_generation_prompt": asks} for one, asks in conversations]
+    return render(template, variables, clock=clock)
+
+
+def refuse_unwritten(write: Write, messages: Messages, context: Mapping[str, Any], template: str) -> None:
+    """Refuse a conversation that has more than a template writes.
+
+    Args:
+        write: writes conversations by the template.
+        messages: one or more.
+        context: of their row.
+        template: its text.
+
+    Raises:
+        BadSample: without one of the keys the text would be the same, or the template has no setting of that name.
+    """
+    keys = {(one["role"], key) for one in messages for key, value in one.items() if value not in (None, "", [], {})}
+    keys = {(role, key) for role, key in keys - _LINKS if key not in ("role", "content")}
+    if not (keys or context):
+        return
+    ends = [end for end, message in enumerate(messages, start=1) if message["role"] == ASSISTANT]
+
+    def texts(messages: Messages, context: Mapping[str, Any]) -> list[str] | None:
+        # To each answer: of earlier ones some templates leave the reasoning out.
+        turns = [(messages[:end], False) for end in ends]
+        question = [(messages, True)] if len(messages) not in ends else []
+        try:
+            return write([*turns, *question], context)
+        except BadSample:
+            return None
+
+    if (whole := texts(messages, context)) is None:  # for a reason that `write` gives again
+        return
+    for role, key in sorted(keys):
+        without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in messages]
+        if texts(without, context) == whole:
+            raise BadSample(f"{key!r} in a message of {role!r}, which the chat template does not write")
+    for key in context:
+        others = {k: v for k, v in context.items() if k != key}
+        if texts(messages, others) == whole if key in CONTEXT else key not in template:
+            raise BadSample(f"{key!r} in a row, which the chat template does not use")
 
 
 def _record(row: str) -> Any:
@@ -289,8 +406,14 @@ def _record(row: str) -> Any:
         raise BadSample("damaged JSON") from None
 
 
-def _turn(message: Any, role: str, content: str) -> tuple[Any, Any]:
-    return (message.get(role), message.get(content)) if isinstance(message, dict) else (None, None)
+def _turn(message: Any, role: str, content: str) -> dict[str, Any]:
+    """Return a message with its keys in their order, but for nulls, which tables put where a row has no such key."""
+    if not isinstance(message, dict):
+        return {"role": None}
+    names, speaker = {role: "role", content: "content"}, message.get(role)
+    kept = {key: value for key, value in message.items() if value is not None or key == content}
+    turn = {names.get(key) or key: value for key, value in kept.items()}
+    return {**turn, "role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None}
 
 
 def find_template(source: str | Path) -> str | None:

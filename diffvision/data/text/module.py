@@ -91,9 +91,10 @@ class TextData(LoaderData):
         tokenizer = self.setting_or_model("tokenizer")
         if tokenizer is not None:
             return load_tokenizer(tokenizer)
-        if not are_tokens(self.train):
+        train = split_shards(self.train, "train")
+        if not are_tokens(train):
             raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
-        shard = find_shards(self.train)[0]
+        shard = find_shards(train)[0]
         if shard.remote:
             raise ValueError(f"{self.train} is remote: set tokenizer, a local copy of the {FILE} next to the shards")
         return load_tokenizer(Path(shard.location).parent)

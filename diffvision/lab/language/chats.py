@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.text.chat import TEMPLATES, Chat, Messages, find_template, open_chat, read_template
-from diffvision.data.text.templates import render
+from diffvision.data.text.chat import (
+    TEMPLATES,
+    Chat,
+    Conversations,
+    Messages,
+    find_template,
+    open_chat,
+    read_template,
+    refuse_unwritten,
+    write_conversations,
+)
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.lab.language.generations import tokenizer_of
 from diffvision.opening import Model
@@ -59,8 +69,10 @@ def template_text(model: Model, chosen: str | None) -> str | None:
     return None if source is None else find_template(source)
 
 
-def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
+def chat_of(model: Model, chosen: str) -> Callable[..., list[int]]:
     """Return the function that writes messages, up to the assistant's answer, by a model's chat template.
+
+    It takes messages, and what `data.text.chat.read_context` returns for their row.
 
     Args:
         model: with its tokenizer.
@@ -70,7 +82,7 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
         ValueError: no tokenizer, no such template, or it fails; also of the function that is returned.
     """
     tokenizer_of(model)
-    write: Callable[[Messages], list[int]]
+    write: Callable[[Messages, Mapping[str, Any]], list[int]]
     if (theirs := _of_transformers(model)) is None:
         write = _ours(model, chosen).prompt
     elif (template := template_text(model, chosen)) is None:
@@ -79,13 +91,15 @@ def chat_of(model: Model, chosen: str) -> Callable[[Messages], list[int]]:
         )
     else:
 
-        def write(messages: Messages) -> list[int]:
-            text = _render(theirs, template, messages, prompt=True)
+        def write(messages: Messages, context: Mapping[str, Any]) -> list[int]:
+            by_template = functools.partial(_write, theirs, template)
+            refuse_unwritten(by_template, messages, context, template)
+            (text,) = by_template([(messages, True)], context)
             return list(theirs(text, add_special_tokens=False)["input_ids"])
 
-    def written(messages: Messages) -> list[int]:
+    def written(messages: Messages, context: Mapping[str, Any] = {}) -> list[int]:
         try:
-            return write(messages)
+            return write(messages, context)
         except BadSample as reason:
             raise ValueError(f"chat {chosen} cannot ask {model.name}: {reason}") from reason
 
@@ -106,7 +120,7 @@ def ends_of(model: Model, chosen: str | None) -> tuple[str, ...]:
         if theirs is None:
             text = _ours(model, chosen).render(turns, prompt=False)
         else:
-            text = _render(theirs, template_text(model, chosen) or "", turns, prompt=False)
+            (text,) = _write(theirs, template_text(model, chosen) or "", [(turns, False)], {})
     except BadSample:  # as where it wants a system's message
         return ()
     end = text.rpartition(_ANSWER)[2].strip().partition("\n")[0]
@@ -117,10 +131,9 @@ def _ours(model: Model, chosen: str) -> Chat:
     return open_chat(chosen, model.tokenizer, model.tokenizer.source or model.name)
 
 
-def _render(theirs: Any, template: str, messages: Messages, *, prompt: bool) -> str:
+def _write(theirs: Any, template: str, conversations: Conversations, context: Mapping[str, Any]) -> list[str]:
     """Return what `apply_chat_template` of transformers' tokenizer does, within the limits of `render`."""
-    given = {"tools": None, "documents": None, **theirs.special_tokens_map}
-    return render(template, [{"messages": messages, "add_generation_prompt": prompt, **given}], clock=True)[0]
+    return write_conversations(template, conversations, theirs.special_tokens_map, context, clock=True)
 
 
 def _of_transformers(model: Model) -> Any:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from diffvision.cli import main
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards
-from diffvision.data.text.chat import CHAT_TEMPLATE, CHATML, TEMPLATES, Chat, open_chat, read_messages
+from diffvision.data.text.chat import CHAT_TEMPLATE, CHATML, TEMPLATES, Chat, open_chat, read_context, read_messages
 from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
 from diffvision.data.text.tokens import TokenShards
 
@@ -152,10 +152,85 @@ def test_open_thoughts_reasoning_is_text_of_the_answer():
     assert read_messages(row)[1]["content"] == "<think>\nso\n</think>\n\na"
 
 
+CALLS = """\
+{%- if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content and loop.last %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{%- if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('' if think is defined else ' ') }}{% endif %}"""
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None, "<|im_end|>": ["<|im_end|>"]}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_a_template_gets_all_that_a_row_has(tmp_path):
+    """Compare with transformers."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = chat_tokenizer()
+    messages = [
+        {"role": "user", "content": "2 + 2?", "name": None},
+        {"role": "assistant", "reasoning_content": "so", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4", "tool_call_id": "1", "name": "add"},
+        {"role": "assistant", "content": "It is four.", "tool_calls": []},
+    ]
+    chat = Chat(tokenizer, CALLS, "calls")
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        row = json.dumps({"messages": messages, "tools": tools, "chat_template_kwargs": {"think": True}})
+        with pytest.raises(BadSample, match="extend its prefix"):  # the template leaves earlier reasoning out
+            chat.encode(row)
+        ids, learned = chat.encode(json.dumps({**json.loads(row), "messages": messages[:2]}))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, chat_template=CALLS)
+    text = theirs.apply_chat_template(messages[:2], tools=TOOLS, tokenize=False, think=True)
+    assert tokenizer.decode(ids) == text.rstrip()
+    spoken = tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned])
+    assert spoken == """<think>so</think>add{"a": 2, "b": null, "<|im_end|>": ["<|im_end|>"]}<|im_end|>"""
+    assert ids.count(tokenizer.vocabulary()["<|im_end|>"]) == 3  # of the turns, none of the call's
+    del messages[1]["reasoning_content"]
+    ids, _ = chat.encode(json.dumps({"messages": messages, "chat_template_kwargs": {"think": True}}))
+    assert tokenizer.decode(ids).endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is four.<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "row"),
+    [
+        ("reasoning_content", {"reasoning_content": "so"}, {}),
+        ("tool_calls", {"content": "a", "tool_calls": [CALL]}, {}),
+        ("weight", {"weight": 0}, {}),
+        ("name", {"name": "ann"}, {}),
+        ("tools", {}, {"tools": TOOLS}),
+        ("documents", {}, {"documents": [{"text": "a"}]}),
+        ("enable_thinking", {}, {"chat_template_kwargs": {"enable_thinking": True}}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, layout):
+    names = ("role", "content") if layout == "messages" else ("from", "value")
+    turns = [{names[0]: "user", names[1]: "q"}, {names[0]: "assistant", names[1]: "a", **message}]
+    turns += [{names[0]: "user", names[1]: "r"}, {names[0]: "assistant", names[1]: "b"}]
+    chat = Chat(chat_tokenizer(), CHATML, "chatml")
+    with pytest.raises(BadSample, match=f"'{key}'"):
+        chat.encode(json.dumps({layout: turns, **row}))
+    with pytest.raises(BadSample, match=f"'{key}'"):
+        chat.prompt(read_messages({layout: turns[:3]}), read_context(row))
+    empty = {key: None, "tool_calls": [], "thinking": ""}
+    assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], "tools": None, "id": 3}))
+
+
+def test_a_system_beside_messages_is_the_first_message():
+    first = {"role": "system", "content": "s"}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert read_messages({"messages": messages, "system": "s"}) == [first, *messages]
+    assert read_messages({"messages": [first, *messages], "system": "s"}) == [first, *messages]
+    assert read_messages({"prompt": "q", "response": "a", "system": "s"}) == [first, *messages]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ("{", "damaged JSON"),
+        ('{"prompt": "a", "response": "b", "tools": "[{"}', "damaged JSON"),
+        ('{"messages": [{"role": "user", "content": null}]}', "a message whose role or content is not text"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
