@@ -22,7 +22,7 @@ from diffvision.evaluation.options import Options
 from diffvision.evaluation.output import bar
 from diffvision.evaluation.prompts import check_prompts, prompts_of
 from diffvision.evaluation.samples import Metrics, means
-from diffvision.evaluation.suite import expand, measure, plan
+from diffvision.evaluation.suite import expand, folder_kind, measure, plan
 from diffvision.opening import Model
 from diffvision.opening.runs import setting
 
@@ -62,9 +62,9 @@ def image_plan(data: Sequence[str], tasks: Sequence[str] | None, host: str, opti
         host: of the models: timm's are for `classification`.
         options: as `suite.plan`.
     """
-    folders = [folder for path in data for folder in find_folders(path)]
-    unique = {folder.path.resolve(): folder for folder in folders}
     names = expand(tasks) if tasks is not None else ["classification"] if host == "timm" else None
+    folders = [folder for path in data for folder in find_folders(path, folder_kind(names))]
+    unique = {folder.path.resolve(): folder for folder in folders}
     planned = plan(list(unique.values()), names, options)
     check_prompts(planned, options)
     return planned

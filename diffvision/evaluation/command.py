@@ -36,7 +36,7 @@ def run(
             timm's, ours or any other (`diffvision.open_model` has the whole grammar). timm's models are for
             classification and the probes.
             Several come one after the other, each with LABEL= before it if wanted.
-        data: evaluation folders, or folders that hold some (a list, or separated by commas).
+        data: evaluation folders, folders that hold some, shards, or images (a list, or separated by commas).
         checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
         tasks: zero_shot, retrieval, composition, pairs, objects, classification (by its classifier), linear_probe,
             few_shot (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that
@@ -77,6 +77,7 @@ def run(
         check_blind,
         check_output,
         expand,
+        folder_kind,
         measure,
         plan,
         report,
@@ -94,9 +95,10 @@ def run(
             check_spec(spec)  # before the first is evaluated
     _check_models([label for label, _ in specs], checkpoint)
     feature_cache = None if cache is None else Cache(cache)
-    folders = [folder for path in split_names(data) for folder in find_folders(path)]
+    names = None if tasks is None else expand(split_names(tasks))
+    folders = [folder for path in split_names(data) for folder in find_folders(path, folder_kind(names))]
     options = replace(options, classnames=classnames or options.classnames, templates=templates or options.templates)
-    planned = plan(folders, None if tasks is None else expand(split_names(tasks)), options)
+    planned = plan(folders, names, options)
     prompts = check_prompts(planned, options)
     reader: Any = blind
     if reader is not None:

@@ -151,6 +151,12 @@ def expand(tasks: Iterable[str]) -> list[str]:
     return names
 
 
+def folder_kind(tasks: Sequence[str] | None) -> str | None:
+    """Return the kind of evaluation folder that all the named evaluations are made for; None if they differ."""
+    kinds = {EVALUATIONS[name].folder for name in tasks or ()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
 def report(
     results: Mapping[str, dict[str, float]], models: Mapping[str, tuple[str, str, str]], output: str | None
 ) -> None:

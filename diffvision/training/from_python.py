@@ -227,7 +227,8 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
         if data_class == "ImageTextData":
             return [str(folder)] * bool(folders)  # as one path, in which zero-shot comes first to choose checkpoints by
         return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
-    has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source).splits)
+    reads: Any = "labels" if data_class == "ImageLabelData" else "captions"
+    has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source, reads=reads).splits)
     return [str(source)] if has_split else []
 
 

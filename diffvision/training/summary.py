@@ -238,7 +238,7 @@ def _is_text(path: str) -> bool:
 def _is_labelled(path: str) -> bool:
     """Return whether a path holds images with labels, in an evaluation folder or as they lie on the disk."""
     try:
-        return all(folder.task == "zero_shot" for folder in find_folders(path))
+        return all(folder.task == "zero_shot" for folder in find_folders(path, "zero_shot"))
     except (ValueError, OSError):
         return False
 

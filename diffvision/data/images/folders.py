@@ -17,6 +17,7 @@ files for classification may lie in their folder, too: with `classnames.txt` it 
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -39,7 +40,13 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
-from diffvision.data.images.sources import is_image_source, is_shard_source, name_classes, open_source
+from diffvision.data.images.sources import (
+    is_image_source,
+    is_shard_source,
+    name_classes,
+    open_source,
+    split_root,
+)
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
@@ -158,7 +165,8 @@ class ImageEvaluationFolder(EvaluationFolder):
         classnames: Sequence[str] = (),
     ) -> None:
         location = str(source)
-        self._source, self._numbered = open_source(location, table, columns), classnames
+        reads: Any = {"zero_shot": "labels", "retrieval": "captions"}.get(task or "")
+        self._source, self._numbered = open_source(location, table, columns, reads), classnames
         available = self._source.splits
         self._splits: dict[str, str | None] = {split: split for split in available} or {"test": None}
         if "test" not in available and "validation" in available:
@@ -174,7 +182,8 @@ class ImageEvaluationFolder(EvaluationFolder):
         self._images = {first: self._by_image(images)}
         dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
         self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
-        self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(self.path)).stem)
+        named, self._root = split_root(location)
+        self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(named)).stem)
         self.classnames = name_classes(images.classnames)
         self.own_names = read_lines(Path(location, "classnames.txt"))
         templates = read_lines(Path(location, "zeroshot_classification_templates.txt"))
@@ -186,6 +195,8 @@ class ImageEvaluationFolder(EvaluationFolder):
 
     def files(self, split: str) -> list[Path]:
         """Return the files and folders whose content decides what a split is."""
+        if self._root is not None:
+            return [Path(split_root(str(self.path))[0]), Path(self._root)]
         return [self.path.parent if self.path.is_file() else self.path]
 
     def images(self, split: str) -> ImageCollection:
@@ -215,12 +226,13 @@ class ShardEvaluationFolder(EvaluationFolder):
     Args:
         source: a tar, a pattern or a directory of shards, or one with a folder of shards for each split.
         name: in metrics; by default the source's.
+        task: "zero_shot" or "retrieval", where samples have both.
 
     Raises:
         ValueError: no shards, or samples with neither captions nor class numbers.
     """
 
-    def __init__(self, source: str | Path, name: str | None = None) -> None:
+    def __init__(self, source: str | Path, name: str | None = None, *, task: str | None = None) -> None:
         self.path, self.own_names = Path(source), []
         splits = list_splits(source)
         self._sources: dict[str, Any] = dict(splits) or {"test": source}
@@ -235,6 +247,8 @@ class ShardEvaluationFolder(EvaluationFolder):
             having = ", ".join(sorted({name for members in first for name in members})) or "none"
             raise ValueError(f"samples of {source} must have captions or class numbers, got the members {having}")
         is_labelled = has_labels and bool(self.classnames or not has_captions)
+        if task in ("zero_shot", "retrieval"):
+            is_labelled = has_labels if task == "zero_shot" else not has_captions
         self.task, self._key = "zero_shot", find_label_key(samples)
         if not is_labelled:
             self.task, self._key = "retrieval", find_caption_key(samples)
@@ -264,28 +278,33 @@ class ShardEvaluationFolder(EvaluationFolder):
         return images.collection(self.path, not is_labelled, is_labelled, self.classnames)
 
 
-def find_folders(path: str | Path) -> list[EvaluationFolder]:
+def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFolder]:
     """Return the evaluation folder at a path, or those up to three levels under it, by name; else the images there.
 
     Images are in shards or in another layout (`ShardEvaluationFolder`, `ImageEvaluationFolder`).
 
     `NAME=PATH` gives the folder a name for its metrics.
 
+    Args:
+        path: of evaluation folders, shards or images.
+        task: "zero_shot" or "retrieval", where images have labels and captions; by default "zero_shot" of those.
+
     Raises:
         ValueError: there are none, or no such path; several for one name.
     """
     name, location = None, str(path)
-    if not Path(location).exists() and (match := _NAMED.fullmatch(location)):
+    if not Path(split_root(location)[0]).exists() and (match := _NAMED.fullmatch(location)):
         name, location = match[1], match[2]
     is_shards = is_shard(location) and not is_remote(location)
-    if not location.strip() or not (is_shards or Path(location).exists() or location.startswith(TORCHVISION)):
+    exists = Path(split_root(location)[0]).exists() or location.startswith(TORCHVISION)
+    if not location.strip() or not (is_shards or exists):
         raise ValueError(f"there is no {location!r}: give an evaluation folder, or a folder that holds some")
     folders = list(_walk(Path(location), _MAX_DEPTH))
     if not folders and is_shard_source(location):
-        return [ShardEvaluationFolder(location, name)]
+        return [ShardEvaluationFolder(location, name, task=task)]
     if not folders and is_image_source(location):
         try:
-            return [ImageEvaluationFolder(location, name)]
+            return [open_images(location, name, task)]
         except ValueError as error:
             raise ValueError(
                 f"no evaluation folder at or under {location} (one has a split such as test/ with nshards.txt), and "
@@ -299,6 +318,26 @@ def find_folders(path: str | Path) -> list[EvaluationFolder]:
             raise ValueError(f"{path} is a name for {len(folders)} evaluation folders: give each a name, or none")
         return [type(folder)(folder.path, name) for folder in folders]
     return folders
+
+
+def open_images(
+    source: str | Path, name: str | None = None, task: str | None = None, **settings: Any
+) -> ImageEvaluationFolder:
+    """Return images for a task if they have what it needs; else for what they have, best with a split to evaluate.
+
+    Args:
+        source, name, task: as `find_folders` takes them.
+        settings: table and columns, as `ImageEvaluationFolder` takes them.
+    """
+    if task in ("zero_shot", "retrieval"):
+        with suppress(ValueError):
+            return ImageEvaluationFolder(source, name, task=task, **settings)
+    folder = ImageEvaluationFolder(source, name, **settings)
+    if "test" not in folder.splits:  # a table of captions for training may lie beside class folders
+        with suppress(ValueError):
+            labelled = ImageEvaluationFolder(source, name, task="zero_shot", **settings)
+            return labelled if "test" in labelled.splits else folder
+    return folder
 
 
 def in_order(classes: Sequence[str], names: Sequence[str]) -> list[str]:

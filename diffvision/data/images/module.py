@@ -35,7 +35,7 @@ from diffvision.data.images.samples import (
     find_caption_key,
     find_label_key,
 )
-from diffvision.data.images.sources import find_images, is_image_source, name_classes
+from diffvision.data.images.sources import Reads, find_images, is_image_source, name_classes
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.downloads import sum_downloads
 from diffvision.data.shards.loader import EvaluationLoader
@@ -48,6 +48,8 @@ from diffvision.data.trainer import LoaderData
 
 class _ImageData(LoaderData):
     """Training images with captions or labels: shards, images in another layout, or a pipeline."""
+
+    _reads: Reads
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class _ImageData(LoaderData):
     @cached_property
     def _images(self) -> ImageCollection | None:
         """The training images, which are listed once; None where they are in shards."""
-        return find_images(cast(str, self.train), columns=self.columns) if is_image_source(self.train) else None
+        if not is_image_source(self.train):
+            return None
+        return find_images(cast(str, self.train), columns=self.columns, reads=self._reads)
 
     def _read_images(self, make_kind: Callable[[SampleSource | None], ImageText | ImageLabel]) -> Any:
         """Return the training batches; `make_kind` makes a kind of sample from its source, None for a pipeline."""
@@ -145,6 +149,8 @@ class ImageTextData(_ImageData):
         eval_transform: the model's, for evaluation.
         tokenizer: the model's.
     """
+
+    _reads = "captions"
 
     def __init__(
         self,
@@ -260,6 +266,8 @@ class ImageLabelData(_ImageData):
         eval_transform: the model's, for evaluation.
         num_classes: a sample whose label is not below it is bad. It must be the number of classes that images have.
     """
+
+    _reads = "labels"
 
     def __init__(
         self,

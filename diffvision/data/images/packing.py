@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
 from diffvision.data.images.filters import FilteredCaptions, ShardImages
-from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder, in_order, packed_names
+from diffvision.data.images.folders import (
+    ImageEvaluationFolder,
+    ShardEvaluationFolder,
+    in_order,
+    open_images,
+    packed_names,
+)
 from diffvision.data.images.image_set import ImageCollection
 from diffvision.data.images.samples import caption_key, label_key
 from diffvision.data.images.sources import find_images, is_shard_source
@@ -112,8 +118,8 @@ def make_folder(
     Args:
         directory: the folder to write; it must have no shards yet.
         source: a folder of images (with x.txt next to x.jpg, or with a folder for each class), a table (.csv, .tsv,
-            .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face datasets saved,
-            torchvision:NAME:ROOT, or shards of images and captions.
+            .jsonl, .parquet, COCO's or Karpathy's .json; TABLE@FOLDER for images in another folder), a folder that
+            Hugging Face datasets saved, torchvision:NAME:ROOT, or shards of images with captions or class numbers.
         captions: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: train, validation or test, of a source that has splits; train by default.
@@ -166,7 +172,7 @@ def make_evaluation(
     if captions is None and columns is None and is_shard_source(source):
         folder = ShardEvaluationFolder(source)
     else:
-        folder = ImageEvaluationFolder(source, table=captions, columns=columns)
+        folder = open_images(source, table=captions, columns=columns)
     templates = list(templates or folder.templates)
     if wrong := [template for template in templates if "{c}" not in template]:
         raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")

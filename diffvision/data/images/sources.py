@@ -7,13 +7,15 @@ other libraries are in `datasets`.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from diffvision.data.images.tables import (
     COLUMNS,
     are_numbers,
     check_path,
+    has_labels,
     number_labels,
     read_caption_cell,
     read_csv,
@@ -45,8 +48,10 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 _ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
+Reads = Literal["labels", "captions"]
 _SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
 _SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
+_ROOTED = re.compile(rf"(.+(?:{'|'.join(map(re.escape, TABLES))}))@(.+)", re.DOTALL | re.IGNORECASE)
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
 # ---- finding them --------------------------------------------------------------------------------------------------
@@ -92,12 +97,18 @@ def is_image_source(source: Any) -> bool:
     location = str(source)
     if location.startswith(TORCHVISION):
         return True
-    path = Path(location)
+    path = Path(split_root(location)[0])
     if is_remote(location) or not location.strip() or not path.exists():
         return False
     if path.is_file():
         return path.suffix.lower() in TABLES
     return not has_shards(path) or _has_images(path)
+
+
+def split_root(location: str) -> tuple[str, str | None]:
+    """Return a source, and the folder of its images where it is TABLE@FOLDER."""
+    match = None if Path(location).exists() else _ROOTED.fullmatch(location)
+    return (location, None) if match is None else (match[1], match[2])
 
 
 def is_shard_source(source: Any) -> bool:
@@ -120,6 +131,7 @@ def find_images(
     table: str | Path | None = None,
     columns: dict[str, str] | None = None,
     classnames: Sequence[str] = (),
+    reads: Reads | None = None,
 ) -> ImageCollection:
     """Return the images of a source.
 
@@ -131,29 +143,35 @@ def find_images(
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
             or .parquet in it; splits are folders called train, val, test, ... above that, or tables that are called so;
             a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json, Karpathy's dataset_coco.json and
-            dataset_flickr30k.json), with paths relative to its folder;
+            dataset_flickr30k.json), with paths relative to its folder, or as TABLE@FOLDER to another one;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files;
             `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         table: the captions or labels of a folder of images, with paths relative to `source`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
         classnames: number the classes as these are, such as those that a model was trained on.
+        reads: what is wanted, where a folder has both: the labels of class folders, or the captions beside them.
 
     Raises:
         ValueError: no such source, split or column; a table that is damaged or names files outside of its folder; a
             class that is not among `classnames`; names of which it is not clear what split they are of.
     """
-    return open_source(source, table, columns).images(split, classnames)
+    return open_source(source, table, columns, reads).images(split, classnames)
 
 
 def open_source(
-    source: str | Path, table: str | Path | None = None, columns: dict[str, str] | None = None
+    source: str | Path,
+    table: str | Path | None = None,
+    columns: dict[str, str] | None = None,
+    reads: Reads | None = None,
 ) -> ImageSource:
     """Return a source of images with its splits; the arguments are those of `find_images`."""
     location, columns = str(source), columns or {}
     if unknown := sorted(columns.keys() - COLUMNS.keys()):
         raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
-    return ImageSource(location, _find_parts(location, None if table is None else Path(table), columns))
+    named, root = split_root(location)
+    table = named if root is not None else table
+    return ImageSource(location, _find_parts(root or location, None if table is None else Path(table), columns, reads))
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
@@ -171,7 +189,9 @@ def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollec
     return replace(images, labels=numbers[indices], classnames=tuple(classnames))
 
 
-def _find_parts(location: str, table: Path | None, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+def _find_parts(
+    location: str, table: Path | None, columns: dict[str, str], reads: Reads | None
+) -> dict[str, Callable[[], ImageCollection]]:
     """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
     if location.startswith(TORCHVISION):
         names = list_torchvision_splits(location)
@@ -187,22 +207,32 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str]) -> d
         saved = named_splits(list_saved_splits(path), path)
         return _number_together({split: partial(read_saved, path, name, columns) for split, name in saved.items()})
     tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
-    if any(map(file_split, tables)):
+    is_classes = reads == "labels" and _has_classes(path, columns)
+    if any(map(file_split, tables)) and not is_classes:
         return _open_tables(path, by_split(tables, path), columns)
     folders, index = [p.name for p in _class_folders(path)], _find_index_table(path)
     if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
         folders = [name for name in folders if splits_in(name) or any(walk(path / name, _SAMPLE_SUFFIXES))]
     are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
-    if folders and all(map(splits_in, folders)) and (are_called_so or index is None):
+    is_described = index is not None and not is_classes and (reads == "captions" or not are_called_so)
+    if folders and all(map(splits_in, folders)) and not is_described:
         named = named_splits(folders, path)
-        return {split: partial(_read_split, path, named, name, columns) for split, name in named.items()}
-    if index is not None:
+        return {split: partial(_read_split, path, named, name, columns, reads) for split, name in named.items()}
+    if index is not None and not is_classes:
         return _open_table(path, index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
     if splits := by_split(nested, path):
         return _open_tables(path, splits, columns)
-    return {"": partial(_read_folder, path, columns)}
+    return {"": partial(_read_folder, path, columns, reads)}
+
+
+def _has_classes(path: Path, columns: dict[str, str]) -> bool:
+    """Return whether a folder has one for each class, and no table of labels beside them."""
+    folders = (folder for folder in _class_folders(path) if any(walk(folder, IMAGE_SUFFIXES)))
+    if len(list(islice(folders, 2))) < 2:
+        return False
+    return not any(has_labels(p, columns) for p in path.iterdir() if p.suffix.lower() in TABLES)
 
 
 def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
@@ -258,9 +288,11 @@ def _number_together(parts: dict[str, Callable[[], ImageCollection]]) -> dict[st
     return {split: partial(read, split) for split in parts}
 
 
-def _read_split(path: Path, named: Mapping[str, str], name: str, columns: dict[str, str]) -> ImageCollection:
+def _read_split(
+    path: Path, named: Mapping[str, str], name: str, columns: dict[str, str], reads: Reads | None
+) -> ImageCollection:
     """Read the folder of one split; where its folders are the classes, they are numbered with those of all splits."""
-    images = _read_folder(path / name, columns)
+    images = _read_folder(path / name, columns, reads)
     if len(images.classnames) == 1 and (path / name / (inner := images.classnames[0])).is_dir() and splits_in(inner):
         raise ValueError(f"{path / name} has {inner}, named as a split, as its only class: move its folders one up")
     known = _folder_names(path, named)
@@ -279,10 +311,12 @@ def _find_index_table(path: Path) -> Path | None:
     return next((known for known in tables if known.is_file()), None)
 
 
-def _read_folder(path: Path, columns: dict[str, str]) -> ImageCollection:
+def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> ImageCollection:
     """Read a folder by what is in it: a saved dataset, a table, texts next to images, classes, or parquet files."""
     if (path / "state.json").is_file():
         return read_saved(path, None, columns)
+    if reads == "labels" and _has_classes(path, columns):
+        return _read_classes(path, list(walk(path, IMAGE_SUFFIXES)))
     if (index := _find_index_table(path)) is not None:
         return _open_table(path, index, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))

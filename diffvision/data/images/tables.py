@@ -166,6 +166,22 @@ def _list_names(header: Sequence[str]) -> list[str]:
     return [*(name[:_NAME] for name in header[:_LISTED]), *more]
 
 
+def has_labels(table: Path, columns: dict[str, str]) -> bool:
+    """Return whether a table has a column of labels; a damaged one, which is refused when it is read, has none."""
+    header: list[str] = []
+    with suppress(ValueError, csv.Error, RecursionError):
+        if (suffix := table.suffix.lower()) == ".parquet":
+            from pyarrow.parquet import read_schema
+
+            header = read_schema(table).names
+        elif suffix != ".json":  # which has COCO's captions
+            with _open_text(table) as file:
+                first = file.readline()
+            delimiter = "\t" if suffix == ".tsv" else _delimiter(table, columns)
+            header = list(json.loads(first)) if suffix == ".jsonl" else next(csv.reader([first], delimiter=delimiter))
+    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in header)
+
+
 def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, row) of a table; a missing cell is an empty one.
 

@@ -18,6 +18,7 @@ from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.storage import ShardSet
+from diffvision.evaluation.cache import files_digest
 
 KINDS = ("cat", "dog", "red_fox")
 
@@ -612,3 +613,69 @@ def test_packed_for_training_classes_are_mixed(tree, tmp_path):
     assert len(set(labels)) > 1
     kind = ImageText(ImageMember(to_float), CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
     assert kind.image.keys[0] == "jpg"
+
+
+@pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
+@pytest.mark.parametrize("beside", ["train.csv", "captions.csv", "prices.csv", "notes.txt"])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+def test_class_folders_with_captions_beside_them_are_classified(tree, beside, split):
+    source = tree if split else tree / "train"
+    photos = sorted(path.relative_to(source) for path in (tree / "train").rglob("*.png"))
+    (tree / "train/cat/notes.txt").unlink()
+    if beside == "notes.txt":
+        (source / photos[0]).with_suffix(".txt").write_text("a caption")
+    else:
+        rows = [f"{photo},a photo" if beside != "prices.csv" else f"{photo},3" for photo in photos]
+        header = "file,price" if beside == "prices.csv" else "file,caption"
+        (source / beside).write_text("\n".join([header, *rows]))
+    data = ImageLabelData(str(source), 4, str(source), num_workers=0)
+    assert data.count_classes() == 3
+    count = sum(len(batch["label"]) for batch in data.val_dataloader())
+    assert count == (6 if split else len(photos))
+    (folder,) = find_folders(source, "zero_shot")
+    assert (folder.task, len(read_in_order(folder, "test"))) == ("zero_shot", count)
+    if beside in ("train.csv", "captions.csv"):
+        assert len(find_images(source, reads="captions").captions) == len(photos)
+    if beside == "train.csv":  # which has no split to evaluate
+        assert find_folders(source)[0].task == "zero_shot"
+        make("evaluation", str(tree / "made"), source=str(source), num_workers=1)
+        assert EvaluationFolder(tree / "made").task == "zero_shot"
+
+
+def test_a_table_of_labels_beside_folders_is_what_counts(captioned):
+    for n in range(4):
+        write(captioned / ("left", "right")[n % 2] / f"{n}.png", n)
+    rows = [f"{('left', 'right')[n % 2]}/{n}.png,{KINDS[n % 3]}" for n in range(4)]
+    (captioned / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    assert find_images(captioned, reads="labels").classnames == KINDS
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_table_may_have_its_images_in_another_folder(captioned, tmp_path, ending):
+    (tmp_path / "tables").mkdir()
+    rows = [{"file": f"{n}.png", "caption": f"picture {n}"} for n in range(4)]
+    rows[1]["file"] = str(captioned / "1.png")
+    source = f"{write_rows(tmp_path / 'tables', rows, ending)}@{captioned}"
+    expected = {n: [f"picture {n}"] for n in range(4)}
+    assert captions_read(find_images(source)) == expected
+    assert is_image_source(source)
+    for named in (source, f"mine={source}"):
+        (folder,) = find_folders(named)
+        assert (captions_evaluated(folder)[0], folder.name) == (expected, "mine" if "mine" in named else "t")
+    data = ImageTextData(source, 2, [source], num_workers=0, tokenizer=lambda texts: torch.zeros(len(texts), 1))
+    assert sorted(number(image) for batch in data.train_dataloader() for image in batch["image"]) == [0, 1, 2, 3]
+    make("evaluation", str(tmp_path / "made"), source=source, num_workers=1)
+    assert captions_evaluated(EvaluationFolder(tmp_path / "made"))[0] == expected
+    before = files_digest(*folder.files("test"))
+    (captioned / "2.png").write_bytes((captioned / "1.png").read_bytes())
+    assert files_digest(*folder.files("test")) != before
+    with pytest.raises(ValueError, match=r"there is no .*none"):
+        find_images(f"{source}/none")
+    with pytest.raises(ValueError, match="is not a path inside"):
+        find_images(source.replace("photos", "tables"))
+
+
+def test_a_task_chooses_between_labels_and_captions(captioned):
+    (captioned / "t.csv").write_text("file,caption,label\n0.png,one,cat\n1.png,two,dog\n")
+    tasks = [find_folders(captioned / "t.csv", task)[0].task for task in (None, "zero_shot", "retrieval", "pairs")]
+    assert tasks == ["zero_shot", "zero_shot", "retrieval", "zero_shot"]
