@@ -15,7 +15,7 @@ from diffvision.mistakes import is_missing
 from diffvision.opening.specs import check_spec, labelled
 from diffvision.signatures import read_names
 
-MODELS = ("model", "models", "versus", "blind")
+MODELS = ("model", "models", "versus")
 """Parameters that take models."""
 PATHS = ("data", "runs", "source", "images", "image", "demonstrations", "queries", "prompts")
 """Parameters that take files or folders."""

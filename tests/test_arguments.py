@@ -113,7 +113,6 @@ def test_help_fits_80_columns(line, answers):
     assert max(map(len, printed.splitlines())) <= 80
 
 
-
 @pytest.mark.parametrize(("line", "named"), MISTAKES.items())
 def test_a_mistake_is_one_line_that_names_it(line, named, answers):
     status, _, error, _ = answers[line]

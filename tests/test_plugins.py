@@ -163,7 +163,7 @@ assert main([*common, "unknown.json", "--tasks", "counts"]) == 1
     modules = (tmp_path / "modules.txt").read_text().splitlines()
     assert "diffvision.evaluation.suite" in modules
     unused = (
-        *("tiny_plugin", "diffvision.evaluation.language", "diffvision.evaluation.blind", "diffvision.models.language"),
+        *("tiny_plugin", "diffvision.evaluation.language", "diffvision.models.language"),
         *("diffvision.data.text", "diffvision.opening.texts", "diffvision.lab"),
     )
     assert [name for name in modules if name.startswith(unused)] == []

@@ -21,7 +21,6 @@ def compare(
     tasks: str | list[str] | None = None,
     output: str | list[str] | None = None,
     cache: str | None = None,
-    blind: str | None = None,
     rounds: int = 5,
     batch_size: int = 64,
     num_workers: int = 2,
@@ -43,8 +42,6 @@ def compare(
             by default those that fit. Language models are compared by perplexity.
         output: files to write: .html for a page with figures, .json, .csv (a list, or separated by commas).
         cache: folder that features are kept in, as `diffvision evaluate` has it.
-        blind: a language model that reads the captions of composition and pairs without the images, as
-            `diffvision evaluate` has it.
         rounds: how often each model's speed is measured; 0 for no speed.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
@@ -58,12 +55,10 @@ def compare(
     """
     from diffvision.comparison.comparing import compare_models
     from diffvision.comparison.page import write
-    from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.inference import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, split_names
-    from diffvision.opening import open_model
     from diffvision.opening.specs import as_text
     from diffvision.tables import show
 
@@ -74,12 +69,11 @@ def compare(
         raise ValueError(f"rounds is {rounds}: give 0 for no speed, or how often it is measured")
     device = resolve_device(device)
     features = None if cache is None else Cache(cache)
-    reader = None if blind is None else Blind(open_model(blind, device=device), progress=bar, cache=features)
     comparison = compare_models(
         [models] if isinstance(models, str) else [as_text(model) for model in models],
         None if data is None else split_names(data),
         None if tasks is None else split_names(tasks),
-        InferenceSettings(batch_size, num_workers, device, precision, bar, features, reader),
+        InferenceSettings(batch_size, num_workers, device, precision, bar, features),
         options,
         rounds,
     )

@@ -29,7 +29,6 @@ from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED_RULE, RESAMPLES, RULE, difference
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.samples import Metrics, PerSample, means
-from diffvision.evaluation.suite import check_blind
 from diffvision.models.threads import few_threads
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
@@ -63,8 +62,6 @@ def compare_models(
     window = shared_window(list(opened.values()), entries)
     measure_one: Callable[[str, str], Metrics]  # of a model, with its label
     if first.is_language:
-        if settings.blind is not None:
-            raise ValueError("blind is for models of images and text, and these are language models: leave it out")
         if tasks not in (None, ["perplexity"]):
             raise ValueError(f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
                              "`diffvision evaluate-language` has the others")  # fmt: skip
@@ -80,8 +77,6 @@ def compare_models(
 
     else:
         planned = image_plan(data, tasks, first.host, options)
-        if settings.blind is not None:
-            check_blind(planned)
         inputs = {name: first_inputs(model, planned, options) for name, model in opened.items()}
 
         def measure_one(model: str, label: str) -> Metrics:

@@ -6,18 +6,16 @@ from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
     from diffvision.evaluation.command import run
-    from diffvision.evaluation.extractor import FeatureExtractor
     from diffvision.evaluation.options import Options
     from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
-__all__ = ["EVALUATIONS", "FeatureExtractor", "Options", "evaluate", "run"]
+__all__ = ["EVALUATIONS", "Options", "evaluate", "run"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "EVALUATIONS": "suite",
-            "FeatureExtractor": "extractor",
             "Options": "options",
             "evaluate": "suite",
             "run": "command",

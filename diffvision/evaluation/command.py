@@ -18,7 +18,6 @@ def run(
     templates: str | list[str] | None = None,
     output: str | None = None,
     cache: str | None = None,
-    blind: str | None = None,
     batch_size: int = 64,
     num_workers: int = 2,
     device: str = "auto",
@@ -49,8 +48,6 @@ def run(
             CLIP_benchmark names them.
         cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
             resumes from there, and one of the same model and images reuses them.
-        blind: a language model that reads the captions of composition and pairs without the images, as
-            `diffvision evaluate-language` takes one: which captions it finds likelier is printed as blind_acc.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...
@@ -62,7 +59,7 @@ def run(
         {metric: value} of one model, given as a string; {label: {metric: value}} of a list of models.
 
     Raises:
-        ValueError: a checkpoint with several models, or two models with one label; blind without captions to read;
+        ValueError: a checkpoint with several models, or two models with one label;
             what the evaluations raise.
     """
     from diffvision.data.images.folders import find_folders
@@ -74,7 +71,6 @@ def run(
     from diffvision.evaluation.prompts import check_prompts
     from diffvision.evaluation.samples import means
     from diffvision.evaluation.suite import (
-        check_blind,
         check_output,
         expand,
         folder_kind,
@@ -100,25 +96,13 @@ def run(
     options = replace(options, classnames=classnames or options.classnames, templates=templates or options.templates)
     planned = plan(folders, names, options)
     prompts = check_prompts(planned, options)
-    reader: Any = blind
-    if reader is not None:
-        check_blind(planned)
-        if not isinstance(reader, Model):
-            check_spec(reader)
     results: dict[str, dict[str, float]] = {}
     described: dict[str, tuple[str, str, str]] = {}
-    readers: list[Any] = []
     with process_group(device) as device:
         if rank_and_world()[0] == 0:
             for line in (*_sources(planned, options.split), *prompts):
                 print(line, flush=True)
-        if reader is not None:
-            from diffvision.evaluation.blind import Blind  # imports the evaluations of language models
-
-            language = reader if isinstance(reader, Model) else open_model(reader, device=device)
-            reader = Blind(language, progress=bar, cache=feature_cache)
-            readers.append(language.module)
-        settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache, reader)
+        settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache)
         for label, spec in specs:
             if isinstance(spec, Model):
                 opened, spec = spec.for_images(), str(spec.path or spec.name)
@@ -128,7 +112,7 @@ def run(
                 opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
             _warn_of_training(opened, planned, options.split)
-            with few_threads(device, opened.module, *readers):
+            with few_threads(device, opened.module):
                 for folder, names in planned:
                     features = Features(opened.module, opened.transform, opened.tokenizer, settings)
                     results[label] |= means(measure(features, folder, names, options))

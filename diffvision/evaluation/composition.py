@@ -21,9 +21,6 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
 
     acc is CLIP_benchmark's, see `selection_accuracy`: an exact tie counts as right. ties is the share of images whose
     first caption is no further than `ROUNDING` from the best of the others, so that rounding or the order decided.
-
-    With a language model in `features.blind`: blind_acc, the share of images whose first caption it finds likeliest,
-    which is what can be chosen without the image.
     """
     pairs = features.pairs(folder, options.split)
     counts = pairs.owner.bincount(minlength=len(pairs.images))
@@ -33,11 +30,7 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
             f"{options.split!r} has fewer than 2 captions: give the right one, then wrong ones"
         )
     scores = caption_scores(pairs.images, pairs.texts, pairs.owner)
-    samples: Metrics = {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": each(is_first_tied(scores))}
-    if features.blind is not None:
-        likelihoods = features.blind.log_likelihoods(pairs.captions).split(counts.tolist())
-        samples |= by_kind("blind_acc", is_first_best(likelihoods), pairs.kinds)
-    return samples
+    return {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": each(is_first_tied(scores))}
 
 
 def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:

@@ -80,7 +80,7 @@ class Features:
             raise ValueError(f"precision is {settings.precision!r}: choose fp32, {', '.join(AUTOCAST)}")
         self.model: Any = model
         self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
-        self.batch_size, self.cache, self.blind = settings.batch_size, settings.cache, settings.blind
+        self.batch_size, self.cache = settings.batch_size, settings.cache
         self.device = torch.device(settings.device or next((p.device for p in model.parameters()), "cpu"))
         # What the image tower wants its images in: OpenCLIP's half-precision models keep some parameters in float32.
         layers = [m for m in getattr(model, "visual", model).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]

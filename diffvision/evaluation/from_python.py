@@ -21,7 +21,6 @@ def evaluate(
     templates: str | Path | Sequence[str] | None = None,
     output: str | Path | None = None,
     cache: str | Path | None = None,
-    blind: str | Path | Model | None = None,
     batch_size: int = 64,
     num_workers: int = 2,
     device: str | None = None,
@@ -48,8 +47,6 @@ def evaluate(
             a file with one per line, or a list.
         output: a file ending in .json, or a folder, for records as CLIP_benchmark has them.
         cache: folder that features are kept in, from which an evaluation that was ended resumes.
-        blind: a language model that reads the captions of composition and pairs without the images; a spec, or a model
-            that is open.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...; by default where an opened model is, and auto for the others.
@@ -92,7 +89,6 @@ def evaluate(
         templates=_texts(templates),
         output=None if output is None else str(output),
         cache=None if cache is None else str(cache),
-        blind=blind if blind is None or isinstance(blind, Model) else as_text(blind),  # type: ignore[arg-type]
         batch_size=batch_size,
         num_workers=num_workers,
         device=device or "auto",

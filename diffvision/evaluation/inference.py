@@ -11,7 +11,6 @@ from diffvision.evaluation.options import Precision
 if TYPE_CHECKING:
     from torch import device
 
-    from diffvision.evaluation.blind import Blind
     from diffvision.evaluation.cache import Cache
 
 
@@ -26,7 +25,6 @@ class InferenceSettings:
         precision: "fp32" runs the model as it is, whatever autocast the caller is in; the others are autocasts.
         progress: wraps an iterable in a progress bar, given also its description; None for silence.
         cache: keeps features, so that an evaluation that was interrupted resumes.
-        blind: a language model that scores captions without the images, for composition and pairs.
     """
 
     batch_size: int = 64
@@ -35,4 +33,3 @@ class InferenceSettings:
     precision: Precision = "fp32"
     progress: Callable[[Any, str], Iterable] | None = None
     cache: Cache | None = None
-    blind: Blind | None = None

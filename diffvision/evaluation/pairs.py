@@ -33,9 +33,7 @@ def pairs(features: Features, folder: EvaluationFolder, options: Options) -> Met
     """Return text_score, image_score and group_score over all samples and by kind, and ties; see `pair_scores`.
 
     By chance these are 1/4, 1/4 and 1/6. Where the kinds are the nine of MMVP-VLM, mean_of_7_kinds_image_score is the
-    mean over those that DiffCLIP reports. With a language model in `features.blind`: blind_first, the share of samples
-    whose first caption it finds likelier. By the text alone a text score is 0, as both images have the same captions;
-    what is far from one half shows that one side's captions can be recognised.
+    mean over those that DiffCLIP reports.
     """
     both = features.pairs(folder, options.split)
     kinds = both.kinds[::2]
@@ -47,9 +45,6 @@ def pairs(features: Features, folder: EvaluationFolder, options: Options) -> Met
         if name == "image_score" and set(kinds) == MMVP:
             samples["mean_of_7_kinds_image_score"] = _of_kinds(of_samples, kinds, MMVP_OF_DIFFCLIP)
     samples["ties"] = each(ties)
-    if features.blind is not None:
-        first, second = features.blind.log_likelihoods(both.captions).view(-1, 2).T
-        samples |= by_kind("blind_first", first > second, kinds)
     return samples
 
 

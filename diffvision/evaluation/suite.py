@@ -39,7 +39,6 @@ class Evaluation(NamedTuple):
     metrics: tuple[str, ...] = ()  # of those that run by default, first the one that checkpoints are chosen by
     probe: bool = False  # fitted on a training split; reads no text
     opt_in: bool = False  # runs only if it is named in `tasks`, as the probes do
-    captions: bool = False  # a blind baseline says what its captions give away
 
     @property
     def by_default(self) -> bool:
@@ -64,7 +63,6 @@ _EVALUATIONS = {
         "composition",
         "image_caption_selection",
         ("acc", "mean_per_kind_acc", "ties"),
-        captions=True,
     ),
     "pairs": Evaluation(
         pairs,
@@ -78,7 +76,6 @@ _EVALUATIONS = {
             *(f"mean_per_kind_{score}_score" for score in ("group", "text", "image")),
             "mean_of_7_kinds_image_score",
         ),
-        captions=True,
     ),
     "objects": Evaluation(
         objects,
@@ -120,7 +117,7 @@ def evaluate(
         transform: PIL image -> tensor [3, h, w].
         tokenizer: list of strings -> int64 [B, L]; the probes need none.
         options: the evaluations' settings.
-        settings: fields of `InferenceSettings`: batch_size, num_workers, device, precision, progress, cache, blind.
+        settings: fields of `InferenceSettings`: batch_size, num_workers, device, precision, progress and cache.
 
     Raises:
         ValueError: unknown task, or one that does not fit the folder or the model; empty split; labels or class names
@@ -214,15 +211,6 @@ def plan(
         kinds = ", ".join(f"{folder.name} ({folder.task})" for folder in folders)
         raise ValueError(f"no folder fits {', '.join(idle)}: give others than {kinds}")
     return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
-
-
-def check_blind(planned: Iterable[tuple[EvaluationFolder, list[str]]]) -> None:
-    """Raise a ValueError if no evaluation has captions that a blind baseline could choose among."""
-    if not any(EVALUATIONS[name].captions for _, names in planned for name in names):
-        reading = [name for name, evaluation in _EVALUATIONS.items() if evaluation.captions]
-        raise ValueError(
-            f"blind is for {' and '.join(reading)}, and none of them runs: leave it out, or give such data"
-        )
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
