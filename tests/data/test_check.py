@@ -20,6 +20,7 @@ from diffvision.data.images.module import ImageLabelData, ImageTextData
 from diffvision.data.make import check, stats, write_manifest
 from diffvision.data.shards.writer import write_evaluation_split, write_shards, write_tar
 from diffvision.data.stats import shard_stats
+from ranks import alive, until
 from tests.data.conftest import Corpus
 
 
@@ -343,7 +344,6 @@ def test_the_workers_of_a_killed_check_end(shards):
             time.sleep(0.1)
         time.sleep(0.5)
         process.kill()
-    until = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until(
+        lambda: not any(alive(int(pid)) for pid in workers), 50, "the end of both workers, which would sleep for 60 s"
+    )

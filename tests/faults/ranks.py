@@ -23,11 +23,10 @@ import torch
 
 
 class Ended(NamedTuple):
-    """What became of a rank: its exit code (None where it had to be killed), all that it printed, and its seconds."""
+    """What became of a rank: its exit code (None where it had to be killed), and all that it printed."""
 
     code: int | None
     output: str
-    seconds: float
 
 
 class Ranks:
@@ -74,18 +73,17 @@ class Ranks:
         # The exit status that Python gives for SystemExit.
         os._exit(0 if code is None else code if isinstance(code, int) else 1)
 
-    def ended(self, seconds: float = 10.0) -> list[Ended]:
+    def ended(self, seconds: float = 60.0) -> list[Ended]:
         """Wait for the end of all of them; after so many seconds they are killed."""
-        codes, took = [], []
+        codes = []
         for process in self.processes:
             process.join(max(0.0, self.begun + seconds - time.monotonic()))
             codes.append(process.exitcode)
-            took.append(time.monotonic() - self.begun)
         for process in self.processes:
             process.kill()
             process.join()
         outputs = [(self.root / f"output{rank}").read_text() for rank in range(len(codes))]
-        return [Ended(*rank) for rank in zip(codes, outputs, took, strict=True)]
+        return [Ended(*rank) for rank in zip(codes, outputs, strict=True)]
 
 
 def on_ranks(function: Callable[[], Any], world_size: int) -> list[Any]:

@@ -1,6 +1,8 @@
 """Order, resumption and account of the training loader."""
 
+import gc
 import json
+import multiprocessing
 import random
 import time
 from collections import Counter
@@ -431,17 +433,18 @@ class OneWorker:
         return items
 
 
-def test_workers_end_at_once_even_when_their_loader_is_collected_as_garbage(corpus, whole):
-    import gc
-    import time
-
+def test_workers_end_by_themselves_when_their_loader_is_collected_as_garbage(corpus, whole, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)  # seconds until they are terminated
+    before = set(multiprocessing.active_children())
     loader = corpus.loader(whole, num_workers=2)
-    list(loader)
+    batches = iter(loader)
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    list(batches)
     loader.circle = loader
-    start = time.monotonic()
-    del loader
+    del loader, batches
     gc.collect()
-    assert time.monotonic() - start < 4.5
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 def test_readers_travel_to_other_processes_without_their_files(corpus, whole):

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import threading
-import time
 import traceback
 import urllib.parse
 from contextlib import suppress
@@ -192,10 +191,8 @@ def test_a_reply_that_drips_has_one_time_limit(head):
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        before = time.monotonic()
         with pytest.raises(NoReply, match=r"in 2 tries \(no whole reply within"):
             ChatServer(url, "m", None, Patience(read=0.3, tries=2, pause=0.01)).reply("?", "row 'a'")
-        assert time.monotonic() - before < 5  # it would go on for ever
         end.set()
         thread.join()
 

@@ -448,10 +448,10 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 
     launcher = multiprocessing.get_context("fork").Process(target=launch)
     launcher.start()
-    until((tmp_path / "trains").exists, 10, "a run that trains")
+    until((tmp_path / "trains").exists, 60, "a run that trains")
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     workers = [pid for rank in pids for pid in children(rank)]
     assert len(workers) == 2
     launcher.kill()
     launcher.join()
-    until(lambda: not any(alive(pid) for pid in pids + workers), 10, "the end of ranks and workers")
+    until(lambda: not any(alive(pid) for pid in pids + workers), 60, "the end of ranks and workers")
