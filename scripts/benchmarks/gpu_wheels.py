@@ -5,7 +5,7 @@
 
 A bare machine has torch, Triton, torchvision, timm, Lightning and transformers with what they need. The versions are
 those of the environment that runs this, the wheels for Python 3.12 on Linux. `--flash` adds FlashAttention-4, the only
-flash-attn that has a wheel (flash-attn 2 and 3 are built by nvcc): 96 MB, most of it the compiler that it calls.
+flash-attn that has a wheel (flash-attn 2 and 3 are built by nvcc): 102 MB, most of it the compiler that it calls.
 """
 
 import argparse
