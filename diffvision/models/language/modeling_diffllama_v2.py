@@ -31,7 +31,10 @@ from transformers.models.llama.modeling_llama import (
 
 
 class DiffLlamaV2Config(LlamaConfig):
-    """Llama's configuration; `num_attention_heads` counts query heads, two of each head of DIFF V2."""
+    """Llama's configuration; `num_attention_heads` counts query heads, two of each head of DIFF V2.
+
+    Without `num_key_value_heads` there is one for each head.
+    """
 
     model_type = "diffllama_v2"
     base_model_tp_plan: ClassVar[dict[str, str]] = {
@@ -40,6 +43,8 @@ class DiffLlamaV2Config(LlamaConfig):
     }
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:  # Llama's default is as many as query heads
+            self.num_key_value_heads = self.num_attention_heads // 2
         super().__post_init__(**kwargs)
         self.validate_architecture()  # a subclass's is not called
 
@@ -50,7 +55,7 @@ class DiffLlamaV2Config(LlamaConfig):
 
     def validate_architecture(self) -> None:
         """Raise a ValueError if the two queries of a head would not read the same key/value head."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or 1  # None is filled in before
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or 1
         if heads % (2 * kv_heads):
             raise ValueError(
                 f"num_attention_heads is {heads}: it must be a multiple of {2 * kv_heads}, two queries of a head for "

@@ -60,7 +60,8 @@ MODES = {
     "static": {"cache_implementation": "static"},
     "offloaded": {"cache_implementation": "offloaded"},
     "no cache": {"use_cache": False},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    # transformers 5.12 fails without an end token; this one is outside the vocabulary.
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "eos_token_id": 97},
     "early exit": {"assistant_early_exit": 1},
     "chunked prefill": {"prefill_chunk_size": 5},
 }
@@ -124,7 +125,7 @@ def test_all_that_is_split_over_devices_has_a_plan(theirs):
         for name, module in theirs.named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith("model.")
     }
-    assert linear == plan.keys()
+    assert linear == plan.keys() - {"embed_tokens"}  # which transformers 5.17 adds
 
 
 def test_gradients_reach_every_weight(theirs):
@@ -177,6 +178,14 @@ def test_half_precision_stays(ours, tmp_path):
 def test_heads_that_would_not_share_a_key_are_refused():
     with pytest.raises(ValueError, match="num_attention_heads is 6"):
         DiffLlamaV2Config(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_attention_heads": 64, "num_key_value_heads": 16}])
+def test_its_defaults_are_valid_and_what_is_written_is_read_again(sizes):
+    """transformers 5.17 makes the default configuration to write another one."""
+    config = DiffLlamaV2Config(**sizes)
+    again = DiffLlamaV2Config(**json.loads(config.to_json_string()))
+    assert (again.num_attention_heads, again.num_key_value_heads) == (config.num_attention_heads, 16)
 
 
 def test_a_chat_template_comes_along(ours, tmp_path):
