@@ -28,6 +28,8 @@ from diffvision.opening import best_checkpoint, labelled, open_model, open_ours,
 from diffvision.opening.specs import as_text
 from diffvision.opening.texts import HuggingFaceTokenizer
 from diffvision.opening.vision_language import is_vlm
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
 
 NAME = "DiffCLIP-debug"
 
@@ -189,6 +191,50 @@ def test_files_that_cannot_be_used(tmp_path, trained):
     torch.save(lightning_checkpoint(open_clip.create_model("CLIP-debug")), path)
     with pytest.raises(ValueError, match=r"does not fit the model .* Missing"):
         open_model(NAME, path)
+
+
+def test_weights_of_siglip_open_on_a_name_without_its_bias(tmp_path):
+    """As those of a run do: the bias is training's, not the name's."""
+    siglip = open_clip.create_model(NAME, init_logit_bias=-10.0)
+    torch.save(siglip.state_dict(), tmp_path / "siglip.pt")
+    opened = open_model(NAME, tmp_path / "siglip.pt")
+    assert same(opened.module, siglip)
+    export(NAME, str(tmp_path / "folder"), checkpoint=str(tmp_path / "siglip.pt"))
+    assert same(open_model(tmp_path / "folder").module, siglip)
+    with pytest.raises(ValueError, match="set loss to siglip"):
+        ContrastiveModule(NAME, pretrained=str(tmp_path / "siglip.pt"))
+    assert same(ContrastiveModule(NAME, pretrained=str(tmp_path / "siglip.pt"), loss="siglip").model, siglip)
+
+
+MISFITS = {
+    "positional_embedding": torch.zeros(77, 3),  # OpenCLIP: AssertionError
+    "logit_scale": torch.zeros(2),
+    "logit_bias": torch.zeros(3),  # AttributeError
+    "text_projection": torch.zeros(3, 3),
+    "visual.trunk.pos_embed": torch.zeros(4),
+    "strange": torch.zeros(1),
+}
+
+
+@pytest.mark.parametrize("name", [*MISFITS, "token_embedding.weight"])
+def test_weights_that_do_not_fit_are_one_sentence_everywhere(name, tmp_path, trained):
+    path, state = tmp_path / "weights.pt", dict(trained.state_dict())
+    torch.save(
+        {**state, name: MISFITS[name]} if name in MISFITS else {k: v for k, v in state.items() if k != name}, path
+    )
+    for load in (lambda: open_model(NAME, path), lambda: ContrastiveModule(NAME, pretrained=str(path))):
+        with pytest.raises(ValueError, match=r"weights\.pt"):
+            load()
+
+
+@pytest.mark.parametrize("head", [torch.zeros(()), torch.zeros(10), torch.zeros(10, 3)])
+def test_a_classifier_that_does_not_fit_is_one_sentence(head, tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save({**timm.create_model("diff_vit_debug", num_classes=10).state_dict(), "head.weight": head}, path)
+    with pytest.raises(ValueError, match=r"weights\.pt does not fit"):
+        open_model("diff_vit_debug", path)
+    with pytest.raises(ValueError, match=r"weights\.pt does not fit"):
+        ClassificationModule("diff_vit_debug", num_classes=10, model_args={"checkpoint_path": str(path)})
 
 
 # ---- the grammar ---------------------------------------------------------------------------------------------------

@@ -63,8 +63,10 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     state = weights.state if weights is not None and (ours or name.startswith((FOLDER, HUB))) else None
     config = open_clip.get_model_config(name)
     # SigLIP's bias is set by a run, not by its configuration.
-    if state is not None and "logit_bias" in state:
-        config["init_logit_bias"] = state["logit_bias"].item()
+    if weights is not None and (bias := weights.state.get("logit_bias")) is not None:
+        if bias.numel() != 1:
+            raise ValueError(f"checkpoint {path} has a logit_bias of shape {[*bias.shape]}: it must be one number")
+        config["init_logit_bias"] = bias.item()
     module, transform = _create_open_clip(name, path or checkpoint, preprocess, config, has_state=state is not None)
     if state is not None:
         _load_state(module, state, path)
@@ -103,7 +105,8 @@ def _create_open_clip(
         checkpoint = checkpoint.absolute()  # OpenCLIP takes a relative path for a tag of the same spelling
     bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
     quiet = without_warning_of_random_weights() if has_state else nullcontext()
-    with tensors_only(name), harmless(), quiet:
+    file = checkpoint if isinstance(checkpoint, Path) else None
+    with tensors_only(name), harmless(), quiet, refuse_misfit(file, name):
         try:
             module, _, transform = open_clip.create_model_and_transforms(
                 name,
@@ -115,9 +118,7 @@ def _create_open_clip(
         except RuntimeError as error:
             if "Failed to download weights" in str(error):
                 raise FileNotFoundError(str(error)) from error
-            if checkpoint is None or "loading state_dict" not in str(error):
-                raise
-            raise _does_not_fit(Path(checkpoint), name, error) from error
+            raise
     return module, transform
 
 
@@ -200,7 +201,7 @@ def _fit_classifier(module: Any, state: Mapping[str, Tensor]) -> None:
     """Give the module as many classes as its weights have."""
     head = module.get_classifier()
     classes = state.get(f"{module.pretrained_cfg['classifier']}.weight")
-    if isinstance(head, nn.Linear) and classes is not None and len(classes) != head.out_features:
+    if isinstance(head, nn.Linear) and classes is not None and classes.ndim and len(classes) != head.out_features:
         module.reset_classifier(len(classes))
 
 
@@ -253,12 +254,25 @@ def _recorded_preprocess(weights: Checkpoint) -> dict[str, Any]:
 
 
 def _load_state(module: nn.Module, state: dict[str, Tensor], path: Path | None) -> None:
-    try:
+    with refuse_misfit(path, type(module).__name__):
         module.load_state_dict(state)
-    except RuntimeError as error:
-        raise _does_not_fit(path, type(module).__name__, error) from error
 
 
-def _does_not_fit(path: Path | None, model: str, error: RuntimeError) -> ValueError:
-    first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
-    return ValueError(f"checkpoint {path} does not fit the model {model}: {first[:500]}")
+@contextmanager
+def refuse_misfit(path: str | Path | None, model: str) -> Iterator[None]:
+    """Turn what a host raises about a file of weights of another model, errors of many classes, into a ValueError.
+
+    Args:
+        path: the file; errors without one, such as those about a tag, stay.
+        model: the model that it is loaded into.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        if path is None or not Path(path).is_file():
+            raise
+        lines = [line.strip() for line in str(error).splitlines()]
+        reason = " ".join(lines[1:3] or lines)
+        if isinstance(error, AttributeError) and "logit_bias" in read_checkpoint(path).state:
+            reason = "it has a logit_bias, so set loss to siglip"
+        raise ValueError(f"checkpoint {path} does not fit the model {model}: {reason[:500]}") from error

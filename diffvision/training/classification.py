@@ -18,6 +18,7 @@ from diffvision.data.images.module import ImageLabelData
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
+from diffvision.opening.images import refuse_misfit
 from diffvision.training.module import TrainingModule, of_any_size, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups
 from diffvision.training.sharding import gather_weights, release_weights
@@ -79,7 +80,8 @@ class ClassificationModule(TrainingModule):
         refuse_urls(self.model_args, "model_args")
         if ":" not in model and not timm.is_model(model.removeprefix("timm/")):
             raise unknown_model(model, "timm has no", timm.list_models())
-        with tensors_only(str(self.model_args.get("checkpoint_path") or model)):
+        file = self.model_args.get("checkpoint_path")
+        with tensors_only(str(file or model)), refuse_misfit(file, model):
             made: Any = timm.create_model(model, num_classes=num_classes, **self.model_args)
         if self.model_args.get("pretrained") or self.model_args.get("checkpoint_path"):
             source = self.model_args.get("checkpoint_path") or model

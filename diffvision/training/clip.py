@@ -25,7 +25,7 @@ from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.opening.images import refuse_code, without_warning_of_random_weights
+from diffvision.opening.images import refuse_code, refuse_misfit, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
@@ -125,7 +125,7 @@ class ContrastiveModule(TrainingModule):
         self._looks: int | None = 0  # logged steps after the warm-up; None once that is settled
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with tensors_only(pretrained or model), without_warning_of_random_weights():
+        with tensors_only(pretrained or model), without_warning_of_random_weights(), refuse_misfit(pretrained, model):
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,
