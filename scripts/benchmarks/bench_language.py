@@ -8,7 +8,7 @@ Without transformers our models are timed alone, and the columns of Hugging Face
 All models of a run have one size's width, depth, heads and vocabulary (`diffvision.models.language.SIZES`), tied
 embeddings and random weights; Hugging Face's run with sdpa. A training step is forward, cross entropy, backward and
 AdamW: ours as `diffvision fit` does it, with `linear_cross_entropy`; Hugging Face's with `F.cross_entropy` on the
-logits and without a cache. Decoding is greedy, batch 1, with no end token, by `models.generation.generate` and by
+logits and without a cache. Decoding is greedy, batch 1, with no end token, by `models.language.generate` and by
 `generate` of transformers with its default cache. On CUDA training is bfloat16 autocast on float32 weights, and
 decoding has bfloat16 weights. `benchmark.py` says how times and memory are taken.
 """

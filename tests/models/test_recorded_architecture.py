@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from diffvision import adapt
-from diffvision.evaluation import FeatureExtractor
 from diffvision.export.finite import open_finite
 from diffvision.export.folders import save_folder
 from diffvision.models import language, vit
@@ -74,7 +73,6 @@ def test_a_clip_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_c
     for call in (
         lambda: open_model(CLIP, path),
         lambda: open_finite(path),
-        lambda: FeatureExtractor(CLIP, path).fit([]),
         lambda: check_resumable(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same"),
         lambda: ContrastiveModule(CLIP).on_load_checkpoint(torch.load(path, weights_only=True)),
     ):

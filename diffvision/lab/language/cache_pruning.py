@@ -1,7 +1,7 @@
 """What a model loses when the cache of its prompt is pruned, by method and ratio, and how sparse its attention is.
 
 Masks compute what a pruned cache does, so any model whose attention can be captured is measured. Real pruning is
-`generate(..., compress=Compress(...))`; both are in `analysis.pruning`.
+`generate(..., compress=Compress(...))`; both are in `lab.pruning`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cache_pruning(
         rows: int64 [S, N], which the model reads whole but for the last token.
         needles: contexts with questions; none to measure the loss alone.
         continuation: predictions behind the prompt.
-        methods: names in `analysis.pruning.METHODS`; those that the model can have if empty.
+        methods: names in `lab.pruning.METHODS`; those that the model can have if empty.
         ratios: shares of the prompt that are dropped, above 0 and below 1.
         window: as `Compress`.
         batch_size: rows at a time.

@@ -1,6 +1,6 @@
 """Whether heads look back at the context where a model answers rightly, and less where it does not.
 
-The lookback ratio (Chuang et al. 2024, arXiv 2407.07071; see `analysis.lookback`) of the answers that `recall_errors`
+The lookback ratio (Chuang et al. 2024, arXiv 2407.07071; see `lab.lookback_ratios`) of the answers that `recall_errors`
 counts, where it is known which of them are wrong.
 """
 

@@ -115,7 +115,7 @@ def generate(
         on_token: called with (index of the prompt, token) for each new token, for streaming; True ends the prompt's
             continuation after this token.
         compile: compile the decoding step (a minute at the first call for a model and capacity).
-        compress: prunes the prompts' cache before the first new token, such as `analysis.pruning.Compress("diff",
+        compress: prunes the prompts' cache before the first new token, such as `lab.pruning.Compress("diff",
             ratio=0.5)`; what is generated is never pruned.
 
     Returns:
