@@ -59,7 +59,6 @@ COMMANDS = {
     "inspect": Command(
         "diffvision.inspection.command", "inspect", "attention maps and their statistics of a model, or two"
     ),
-    "push": Command("diffvision.export.hub", "push", "send a model's folder to the Hugging Face Hub"),
     "adapt": Command(
         "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to continue training"
     ),

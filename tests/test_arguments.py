@@ -80,7 +80,6 @@ MISTAKES = {  # a command line, and what its error names
     "answer diff-debug nowhere.jsonl out": "nowhere.jsonl",
     "export nomodel out": "nomodel",
     "inspect CLIP-debug --versus nomodel --output out": "nomodel",
-    "push nomodel me/x": "nomodel",
     "adapt vit_base_patch16_225 out": "vit_base_patch16_224",
     "convert nowhere.pt out --to timm": "nowhere.pt",
 }

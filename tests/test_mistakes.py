@@ -36,7 +36,6 @@ MISTAKES = [
     ("generate x --promt hi", "--prompt"),
     ("export x out --tokeniser y", "--tokenizer"),
     ("inspect x --output new --imgae y", "--image"),
-    ("push x me/y --privat", "--private"),
     ("adapt x out --methd v2", "--method"),
     ("convert x out --too openclip", "--to"),
     ("fit CLIP --trainer.acelerator cpu", "--trainer.accelerator"),
@@ -87,7 +86,6 @@ MISTAKES = [
     ("data", "make, check"),
     ("data make digits", "directory"),
     ("convert x out", "to"),
-    ("push x", "repo_id"),
     ("fit", "--config clip/debug.yaml"),
     ("validate", "--config clip/debug.yaml"),
     # files
@@ -130,7 +128,6 @@ MISTAKES = [
     ("generate nowhere.ckpt --prompt hi", "nowhere.ckpt"),
     ("export nowhere.ckpt out", "nowhere.ckpt"),
     ("convert nowhere.pt out --to openclip", "nowhere.pt"),
-    ("push nowhere me/x", "nowhere"),
     ("adapt vit_base_patch16_225 out", "vit_base_patch16_224"),
     ("inspect CLIP-debgu --output new", "CLIP-debug"),
     ("run nowhere.py", "nowhere.py"),

@@ -25,8 +25,8 @@ def export(
             model, another file of weights that records its model, or a name with `checkpoint`. transformers' Llama,
             in a folder or on the Hub (hf:ID), is written as a language model of ours.
         destination: the folder or file to write; it must not exist yet.
-        to: the format; by default the folder of the model's host: openclip, timm or (text) huggingface. Of any
-            model: program (torch.export) or onnx.
+        to: the format; by default the folder of the model's host: openclip, timm or (text) huggingface. Of
+            images: program (torch.export) or onnx.
         checkpoint: if model is a name: a file of weights, or a tag of pretrained ones.
         tokenizer: for a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
         eos: for a language model: the token that ends a document; by default the one that its tokenizer names.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from diffvision.opening import Host, Model
 
-HOSTS: tuple[Host, ...] = ("open_clip", "timm", "language")
+IMAGES: tuple[Host, ...] = ("open_clip", "timm")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ FORMATS: dict[str, Format] = {
     "huggingface": Format(
         "a folder that transformers loads", "folders.write_hugging_face", ("language",), "hf", ("transformers",)
     ),
-    "program": Format("a folder with a torch.export program for each graph", "program.write_programs", HOSTS),
+    "program": Format("a folder with a torch.export program for each graph", "program.write_programs", IMAGES),
     "onnx": Format(
-        "a folder with an ONNX model for each graph", "onnx.write_onnx", HOSTS, "export", ("onnx", "onnxscript")
+        "a folder with an ONNX model for each graph", "onnx.write_onnx", IMAGES, "export", ("onnx", "onnxscript")
     ),
 }
 DEFAULTS: dict[Host, str] = {"open_clip": "openclip", "timm": "timm", "language": "huggingface"}

@@ -4,7 +4,6 @@
 |---|---|
 | timm's, ours included | `model`: image [B, 3, h, w] -> logits [B, classes] |
 | OpenCLIP's | `image`: image [B, 3, h, w] -> features [B, D]; `text`: tokens [B, L] -> features [B, D] |
-| `LanguageModel` | `prefill` and `decode`: tokens and a cache; see `Prefill` and `Decode` |
 """
 
 import copy
@@ -19,11 +18,9 @@ from torch import Tensor, nn
 
 from diffvision import __version__
 from diffvision.models.adapt import merge_dex
-from diffvision.models.language.cache import KVCache, LayerCache
-from diffvision.models.language.decoder import LanguageModel
 from diffvision.nn import AttentionLayer
 
-EXAMPLES, LENGTH, ROOM = 2, 6, 10  # of the inputs that are traced; the graphs hold for any
+EXAMPLES = 2  # of the inputs that are traced; the graphs take any number
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ class Graph:
         inputs: examples of its arguments, in order.
         outputs: names of what it returns.
         axes: input -> {axis: name} of the axes that may have any size.
-        limits: name of an axis -> its largest size, where there is one.
         about: metadata (size, mean and std of images, variant of attention, ...).
     """
 
@@ -43,7 +39,6 @@ class Graph:
     inputs: dict[str, Tensor]
     outputs: tuple[str, ...]
     axes: dict[str, dict[int, str]]
-    limits: dict[str, int] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
 
 
@@ -53,7 +48,7 @@ def graphs(
     """Return the graphs of a model, by name (see the module).
 
     Args:
-        model: timm's, OpenCLIP's or a `LanguageModel`, on its device.
+        model: timm's or OpenCLIP's, on its device.
         name: the model's name, for the metadata.
         preprocess: of images, where it differs from the model's: mean, std, interpolation, ...
         normalize: features of OpenCLIP's towers have length 1, so that their product is the cosine, as
@@ -68,15 +63,13 @@ def graphs(
     if any(isinstance(part, AttentionLayer) and part.mergeable for part in model.modules()):
         # The merged layer computes the same function with fewer operations.
         model = merge_dex(copy.deepcopy(model))
-    if isinstance(model, LanguageModel):
-        return _language_graphs(model, about)
     if hasattr(model, "encode_image") and hasattr(model, "encode_text") and hasattr(model, "visual"):
         return _clip_graphs(model, about, dict(preprocess or {}), normalize)
     if hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes"):  # those of timm that give one tensor
         return _timm_graphs(model, about, dict(preprocess or {}))
     raise ValueError(
-        f"{type(model).__name__} is not a timm model, an OpenCLIP model with two towers or a LanguageModel: "
-        "use torch.export on it yourself"
+        f"{type(model).__name__} is not a timm model or an OpenCLIP model with two towers: use torch.export on it "
+        "yourself"
     )
 
 
@@ -163,133 +156,6 @@ def _with_parts(model: Any, kept: Callable[[str], bool]) -> Any:
     alone._modules = {name: part for name, part in model._modules.items() if kept(name)}
     alone._parameters = {name: parameter for name, parameter in model._parameters.items() if kept(name)}
     return alone
-
-
-# ---- text ----------------------------------------------------------------------------------------------------------
-
-
-def _language_graphs(model: LanguageModel, about: dict[str, str]) -> dict[str, Graph]:
-    """Return a graph for the prompt and one for a decoded token, with the cache as tensors."""
-    config, device = model.config, model.head_weight.device
-    about |= {"vocab_size": str(config.vocab_size), "max_length": str(config.max_length)}
-    example = model.new_cache(EXAMPLES, ROOM)
-    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in example.layers}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"variant_by_layer={config.variant_by_layer!r} has caches of different shapes, which a graph cannot "
-            "hold: export a folder, without --to"
-        )
-    keys = torch.stack([layer.keys for layer in example.layers])
-    values = torch.stack([layer.values for layer in example.layers])
-    tokens = torch.zeros(EXAMPLES, LENGTH, dtype=torch.int64, device=device)
-    positions = torch.full((EXAMPLES,), LENGTH, device=device)
-    outputs = ("logits", "new_keys", "new_values")
-    prefill = Graph(
-        Prefill(model),
-        {"tokens": tokens},
-        outputs,
-        {"tokens": {0: "batch", 1: "length"}},
-        {"length": config.max_length},
-        about,
-    )
-    decode = Graph(
-        Decode(model),
-        {"tokens": tokens[:, :1], "positions": positions, "keys": keys, "values": values},
-        outputs,
-        {
-            "tokens": {0: "batch"},
-            "positions": {0: "batch"},
-            "keys": {1: "batch", 4: "room"},
-            "values": {1: "batch", 3: "room"},
-        },
-        about=about,
-    )
-    return {"prefill": prefill, "decode": decode}
-
-
-class Prefill(nn.Module):
-    """A language model's prompts: tokens [B, N] -> logits [B, N, vocab], keys and values for `Decode`.
-
-    Prompts of unequal length are padded at the right with any token: no token attends to what comes after
-    it. A row's first new token is chosen from the logits at the row's last token.
-    """
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, tokens: Int[Tensor, "B N"]
-    ) -> tuple[Float[Tensor, "B N vocab"], Float[Tensor, "layers B Hk P N D"], Float[Tensor, "layers B Hk N V"]]:
-        """Return (logits, keys, values)."""
-        cache = _Cache([_PromptLayer() for _ in self.model.blocks], tokens.shape[0], tokens.shape[1])
-        hidden = self.model.hidden(tokens, cache=cache)
-        return self.model.logits(hidden), *cache.stacked()
-
-
-class Decode(nn.Module):
-    """A language model's step: one token per row, with the buffer of past keys and values as input and output.
-
-    Each row writes at its position and attends to the buffer up to that position. The rest of the buffer (zeros, or a
-    prompt's padding) is masked, but must be finite. Positions must be below the buffer's length and the model's
-    max_length, which a graph cannot check.
-    """
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self,
-        tokens: Int[Tensor, "B 1"],
-        positions: Int[Tensor, "B"],
-        keys: Float[Tensor, "layers B Hk P L D"],
-        values: Float[Tensor, "layers B Hk L V"],
-    ) -> tuple[Float[Tensor, "B 1 vocab"], Float[Tensor, "layers B Hk P L D"], Float[Tensor, "layers B Hk L V"]]:
-        """Return (logits, keys, values): the latter two for the next step, with positions one higher."""
-        layers: list[LayerCache] = [_CopiedLayer(k, v) for k, v in zip(keys.unbind(), values.unbind(), strict=True)]
-        past = _Cache(layers, tokens.shape[0], keys.shape[4])
-        hidden = self.model.step(tokens, positions[:, None], past)
-        return self.model.logits(hidden), *past.stacked()
-
-
-class _Cache(KVCache):
-    """A cache made of existing layer caches."""
-
-    def __init__(self, layers: list[Any], batch: int, capacity: int) -> None:
-        self.layers, self.batch, self.capacity = layers, batch, capacity
-
-    def stacked(self) -> tuple[Tensor, Tensor]:
-        """Return all layers' keys [layers, B, Hk, P, L, D] and values [layers, B, Hk, L, V]."""
-        return torch.stack([layer.keys for layer in self.layers]), torch.stack([layer.values for layer in self.layers])
-
-
-class _PromptLayer(LayerCache):
-    """A layer's cache that stores the keys and values of a prompt, without a buffer allocated beforehand."""
-
-    def __init__(self) -> None:
-        self.length = 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = k, v
-        return k, v
-
-
-class _CopiedLayer(LayerCache):
-    """A layer's cache that is copied at each write, since a graph has no state."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-
-    def at(self, index: Int[Tensor, "B 1"]) -> Any:
-        positions = torch.arange(self.capacity, device=index.device)
-        self.is_written = (positions == index)[:, None, :, None]  # [B, 1, L, 1]
-        return self
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys = torch.where(self.is_written[:, :, None], k, self.keys)
-        self.values = torch.where(self.is_written, v, self.values)
-        return self.keys, self.values
 
 
 # ---- metadata ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
         ValueError: torch.export cannot follow the model.
     """
     names = {name for axes in graph.axes.values() for name in axes.values()}
-    dims = {name: Dim(name, min=1, max=graph.limits.get(name)) for name in names}
+    dims = {name: Dim(name, min=1) for name in names}
     shapes = tuple({axis: dims[name] for axis, name in graph.axes[key].items()} for key in graph.inputs)
     with evaluating(graph.module), attention_backend(backend):
         try:

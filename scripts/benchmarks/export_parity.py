@@ -24,7 +24,6 @@ from diffvision import nn
 from diffvision.export.graphs import Graph, graphs
 from diffvision.export.onnx import save_onnx
 from diffvision.export.program import export_program, save_program
-from diffvision.models import language
 
 TIMED = ("diff_vit_small", "ViT-B-16", "DiffCLIP-ViT-B-16", "DiffCLIP-V2-ViT-B-16")
 
@@ -46,8 +45,6 @@ def models() -> Iterator[tuple[str, torch.nn.Module]]:
     yield "ViT, VCA", timm.create_model("vca_vit_debug")
     for name in ("CLIP-debug", "DiffCLIP-debug", "DiffCLIP-DINT-debug", "DiffCLIP-V2-debug"):
         yield name, open_clip.create_model(name)
-    for name in ("transformer-debug", "diff-debug", "diffv2-debug"):
-        yield name, language.create(name)
 
 
 def inputs(graph: Graph, batch: int) -> list[torch.Tensor]:

@@ -1,11 +1,10 @@
-"""A training run of each kind as it lies on the disk, without training; small models; greedy decoding by graphs."""
+"""A training run of each kind as it lies on the disk, without training; small models by graphs."""
 
 import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -111,30 +110,5 @@ def vit():
             width = block.attn.proj.out_features
             block.attn = nn.build_attention(variant, width, 2, qkv_bias=True, depth=depth)
         return filled(model)
-
-    return made
-
-
-@pytest.fixture(scope="session")
-def text_model() -> language.LanguageModel:
-    """A language model of one block, V1, with grouped keys."""
-    torch.manual_seed(0)
-    return filled(language.create("diff-debug", vocab_size=128, max_length=64, num_kv_heads=1, depth=1))
-
-
-@pytest.fixture(scope="session")
-def greedy():
-    """(prefill, decode, prompts, new) -> tokens: what `generate` makes, by two functions of arrays alone."""
-
-    def made(prefill, decode, prompts: list[list[int]], new: int) -> list[list[int]]:
-        longest, lengths = max(map(len, prompts)), np.array([len(prompt) for prompt in prompts])
-        tokens = np.array([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
-        logits, keys, values = prefill(tokens)
-        keys, values = (np.pad(own, [(0, 0)] * (own.ndim - 2) + [(0, new), (0, 0)]) for own in (keys, values))
-        found = [logits[np.arange(len(prompts)), lengths - 1].argmax(-1)]
-        for step in range(new - 1):
-            logits, keys, values = decode(found[-1][:, None], lengths + step, keys, values)
-            found.append(logits[:, 0].argmax(-1))
-        return np.stack(found, axis=1).tolist()
 
     return made

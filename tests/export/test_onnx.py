@@ -13,12 +13,8 @@ import torch
 import diffvision
 from diffvision.export.graphs import graphs
 from diffvision.export.onnx import save_onnx
-from diffvision.models import language
 from diffvision.models.adapt import set_dex_lambda
-from diffvision.models.language.generation import generate
 from diffvision.nn import ATTENTION
-
-PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 1, 90, 4]]
 
 
 def session(graph, file):
@@ -76,20 +72,6 @@ def test_both_towers_of_a_clip_agree(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
-def test_onnxruntime_alone_decodes_the_tokens_of_generate(name, tmp_path, greedy):
-    model = language.create(name, vocab_size=128, max_length=64, depth=1).eval()
-    own = {name: session(graph, tmp_path / f"{name}.onnx") for name, graph in graphs(model).items()}
-
-    def by_arrays(run):
-        names = [given.name for given in run.get_inputs()]
-        return lambda *given: run.run(None, dict(zip(names, given, strict=True)))
-
-    expected = generate(model, PROMPTS, max_new_tokens=8)
-    assert greedy(by_arrays(own["prefill"]), by_arrays(own["decode"]), PROMPTS, 8) == expected
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_every_variant_of_attention_agrees(variant, vit, tmp_path):
     model = vit(variant)
@@ -122,9 +104,3 @@ def test_without_onnx_the_error_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="onnx needs onnxscript: pip install"):
         save_onnx(graphs(model)["model"], tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
-
-
-def test_layers_of_different_keys_are_refused():
-    model = language.create("diff-debug", variant_by_layer="1*standard").eval()
-    with pytest.raises(ValueError, match="has caches of different shapes"):
-        graphs(model)
