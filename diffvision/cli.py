@@ -37,9 +37,6 @@ COMMANDS = {
         "compare",
         "several models or seeds: metrics, intervals, cost, curves",
     ),
-    "table clip": Command(
-        "diffvision.comparison.command", "table_clip", "the tables of DiffCLIP's paper, from the runs' evaluations"
-    ),
     "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
     "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
@@ -76,19 +73,17 @@ for _name, _entry in entry_points("diffvision.commands").items():
 
 TABLES = (
     "models",
-    "match",
     "doctor",
     "evaluate",
     "compare",
     "evaluate-language",
     "evaluate-vlm",
-    "table clip",
     "data check",
     "data stats",
 )
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
-GROUPS = ("data", "table")  # first words of commands of two
+GROUPS = ("data",)  # first words of commands of two
 SEVERAL = ("model", "models", "runs")  # names of first arguments that may be several
 MAKE = "data make"
 JSON = "--json"

@@ -1,4 +1,4 @@
-"""`diffvision compare`: models next to each other, whose steps are in `comparing`; and `diffvision table clip`."""
+"""`diffvision compare`: models next to each other, whose steps are in `comparing`."""
 
 from __future__ import annotations
 
@@ -82,32 +82,6 @@ def compare(
         write(comparison, name)
         print(f"written: {name}")
     return comparison
-
-
-def table_clip(
-    runs: str | list[str], *, parts: str | list[str] | None = None, output: str | list[str] | None = None
-) -> None:
-    """Print the tables of DiffCLIP's paper: each differential CLIP next to its baseline, from the runs' evaluations.
-
-    A run's evaluations are what `diffvision evaluate RUN --output RUN/evaluations` has written. Runs that differ in
-    their seeds alone are one model, and three seeds or more of both give a difference its 95% interval.
-
-    Args:
-        runs: directories of training runs, or folders that hold some, one after the other.
-        parts: zero_shot, out_of_distribution, retrieval, linear_probe, few_shot, mmvp (a list, or separated by
-            commas); by default all. A run without one of them is refused.
-        output: files to write: .md, .csv, .tex (a list, or separated by commas).
-    """
-    from diffvision.comparison.clip_table import PARTS, WRITERS, make_tables, rich_table
-    from diffvision.evaluation.output import split_names, write_bytes
-    from diffvision.tables import show
-
-    outputs = _outputs(output, WRITERS)
-    tables = make_tables([runs] if isinstance(runs, str) else runs, [*PARTS] if parts is None else split_names(parts))
-    show(*(part for table in tables for part in (rich_table(table), *table.notes, "")), data=tables)
-    for name in outputs:
-        write_bytes(Path(name), WRITERS[Path(name).suffix](tables).encode())
-        print(f"written: {name}")
 
 
 def _outputs(output: str | list[str] | None, endings: Iterable[str]) -> list[str]:

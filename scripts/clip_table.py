@@ -1,10 +1,13 @@
-"""`diffvision table clip`: the tables of DiffCLIP's paper, from evaluations that were written into the runs' folders.
+"""Print the tables of DiffCLIP's paper, each differential CLIP next to its baseline, from the runs' evaluations.
 
-Nothing is measured here. `diffvision evaluate RUN --output RUN/evaluations` writes what is read.
+    python scripts/clip_table.py runs/* --output table.md table.csv table.tex
+
+Nothing is measured here: `diffvision evaluate RUN --output RUN/evaluations` writes what is read. Runs that differ in
+their seeds alone are one model, and three seeds or more of both give a difference its 95% interval. A run that lacks a
+part of the paper's evaluations is refused, unless --parts leaves it out.
 """
 
-from __future__ import annotations
-
+import argparse
 import dataclasses
 import filecmp
 import json
@@ -24,7 +27,9 @@ from rich.table import Table
 from diffvision.comparison.entries import Entry, Group, group_seeds, model_settings, read_entries
 from diffvision.comparison.page import csv_text
 from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, moments, plain_table
+from diffvision.evaluation.output import check_file, write_bytes
 from diffvision.models.files import read_json
+from diffvision.tables import show
 
 DIFFERENCE = "difference [95% CI]"
 FOLDER = "evaluations"  # of a run, with CLIP_benchmark's records
@@ -93,9 +98,7 @@ class PairTable:
 
 
 def make_tables(folders: Sequence[str], parts: Sequence[str]) -> list[PairTable]:
-    """Return a table for each pair of a differential model and its baseline; arguments are those of `table_clip`."""
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"unknown part {unknown[0]!r}: choose among {', '.join(PARTS)}")
+    """Return a table for each pair of a differential model and its baseline; `parts` are keys of `PARTS`."""
     entries, left_out = _entries(folders)
     metrics: dict[str, dict[str, float]] = {}
     for number, entry in enumerate(entries):
@@ -341,3 +344,28 @@ def _csv(tables: Sequence[PairTable]) -> str:
 
 
 WRITERS = {".md": _markdown, ".csv": _csv, ".tex": _latex}
+
+
+def main() -> None:
+    """Print the tables of the runs that the command line names, and write them to files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="directories of training runs, or folders that hold some")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--output", nargs="+", type=Path, default=[], help=f"files that end in {', '.join(WRITERS)}")
+    given = parser.parse_args()
+    try:
+        for file in given.output:
+            if file.suffix not in WRITERS:
+                raise ValueError(f"output must end in {', '.join(WRITERS)}, got {file}")
+            check_file(file)
+        tables = make_tables(given.runs, given.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    show(*(part for table in tables for part in (rich_table(table), *table.notes, "")), data=tables)
+    for file in given.output:
+        write_bytes(file, WRITERS[file.suffix](tables).encode())
+        print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`diffvision table clip`: pairs, seeds, means and files, from records in runs' folders, and what it refuses."""
+"""The tables of DiffCLIP's paper: pairs, seeds, means and files, from records in runs' folders, and what it refuses."""
 
 import csv
 import json
@@ -10,8 +10,7 @@ import pytest
 import torch
 import yaml
 
-from diffvision.cli import main
-from diffvision.comparison.clip_table import PARTS, make_tables
+from clip_table import PARTS, main, make_tables
 from diffvision.evaluation.intervals import welch_interval
 
 ZERO_SHOT = {"CLIP-debug": (0.30, 0.31, 0.33), "DiffCLIP-debug-0.2": (0.40, 0.42, 0.41)}
@@ -47,6 +46,17 @@ def record(path: Path, dataset: str, task: str, weights: str = "best.ckpt", **me
 
 
 @pytest.fixture
+def call(monkeypatch):
+    """(arguments) -> None: what the script's command line does."""
+
+    def called(*arguments: str) -> None:
+        monkeypatch.setattr("sys.argv", ["clip_table.py", *arguments])
+        main()
+
+    return called
+
+
+@pytest.fixture
 def runs(tmp_path):
     for model, values in ZERO_SHOT.items():
         for seed, acc1 in enumerate(values):
@@ -54,9 +64,9 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_seeds_of_twins(runs, tmp_path, capsys):
+def test_seeds_of_twins(call, runs, tmp_path, capsys):
     files = [str(tmp_path / f"table{ending}") for ending in (".md", ".csv", ".tex")]
-    assert main(["table", "clip", *map(str, runs.iterdir()), "--output", ",".join(files)]) == 0
+    call(*map(str, runs.iterdir()), "--output", *files)
     assert "lacks" not in (printed := capsys.readouterr().out)
     assert max(map(len, printed.split("DiffCLIP-debug-0.2: ")[0].splitlines())) <= 80
     low, high = welch_interval(*ZERO_SHOT.values())
@@ -92,11 +102,10 @@ def test_one_seed_of_each_and_what_else_differs(runs, capsys):
         (runs / model / "seed0" / "checkpoints" / "last.ckpt.json").write_text(
             json.dumps({"schema": 1, "records": [{"step": step, "saved": 0.0}]})
         )
-    assert main(["table", "clip", str(runs), "--json"]) == 0
-    (table,) = json.loads(capsys.readouterr().out)
-    assert table["rows"][0]["differences"]["DiffCLIP-debug-0.2"]["method"] == "one seed"
-    assert table["rows"][0]["differences"]["DiffCLIP-debug-0.2"]["low"] is None
-    notes = " ".join(table["notes"])
+    (table,) = make_tables([str(runs)], [*PARTS])
+    assert table.rows[0].differences["DiffCLIP-debug-0.2"].method == "one seed"
+    assert table.rows[0].differences["DiffCLIP-debug-0.2"].low is None
+    notes = " ".join(table.notes)
     assert "They differ in more than the model: model.init_args.optimizer.lr." in notes
     assert "seed0 to 10, " in notes
     assert "seed0 to 9." in notes
@@ -142,21 +151,21 @@ def test_sets_of_the_paper_have_exact_names(tmp_path):
     assert note.endswith("not here: dtd, flowers, sun397, aircraft, cifar10, food101.")
 
 
-def test_what_is_refused(runs, capsys):
+def test_what_is_refused(call, runs, capsys):
     def refusal(*words: str) -> str:
-        assert main(["table", "clip", str(runs), *words]) != 0
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
+        with pytest.raises(SystemExit, match="2"):
+            call(str(runs), *words)
+        return capsys.readouterr().err.splitlines()[-1]
 
     first = runs / "CLIP-debug" / "seed1"
     lost = first / "evaluations" / "cifar100_best.ckpt_logistic_regression.json"
     lost.rename(first / "kept")
     evaluate = f"diffvision evaluate {first} --data DATA --tasks linear_probe --output {first}/evaluations"
     assert f"{first} lacks linear_probe on cifar100: {evaluate}, or choose --parts" in refusal()
-    assert main(["table", "clip", str(runs), "--parts", "zero_shot,few_shot"]) == 0
+    call(str(runs), "--parts", "zero_shot", "few_shot")
     capsys.readouterr()
-    assert "unknown part 'probe'" in refusal("--parts", "probe")
-    assert "output is table.pdf" in refusal("--output", "table.pdf")
+    assert "probe" in refusal("--parts", "probe")
+    assert "table.pdf" in refusal("--output", "table.pdf")
     (first / "kept").rename(lost)
     for file in runs.glob("*/*/evaluations/mmvp*"):
         file.unlink()
@@ -181,7 +190,7 @@ def test_what_is_refused(runs, capsys):
     other.unlink()
     assert "not of this run" in refusal()  # though both are called seed1
     shutil.copy(first / "checkpoints" / "best.ckpt", of_another)
-    assert main(["table", "clip", str(runs), "--parts", "zero_shot"]) == 0
+    call(str(runs), "--parts", "zero_shot")
     capsys.readouterr()
     other.write_text(copied.read_text().replace("0.31", "0.32"))
     assert "zero_shot/imagenet/acc1 is not what another file of the folder has" in refusal()
