@@ -170,7 +170,7 @@ class Chat:
         """Return the text that the template writes of messages, with the prompt for an answer or without.
 
         Raises:
-            BadSample: the template fails, or takes more time or memory than it may have.
+            BadSample: the template fails.
         """
         return self._write([(messages, prompt)], {})[0]
 

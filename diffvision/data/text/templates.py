@@ -1,13 +1,18 @@
-"""Chat templates, rendered in a child process with limits: a template of a few characters could take all memory."""
+"""Chat templates, rendered in Jinja's immutable sandbox as in transformers."""
 
+import datetime
+import functools
+import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from diffvision.data.shards.sample import BadSample
-from diffvision.limited_process import Failed, LimitedProcess, LimitExceeded
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_program = LimitedProcess(Path(__file__).with_name("jinja_program.py"))
+from diffvision.data.shards.sample import BadSample
 
 
 def render(template: str, variables: Sequence[dict[str, Any]], *, clock: bool = False) -> list[str]:
@@ -19,12 +24,17 @@ def render(template: str, variables: Sequence[dict[str, Any]], *, clock: bool = 
         clock: whether it may ask for the time with `strftime_now`, as in transformers.
 
     Raises:
-        BadSample: the template fails, or takes more time or memory than it may have.
+        BadSample: the template fails.
     """
-    reply = _reply(template, variables, clock)
-    if "fault" in reply:
-        raise BadSample(f"the chat template {reply['fault']}")
-    return reply["texts"]
+    try:
+        compiled = _compile(template, clock)
+        return [compiled.render(**values) for values in variables]
+    except _Refused as refusal:
+        raise BadSample(f"the chat template refuses the row: {refusal}") from None
+    except jinja2.UndefinedError as error:
+        raise BadSample(f"the chat template needs what a row does not have: {error.message}") from None
+    except Exception as error:  # a template's expressions can fail in any way
+        raise BadSample(f"the chat template fails with {type(error).__name__}") from None
 
 
 def check_template(template: str, name: str) -> None:
@@ -35,21 +45,49 @@ def check_template(template: str, name: str) -> None:
         name: of the template, in messages.
 
     Raises:
-        ValueError: it is not Jinja, or takes more time or memory than it may have.
+        ValueError: it is not Jinja.
     """
     try:
-        reply = _reply(template, [])
-    except BadSample as reason:
-        raise ValueError(f"chat template {name} cannot be used: {reason}; correct it, or give another") from None
-    if "fault" in reply:
-        raise ValueError(f"chat template {name}, line {reply['line']}: {reply['fault']}")
+        _compile(template, clock=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from None
+    except Exception as error:  # such as a RecursionError
+        raise ValueError(f"chat template {name} cannot be compiled ({type(error).__name__}): correct it") from None
 
 
-def _reply(template: str, variables: Sequence[dict[str, Any]], clock: bool = False) -> dict[str, Any]:
-    """Render a template in the limited process, and turn its failure into a bad sample."""
-    try:
-        return _program({"template": template, "variables": variables, "clock": clock})
-    except LimitExceeded as fault:
-        raise BadSample(f"the chat template {fault}") from None
-    except Failed as error:  # a template's expressions can fail in any way
-        raise BadSample(f"the chat template fails with {error}") from None
+@functools.lru_cache(maxsize=8)
+def _compile(template: str, clock: bool) -> jinja2.Template:
+    """Compile a chat template in a sandbox, with what transformers' templates may use."""
+    # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
+    extensions = [loopcontrols, _Generation]
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    jinja.filters["tojson"] = _json
+    jinja.globals["raise_exception"] = _refuse
+    if clock:
+        jinja.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    return jinja.from_string(template)
+
+
+class _Generation(Extension):
+    """Templates that mark the assistant's tokens, for transformers' `return_assistant_tokens_mask`, as if unmarked."""
+
+    tags = {"generation"}  # noqa: RUF012  # an instance's in jinja2, which never changes it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        # A scope of its own, as the block of a call has there: what is set inside of it does not leave it.
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Refused(Exception):
+    """What a template raises with `raise_exception`."""
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)
