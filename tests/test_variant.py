@@ -13,12 +13,13 @@ from torch import nn
 
 import diffvision
 from diffvision.analysis import layer_lambdas, layer_maps
+from diffvision.analysis.capture import captured
 from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, attention, settings_of
+from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, DifferentialLayer, attention, settings_of
 from diffvision.ops import diff_attention
 
 PACKAGE = Path(diffvision.__file__).parent
@@ -145,6 +146,76 @@ def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
     models = [str(folders / "mixed"), str(folders / "diff")]
     comparison = compare(models, data=str(folders / "text.txt"), rounds=0, num_workers=0, device="cpu")
     assert len(comparison.contestants) == 2
+
+
+class ShapedAttention(DifferentialLayer):
+    """V1 without a norm, whose lambda 0.25 has any shape that `diff_attention` takes, by the test's choice."""
+
+    variant, key_maps, value_maps, shape = "shaped", 2, 2, ()
+    new_parameters = ("gate",)
+
+    def add_parameters(self, dim, factory_kwargs):
+        self.gate = nn.Parameter(torch.empty(1, **factory_kwargs))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.gate, 0.25)
+
+    def compute_lambda(self, x=None):
+        sizes = {"H": self.num_heads, "B": 1 if x is None else x.shape[0], "N": 1 if x is None else x.shape[1]}
+        return self.gate[0].float().expand([sizes.get(axis, axis) for axis in self.shape])
+
+
+SHAPES = [
+    (),
+    (1,),
+    ("N", 1),
+    ("H", 1, 1),
+    (1, "N", 1),
+    ("H", "N", 1),
+    (1, "H", 1, 1),
+    ("B", 1, 1, 1),
+    ("B", "H", "N", 1),
+]
+
+
+@pytest.fixture
+def shaped(monkeypatch, request):
+    monkeypatch.setitem(ATTENTION, "shaped", ShapedAttention)
+    monkeypatch.setattr(ShapedAttention, "shape", request.param)
+    monkeypatch.setattr(ShapedAttention, "lambda_by_token", "N" in request.param or "B" in request.param)
+
+
+@pytest.mark.parametrize("shaped", SHAPES, indirect=True, ids=str)
+def test_a_lambda_of_any_shape_is_captured(shaped):
+    torch.manual_seed(0)
+    model = timm.create_model("plain_vit_debug", variant_by_layer="4*shaped", num_classes=3).eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert set(layer_lambdas(model, {"image": images}).values()) == {0.25}
+    for layer in layer_maps(model, images[0]):
+        assert layer.lam.shape == (layer.maps.shape[0], layer.maps.shape[2], 1)
+        torch.testing.assert_close(layer.applied, layer.maps[:, 0] - 0.25 * layer.maps[:, 1])
+    with torch.no_grad(), captured(model, lambda call: call.scores()):
+        from_scores = model(images)
+    torch.testing.assert_close(from_scores, model(images))
+
+
+def test_a_lambda_that_is_a_number_is_captured(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "shaped", ShapedAttention)
+    monkeypatch.setattr(ShapedAttention, "compute_lambda", lambda self, x=None: 0.25)
+    model = timm.create_model("plain_vit_debug", variant_by_layer="4*shaped").eval()
+    assert set(layer_lambdas(model).values()) == {0.25}
+    assert len(layer_maps(model, torch.randn(3, 32, 32))) == 4
+
+
+@pytest.mark.parametrize("shaped", [("H", 1, 1), ("N", 1)], indirect=True, ids=str)
+def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_path):
+    model = language.create("transformer-debug", variant="shaped", vocab_size=300, max_length=64)
+    language.save(model, tmp_path / "shaped", train_tokenizer([TEXT * 30], 300))
+    given = ["--text", "the cat sat on the mat", "--output", str(tmp_path / "page")]
+    assert main(["inspect", str(tmp_path / "shaped"), *given]) == 0
+    models = [str(tmp_path / "shaped"), str(folders / "diff")]
+    comparison = compare(models, data=str(folders / "text.txt"), rounds=0, num_workers=0, device="cpu")
+    assert [*comparison.contestants[0].lambdas.values()] == [[0.25]] * len(model.blocks)
 
 
 @pytest.mark.slow

@@ -367,9 +367,10 @@ def _timm_projections(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v.unflatten(-1, (layer.num_heads, 2 * layer.head_dim)).transpose(1, 2)
 
 
-def _four_axes(lam: Tensor) -> Tensor:
-    """Return lambda with four axes; V1 has one number for all tokens and heads."""
-    return lam if lam.ndim == 4 else lam.view(1, 1, 1, 1)
+def _four_axes(lam: Tensor | float) -> Tensor:
+    """Return lambda with four axes, from any shape that broadcasts to [B, H, N, 1]; V1 has one number for all."""
+    lam = torch.as_tensor(lam)
+    return lam.reshape((1,) * (4 - lam.ndim) + lam.shape)
 
 
 # ---- transformers' -------------------------------------------------------------------------------------------------

@@ -337,7 +337,7 @@ class AttentionLayer(nn.Module):
     def lambdas(self) -> dict[str, Tensor]:
         """Return the lambdas that no token changes by name within the layer, the only one as ""; for analysis."""
         lam = None if self.lambda_by_token else self.compute_lambda()
-        return {} if lam is None else {"": lam}
+        return {} if lam is None else {"": torch.as_tensor(lam)}
 
     def attend(self, inputs: Inputs) -> Float[Tensor, "B H N V"]:
         """Return the output of each head before its norm."""
