@@ -1,7 +1,7 @@
 """The page "CC12M on eight GPUs": its commands, from the download to the table, run on a miniature.
 
-They are taken from the page and run by bash, with the changes in `MINIATURE`. Three programs are stand-ins: img2dataset
-writes what it would have downloaded, sbatch runs the script, again where it was requeued, and srun starts two ranks
+They are taken from the page and run by bash, with the changes in `MINIATURE`. Programs are stand-ins: img2dataset and
+hf write what they would have downloaded, sbatch runs the script, again where it was requeued, and srun starts two ranks
 with SLURM's environment and, in the first epochs of the first job, sends them the signal that the script asks for.
 """
 
@@ -16,16 +16,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from img2dataset_files import jpeg
 from PIL import Image
 
 from diffvision.data.published.mmvp import PATTERNS
-from diffvision.evaluation.imagenet import imagenet_names, imagenet_wnids
+from diffvision.data.shards.writer import write_evaluation_split
+from diffvision.evaluation.imagenet import imagenet_names
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "cc12m.md"
 MINIATURE = {
     "--num_workers 16": "--num_workers 2",
-    "--all downloads": "--all downloads --subset",
+    "imagenetv2 imagenet-a imagenet-r imagenet_sketch objectnet": "imagenetv2",
+    "mscoco_captions flickr8k flickr30k": "flickr8k",
+    "vtab-caltech101 vtab-cifar10 vtab-cifar100 vtab-dtd fgvc_aircraft vtab-flowers food101 vtab-pets sun397": (
+        "vtab-caltech101"
+    ),
     "for seed in 0 1 2": "for seed in 0",
     "--config clip/cc12m_$1.yaml": "--config clip/cc12m_$1.yaml --config mini_$1.yaml",
     "--trainer.fast_dev_run 2": "--config mini_diffclip.yaml --trainer.fast_dev_run 2 --trainer.devices 1",
@@ -43,6 +49,15 @@ options = dict(zip(words[::2], words[1::2], strict=True))
 assert options["--output_format"] == "webdataset"
 captions = open(options["--url_list"]).read().splitlines()
 write_img2dataset(options["--output_folder"], captions, failed={3: "HTTP Error 404: Not Found"})
+""",
+    "hf": """
+import sys
+sys.path.insert(0, TESTS)
+from pathlib import Path
+from test_cc12m_page import write_download
+words = sys.argv[1:]
+assert [words[0], *words[2:5]] == ["download", "--repo-type", "dataset", "--local-dir"]
+write_download(words[1], Path(words[5]))
 """,
     "sbatch": """
 import os, pathlib, re, subprocess, sys
@@ -101,32 +116,33 @@ def picture(path, seed, size=(24, 16)):
     return path
 
 
-def write_downloads(folder):
-    """Write a small part of each kind of the paper's sets, in the layouts of those who distribute them."""
-    wnids = list(imagenet_wnids())[:CLASSES]
-    labels = [wnid for wnid in wnids for _ in range(2)]
-    for number, _ in enumerate(labels, start=1):
-        picture(folder / "ILSVRC" / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", number)
-    rows = [f"ILSVRC2012_val_{number:08d},{wnid} 1 2 3 4" for number, wnid in enumerate(labels, start=1)]
-    (folder / "ILSVRC" / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows]))
-    for number in range(CLASSES):
-        picture(folder / "imagenetv2-matched-frequency-format-val" / str(number) / "0.jpeg", number)
-    captions = []
-    for number in range(12):
-        picture(folder / "flickr8k" / "images" / f"{number}.jpg", number)
-        sentences = [{"raw": f"a photo of {number} things"}, {"raw": f"{number} things"}]
-        captions.append({"filename": f"{number}.jpg", "split": "test", "sentences": sentences})
-    (folder / "flickr8k" / "dataset_flickr8k.json").write_text(json.dumps({"images": captions, "dataset": "flickr8k"}))
-    for name in [f"class {number}" for number in range(6)]:
-        for number in range(34):
-            picture(folder / "caltech101" / "101_ObjectCategories" / name / f"image_{number:04d}.jpg", number)
+def write_download(repository, folder):
+    """Write a small part of a repository of the Hub as `hf download` does: its files, and a folder of its own."""
+    (folder / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    if repository == "MMVP/MMVP_VLM":
+        write_mmvp(folder)
+        return
+    name = repository.removeprefix("clip-benchmark/wds_")
+    if name == "flickr8k":
+        rows = [{"jpg": jpeg(n), "txt": f"a photo of {n} things\n{n} things"} for n in range(12)]
+        texts = {"dataset_type": ["retrieval"]}
+    else:
+        names = imagenet_names()[:CLASSES] if name.startswith("imagenet") else [f"class {n}" for n in range(6)]
+        rows = [{"jpg": jpeg(n), "cls": str(n % len(names))} for n in range(len(names) * 6)]
+        texts = {"classnames": names, "templates": ["a photo of a {c}."]}
+    for split in ("train", "test") if name.startswith("vtab") else ("test",):
+        samples = ({"__key__": f"s{number:07d}", **row} for number, row in enumerate(rows))
+        write_evaluation_split(folder / split, samples, **texts)
+
+
+def write_mmvp(folder):
     questions = [["number", "type", "statement"]]
     for kind in PATTERNS:
         for _ in range(2):
             number = len(questions)
             questions.append([str(number), kind, f"thing {number}"])
-            picture(folder / "MMVP_VLM" / "MLLM_VLM Images" / kind / f"{number}.jpg", number)
-    (folder / "MMVP_VLM" / "Questions.csv").write_text("\n".join(map(",".join, questions)))
+            picture(folder / "MLLM_VLM Images" / kind / f"{number}.jpg", number)
+    (folder / "Questions.csv").write_text("\n".join(map(",".join, questions)))
 
 
 def write_recipes(folder):
@@ -171,7 +187,6 @@ def test_every_command_of_the_page_on_a_miniature(tmp_path, bash):
     names = imagenet_names()[:CLASSES]
     captions = [f"a photo of a {names[number % CLASSES]}" for number in range(SHARDS * PER_SHARD)]
     (tmp_path / "cc12m.parquet").write_text("\n".join(captions))
-    write_downloads(tmp_path / "downloads")
     write_recipes(tmp_path)
     (script,) = [block for block in blocks("bash") if "#SBATCH" in block]
     (loggers,) = [block for block in blocks("bash") if "WandbLogger" in block]
@@ -198,6 +213,6 @@ def test_every_command_of_the_page_on_a_miniature(tmp_path, bash):
     assert f"resumed from step {saved[1]}" in log or f"trained from step {saved[1]}" in log
     assert [path.name for path in tmp_path.glob("jobs/*.requeued")] == ["4711.requeued"]
     table = (tmp_path / "table.md").read_text()
-    for name in ("imagenet", "imagenetv2", "flickr8k image R@5", "caltech101", "mmvp 7 kinds"):
+    for name in ("imagenet", "imagenetv2", "flickr8k image R@5", "vtab-caltech101", "mmvp 7 kinds"):
         assert re.search(rf"^\| {name} \| \d+\.\d \| \d+\.\d \| [+-]\d+\.\d, one seed \|$", table, flags=re.M), table
     assert (tmp_path / "table.tex").read_text().count(r"\midrule") == 6

@@ -58,7 +58,7 @@ class PerSample(NamedTuple):
 Metrics = dict[str, PerSample | float]
 """Metrics by name, sample by sample; a float for metrics that are not sample means."""
 MOST_KINDS = 64
-"""More kinds than these have their mean alone: ARO's pairs of attributes are over a hundred."""
+"""More kinds than these have their mean alone."""
 NO_KIND = "no kind"
 """The kind of samples without one, where others have one."""
 

@@ -163,7 +163,16 @@ def make_evaluation(
     per_shard: int = 10_000,
     num_workers: int = 2,
 ) -> str:
-    """Pack images into an evaluation folder; the arguments are those of `evaluation.sets.make_evaluation`.
+    """Pack your own images into an evaluation folder: zero-shot of those with labels, retrieval of those with captions.
+
+    Args:
+        directory: the folder to write.
+        source: images, as `diffvision data make folder` takes them.
+        captions: the file with captions or labels, of a folder of images.
+        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
+        templates: zero-shot prompts with {c} where the class name belongs; by default "a photo of a {c}.".
+        per_shard: samples per shard.
+        num_workers: processes.
 
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.

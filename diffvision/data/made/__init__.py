@@ -17,12 +17,10 @@ MADE = {
     "stdlib": "diffvision.data.made.corpus:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
     "llava": "diffvision.data.llava:make_llava",
-    "evaluation": "diffvision.evaluation.sets:make_evaluation",
+    "evaluation": "diffvision.data.images.packing:make_evaluation",
     "mmvp": "diffvision.data.published.mmvp:make_mmvp",
     "sugarcrepe": "diffvision.data.published.sugarcrepe:make_sugarcrepe",
-    "aro": "diffvision.data.published.aro:make_aro",
     "winoground": "diffvision.data.published.winoground:make_winoground",
-    "ohd-caps": "diffvision.data.published.ohd_caps:make_ohd_caps",
     "pope": "diffvision.data.published.pope:make_pope",
 }
 """name -> module:function. The function takes the directory to write and the dataset's options, which are the options

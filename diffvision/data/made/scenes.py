@@ -1,6 +1,6 @@
 """Scenes of one to three drawings with colours and positions among clutter, and the sentences that describe them.
 
-`scenes_vqa`, `digit_scenes` and `fashion_scenes` write datasets of them.
+`scenes_vqa` and `fashion_scenes` write datasets of them.
 """
 
 from __future__ import annotations

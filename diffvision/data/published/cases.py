@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from filecmp import cmp
-from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,8 +25,6 @@ from diffvision.data.shards.writer import (
 )
 from diffvision.progress import track
 
-Box = tuple[float, float, float, float]
-"""Left, top, right, bottom, in pixels."""
 _PER_SHARD = 1000  # samples are in memory until their shard is written
 _TYPES = {
     str: "a text",
@@ -46,12 +43,10 @@ class Case:
     Attributes:
         images: files or encoded bytes, by the name of the member without its suffix ("" where there is one image).
         texts: the other members.
-        box: what is cropped from the image before all else; a crop is written as PNG, which loses nothing.
     """
 
     images: Mapping[str, Path | bytes]
     texts: Mapping[str, str]
-    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,9 @@ class Folder:
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def composition(image: Path, captions: Sequence[str], kind: str = "", box: Box | None = None) -> Case:
-    """Return a case with one image, its right caption and then wrong ones, and its kind where it has one."""
-    texts = {"txt": "\n".join(map(one_line, captions))}
-    return Case({"": image}, {**texts, "json": _json(kind=_kind(kind))} if kind else texts, box)
+def composition(image: Path, captions: Sequence[str], kind: str) -> Case:
+    """Return a case with one image, its right caption and then wrong ones, and its kind."""
+    return Case({"": image}, {"txt": "\n".join(map(one_line, captions)), "json": _json(kind=_kind(kind))})
 
 
 def pair(images: Sequence[Path | bytes], captions: Sequence[str], kind: str, **facts: object) -> Case:
@@ -151,13 +145,6 @@ def checked_rows(rows: list[Any], path: Path, **fields: type) -> list[dict[str, 
     return rows
 
 
-def texts_in(values: list[Any], path: Path, number: int) -> list[str]:
-    """Return the texts of a list in a row; raise ValueError where one is no text or blank."""
-    if not all(isinstance(value, str) and value.strip() for value in values):
-        raise ValueError(f"{path}, row {number}, has a caption that is not a text: get the file again")
-    return values
-
-
 class Images:
     """Finds images by the names that a set's files give them, and remembers those that are missing.
 
@@ -223,8 +210,7 @@ def write_folders(
 ) -> str:
     """Write evaluation folders with a split `test`, and about.json; return what was written and what was left out.
 
-    Left out are samples that say nothing: a caption is blank, all captions are the same, or the box lies
-    outside of the image.
+    Left out are samples that say nothing: a caption is blank, or all captions are the same.
 
     Args:
         directory: what is to hold the folders.
@@ -241,8 +227,8 @@ def write_folders(
     for folder in folders:
         refuse_existing(directory / folder.name / "test")
     images.check()
-    sizes = _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
-    folders = [_drop_faulty(folder, sizes) for folder in folders]
+    _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
+    folders = [_drop_faulty(folder) for folder in folders]
     for folder in folders:
         samples = _samples(track(folder.cases, f"writing {folder.name}"))
         texts = {"dataset_type": [folder.task], "templates": folder.templates}
@@ -254,9 +240,9 @@ def write_folders(
     return "\n".join([written, *(f"left out of {name}: {_list_counts(counts)}" for name, counts in left_out.items())])
 
 
-def _drop_faulty(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) -> Folder:
+def _drop_faulty(folder: Folder) -> Folder:
     """Return a folder without the cases that say nothing; raise BadSource if there are no others."""
-    faults = [_find_fault(case, sizes) for case in folder.cases]
+    faults = [_find_fault(case) for case in folder.cases]
     kept = [case for case, fault in zip(folder.cases, faults, strict=True) if not fault]
     left_out = folder.left_out | Counter(filter(None, faults))
     if not kept:
@@ -264,18 +250,13 @@ def _drop_faulty(folder: Folder, sizes: Mapping[Path | bytes, tuple[int, int]]) 
     return replace(folder, cases=kept, left_out=left_out)
 
 
-def _find_fault(case: Case, sizes: Mapping[Path | bytes, tuple[int, int]]) -> str:
+def _find_fault(case: Case) -> str:
     """Return why a case says nothing; "" where it says something."""
     captions = [line for name, text in case.texts.items() if name.endswith("txt") for line in text.split("\n")]
     if any(map(is_blank, captions)):
         return "with a blank caption"
     if captions and len(set(captions)) == 1:
         return "whose captions are the same"
-    if case.box is not None:
-        left, top, right, bottom = case.box
-        width, height = sizes[case.images[""]]
-        if min(right, width) - max(left, 0) <= 0 or min(bottom, height) - max(top, 0) <= 0:
-            return "whose box is outside of the image"
     return ""
 
 
@@ -283,24 +264,22 @@ def _list_counts(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
 
 
-def _decode_all(images: Sequence[Path | bytes]) -> dict[Path | bytes, tuple[int, int]]:
-    """Decode each image once, and return their sizes; raise ValueError at the first that cannot be."""
-    sizes = {}
+def _decode_all(images: Sequence[Path | bytes]) -> None:
+    """Decode each image once; raise ValueError at the first that cannot be."""
     for image in track(list(dict.fromkeys(images)), "checking images"):
         try:
-            sizes[image] = decode_image(_read_image(image)).size
+            decode_image(_read_image(image))
         except BadSample as reason:
             name = image if isinstance(image, Path) else "an image in the table"
             raise ValueError(f"{name}: {reason}; get the set's images again") from None
-    return sizes
 
 
 def _samples(cases: Iterable[Case]) -> Iterator[Sample]:
-    """Yield one sample for a shard per case, its images cropped to the case's box."""
+    """Yield one sample for a shard per case."""
     for number, case in enumerate(cases):
         members: dict[str, str | bytes] = {"__key__": f"{number:06d}"}
         for name, image in case.images.items():
-            data = _read_image(image) if case.box is None else _crop(_read_image(image), case.box)
+            data = _read_image(image)
             suffix = SUFFIXES[open_image(data).format or ""]
             members[f"{name}.{suffix}" if name else suffix] = data
         yield {**members, **case.texts}
@@ -308,10 +287,3 @@ def _samples(cases: Iterable[Case]) -> Iterator[Sample]:
 
 def _read_image(image: Path | bytes) -> bytes:
     return image if isinstance(image, bytes) else image.read_bytes()
-
-
-def _crop(data: bytes, box: Box) -> bytes:
-    """Return a box of an image as PNG; what lies outside of the image is black, as where PIL crops."""
-    png = BytesIO()
-    decode_image(data).crop(box).save(png, "PNG", compress_level=1)
-    return png.getvalue()

@@ -1,6 +1,6 @@
 """Cut-outs: pictures with transparent parts, pasted onto a plain background, and their evaluation folders.
 
-`emoji`, `openclipart` and `tuxpaint` are made of them.
+`emoji` is made of them.
 """
 
 import shutil
@@ -27,16 +27,15 @@ class Rasteriser(NamedTuple):
     draw: Callable[[Path], bytes]
 
 
-def paste(picture: str | Path | bytes, size: int = SIZE, *, trim: bool = False) -> bytes:
+def paste(picture: str | Path | bytes, size: int = SIZE) -> bytes:
     """Return a PNG [size, size]: the picture, scaled to fit, in the middle of the background.
 
     Args:
         picture: a file, or its content; any format and mode that Pillow reads.
         size: of the result, in pixels.
-        trim: cut transparent margins off first, for a small drawing on a large page.
 
     Raises:
-        ValueError: nothing of the picture is visible, or it has so many pixels that Pillow takes it for an attack.
+        ValueError: it has so many pixels that Pillow takes it for an attack.
         OSError: it is missing, damaged or no picture.
     """
     with warnings.catch_warnings():
@@ -50,11 +49,6 @@ def paste(picture: str | Path | bytes, size: int = SIZE, *, trim: bool = False) 
             raise
         except (OSError, SyntaxError, ValueError) as error:
             raise OSError(f"{picture!s:.200} is damaged ({error}): get its package again") from None
-    if trim:
-        visible = image.getchannel("A").getbbox()
-        if visible is None:
-            raise ValueError(f"{picture!s:.200} is all transparent: remove it")
-        image = image.crop(visible)
     if max(image.size) != size:
         # Colours of transparent pixels are arbitrary: scaling weights them by alpha, as "RGBa" does.
         scale = size / max(image.size)
@@ -102,21 +96,6 @@ def _careful(name: str, draw: Callable[[Path], bytes]) -> Rasteriser:
             raise ValueError(f"{path} cannot be drawn ({error}): get its package again") from None
 
     return Rasteriser(name, drawn)
-
-
-def unpacked(source: str | Path, folder: str, package: str) -> Path:
-    """Return a folder of a Debian package, which is installed (source: /) or unpacked in a folder.
-
-    Raises:
-        ValueError: the folder is not there.
-    """
-    path = Path(source) / folder
-    if not path.is_dir():
-        raise ValueError(
-            f"there is no {path}: give --source / after `apt-get install {package}`, or the folder where `dpkg-deb "
-            f"-x` unpacked {package}"
-        )
-    return path
 
 
 def write_retrieval(folder: Path, split: str, pictures: Iterable[tuple[str, bytes, str]]) -> int:

@@ -36,13 +36,10 @@ def numbers_in(key):
     return {int(n) for n in re.findall(r"(?<!\d)\d{4}(?!\d)", key)}
 
 
-@pytest.fixture(scope="module", params=["digits", "digit-scenes"])
-def made(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("made") / request.param
-    makers = {"digits": make_digits}
-    if request.param == "digit-scenes":
-        makers["digit-scenes"] = pytest.importorskip("diffvision.lab.datasets.digit_scenes").make_digit_scenes
-    makers[request.param](directory, copies=1, seed=0)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("made") / "digits"
+    make_digits(directory, copies=1, seed=0)
     return directory
 
 
@@ -55,7 +52,6 @@ def test_train_and_test_never_share_a_digit_whatever_the_seed():
     assert set(test.labels) == set(range(10))
 
 
-@pytest.mark.quick("digits")
 def test_made_folders_share_no_digit_with_training(made):
     _, test = load_split()
     held_out = set(test.numbers.tolist())
@@ -69,7 +65,6 @@ def test_made_folders_share_no_digit_with_training(made):
     assert probes <= trained
 
 
-@pytest.mark.quick("digits")
 def test_made_folders_are_found_and_read_whole(made):
     folders = {folder.task: folder for folder in find_folders(made)}
     assert sorted(folders) == ["composition", "retrieval", "zero_shot"]
@@ -172,9 +167,7 @@ def test_scenes_have_one_to_three_digits_of_different_labels_and_colours():
     assert all(compose(train, (2,), rng, first=[5]).drawings.count(5) == 1 for _ in range(20))
 
 
-@pytest.mark.quick("digits")
 def test_evaluation_images_have_the_size_of_training(made):
-    size = {"digits": 32, "digit-scenes": 64}[made.name]
     batch = next(iter(EvaluationFolder(made / "zero_shot").batches(to_float)))
-    assert batch["image"].shape[2:] == (size, size)
+    assert batch["image"].shape[2:] == (32, 32)
     assert Image.MAX_IMAGE_PIXELS is not None  # PIL's guard is not changed

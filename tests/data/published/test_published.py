@@ -1,7 +1,6 @@
 """Published sets in miniature, in the exact formats of their authors: what becomes of them, and what is refused."""
 
 import json
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from diffvision.data import find_folders, make
-from diffvision.data.published.aro import make_aro
 from diffvision.data.published.mmvp import PATTERNS, make_mmvp
-from diffvision.data.published.ohd_caps import make_ohd_caps
 from diffvision.data.published.pope import make_pope
 from diffvision.data.published.sugarcrepe import KINDS, make_sugarcrepe
 from diffvision.data.published.winoground import make_winoground
@@ -138,77 +135,24 @@ def test_sugarcrepe_is_one_composition_folder_whose_kinds_are_its_files(tmp_path
         make_sugarcrepe(tmp_path / "sc", source, images)
 
 
-# ---- ARO -----------------------------------------------------------------------------------------------------------
-
-
-def box(image, true, false, **facts):
-    sides = {"bbox_x": 2, "bbox_y": 1, "bbox_w": 4, "bbox_h": 5}
-    return {"image_path": image, **sides, "true_caption": true, "false_caption": false, **facts}
-
-
-def test_aro_crops_to_the_box_and_leaves_out_what_the_mean_leaves_out(tmp_path):
-    source = tmp_path / "aro"
-    picture(source / "images/1.png")
-    relations = [
-        box("1.png", "the dog is on the mat", "the mat is on the dog", relation_name="on"),
-        box("1.png", "the dog is near the mat", "the mat is near the dog", relation_name="near"),
-    ]
-    attributes = [["black/white", "large"]] * 25 + [["large", "white"]] * 24
-    text(source / "visual_genome_relation.json", relations)
-    rows = [box("1.png", "the white dog", "the large dog", attributes=two) for two in attributes]
-    text(source / "visual_genome_attribution.json", rows)
-    written = make_aro(tmp_path / "made", source)
-    assert written.split("\n") == [
-        "1 samples in vg-relation, 25 samples in vg-attribution",
-        "left out of vg-relation: 1 that the paper does not count",
-        "left out of vg-attribution: 24 that the paper does not count",
-    ]
-    (relation,) = samples(tmp_path / "made/vg-relation")
-    assert (relation["txt"], relation["json"]) == (
-        "the dog is on the mat\nthe mat is on the dog",
-        {"kind": "on"},
-    )
-    whole = np.asarray(Image.open(source / "images/1.png"))
-    assert np.array_equal(np.asarray(Image.open(BytesIO(relation["png"]))), whole[1:6, 2:6])
-    assert {s["json"]["kind"] for s in samples(tmp_path / "made/vg-attribution")} == {"black-white and large"}
-    about = json.loads((tmp_path / "made/about.json").read_text())
-    counts = {"vg-relation": 1, "vg-attribution": 24}
-    assert about["left_out"] == {name: {"that the paper does not count": count} for name, count in counts.items()}
-
-
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "reason"),
     [
-        ({"bbox_x": 90}, r"no row .* for vg-relation \(1 whose box is outside of the image\)"),
-        ({"bbox_y": float("nan")}, r"relation.json, row 1, has a box of 4 x 5 pixels at 2, nan: both sides must be 1"),
-        ({"bbox_w": 10**400}, "row 1, has a box of 10000"),
-        ({"bbox_h": 0.5}, "row 1, has a box of 4 x 0.5"),
-        ({"false_caption": " "}, r"\(1 with a blank caption\)"),
-        ({"false_caption": "a"}, r"\(1 whose captions are the same\)"),
-        ({"relation_name": "near"}, r"\(1 that the paper does not count\)"),
+        ({"negative_caption": " "}, "with a blank caption"),
+        ({"negative_caption": "a", "caption": "a"}, "whose captions are the same"),
     ],
 )
-def test_aro_rows_of_which_nothing_can_be_learnt(tmp_path, changed, message):
-    picture(tmp_path / "aro/images/1.png")
-    row = box("1.png", "a", "b", relation_name="on") | changed
-    text(tmp_path / "aro/visual_genome_relation.json", [row])
-    with pytest.raises(ValueError, match=message):
-        make_aro(tmp_path / "made", tmp_path / "aro")
-    assert not (tmp_path / "made").exists()
-
-
-def test_aro_orders_of_words_are_cleaned_and_cut_to_thirty(tmp_path):
-    source = tmp_path / "aro"
-    image = "val2014/COCO_val2014_000000391895.jpg"
-    picture(tmp_path / "coco" / image)
-    options = ['A dog,  and "his" Cat.', *(f"{'word ' * 31}{n}" for n in range(4))]
-    text(source / "coco_order.json", [{"image": image, "caption_options": options}])
-    make_aro(tmp_path / "made", source, tmp_path / "coco")
-    (sample,) = samples(tmp_path / "made/coco-order")
-    right, *wrong = sample["txt"].split("\n")
-    assert right == "a dog, and his cat"
-    assert wrong == [" ".join(["word"] * 30)] * 4
-    assert "json" not in sample
+def test_rows_that_say_nothing_are_left_out_and_counted(tmp_path, changed, reason):
+    source = sugarcrepe(tmp_path / "source")
+    row = {"filename": "000000000000.jpg", "caption": "a", "negative_caption": "b"}
+    text(source / f"data/{KINDS[0]}.json", {"0": row | changed})
+    written = make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
+    assert written.split("\n") == ["6 samples in composition", f"left out of composition: 1 {reason}"]
+    for kind in KINDS:
+        text(source / f"data/{kind}.json", {"0": row | changed})
+    with pytest.raises(ValueError, match=reason):
+        make_sugarcrepe(tmp_path / "again", source, tmp_path / "val2017")
+    assert not (tmp_path / "again").exists()
 
 
 # ---- Winoground ----------------------------------------------------------------------------------------------------
@@ -260,49 +204,6 @@ def test_winoground_tables_that_are_damaged(tmp_path, changed, message):
         make_winoground(tmp_path / "made", tmp_path)
 
 
-# ---- OHD-Caps ------------------------------------------------------------------------------------------------------
-
-
-def ohd_caps(root):
-    wrong = [f"wrong {number}" for number in range(27)]
-    row = {"image": "COCO_val2014_000000310196.jpg", "caption": [*wrong[:20], "right", *wrong[20:]], "label": 20}
-    test = root / "data/OHD-Caps/test"
-    text(test / "coco_out_label.json", row)
-    kinds = {"adversarial": wrong[:7], "popular": wrong[7:14], "random": wrong[14:21], "delete": wrong[21:]}
-    text(
-        test / "coco_annotations.json",
-        {"file_path": "of another split.jpg", **_annotation(kinds)},
-        {"file_path": row["image"], **_annotation(kinds)},
-    )
-    picture(root / "val2014" / row["image"])
-    return root
-
-
-def _annotation(kinds):
-    negatives = {f"{kind}_samples": {str(n): c for n, c in enumerate(wrong)} for kind, wrong in kinds.items()}
-    return {"ground_truth": ["person"], "positive_sample": "right", **negatives}
-
-
-def test_ohd_caps_has_the_right_caption_first_against_all_and_by_kind(tmp_path):
-    make_ohd_caps(tmp_path / "made", ohd_caps(tmp_path / "source"))
-    (sample,) = samples(tmp_path / "made/composition")
-    assert sample["txt"].split("\n") == ["right", *(f"wrong {number}" for number in range(27))]
-    assert sample["json"] == {"kind": "COCO"}
-    by_kind = {s["json"]["kind"]: s["txt"].split("\n") for s in samples(tmp_path / "made/ohd-caps-by-kind")}
-    assert {kind: len(captions) for kind, captions in by_kind.items()} == {
-        "adversarial": 8,
-        "popular": 8,
-        "random": 8,
-        "delete": 7,
-    }
-    assert all(captions[0] == "right" for captions in by_kind.values())
-    assert by_kind["popular"][1] == "wrong 7"
-    test = tmp_path / "source/data/OHD-Caps/test"
-    (test / "nocaps_out_label.json").write_bytes((test / "coco_out_label.json").read_bytes())
-    with pytest.raises(ValueError, match="there is no"):
-        make_ohd_caps(tmp_path / "again", tmp_path / "source")
-
-
 # ---- POPE ----------------------------------------------------------------------------------------------------------
 
 
@@ -346,9 +247,7 @@ def test_pope_asks_each_absent_object_against_a_present_one(tmp_path):
 MAKERS = {
     "mmvp": make_mmvp,
     "sugarcrepe": make_sugarcrepe,
-    "aro": make_aro,
     "winoground": make_winoground,
-    "ohd-caps": make_ohd_caps,
     "pope": make_pope,
 }
 
