@@ -35,7 +35,7 @@ def generate_text(
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability.
         seed: the same seed gives the same text on the same machine; -2**63 to 2**64 - 1.
-        tokenizer: tokenizer.json, a directory that holds one, or a name of tiktoken's; by default the one next to
+        tokenizer: tokenizer.json, or a directory that holds one; by default the one next to
             the weights, or the one of their training.
         device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
         compile: compile the decoding step; pays for long texts.

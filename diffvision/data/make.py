@@ -172,7 +172,7 @@ def tokenize(
     Args:
         source: text shards, as for training; for --chat also a .jsonl file.
         directory: the folder to write; it must not exist, or be empty.
-        tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name.
+        tokenizer: a tokenizer.json, or a directory that holds one.
         text_key: the member with the text: txt (by default), json:FIELD, or jsonl:FIELD with a document in each line.
             Of conversations: jsonl (by default) with a row in each line, or json.
         chat: how rows of conversations are written: chatml; question ("Question: ...", a line "Answer:" and the answer)

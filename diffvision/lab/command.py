@@ -44,7 +44,7 @@ def run(
         output: folder for TASK.json and TASK.png, and for what faithfulness and math generate and judges say, from
             which a run that was ended resumes.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
-        tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
+        tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
         queries: what many_shot asks, in the same form.
         device: auto, cpu, cuda, cuda:1, ...

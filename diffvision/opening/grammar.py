@@ -62,7 +62,7 @@ def open_model(
             of a name are new ones. Where averaged weights (EMA) are in the file, they are taken.
         preprocess: mean, std, interpolation or resize_mode (OpenCLIP only) where they differ from the model's. Those
             that a training run recorded come before the model's.
-        tokenizer: for a language model: a tokenizer.json, its folder or a name of tiktoken's. By default the one next
+        tokenizer: for a language model: a tokenizer.json or its folder. By default the one next
             to the weights, or the one of the training.
         device: where the model is put.
 

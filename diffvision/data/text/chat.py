@@ -436,7 +436,7 @@ def find_template(source: str | Path) -> str | None:
 
 
 def _folder(source: str | Path) -> Path:
-    return Path(source).parent if Path(source).is_file() else Path(source)  # a name of tiktoken's has none
+    return Path(source).parent if Path(source).is_file() else Path(source)
 
 
 def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:

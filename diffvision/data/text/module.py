@@ -36,7 +36,7 @@ class TextData(LoaderData):
         batch_size: sequences of a global batch, over all ranks.
         length: tokens that the model reads of each sequence; a batch has one more, for the last to be predicted.
         evaluation: shards to validate on, of either kind.
-        tokenizer: a tokenizer.json, a directory that holds one, or a tiktoken name; None: that of the LightningModule
+        tokenizer: a tokenizer.json, or a directory that holds one; None: that of the LightningModule
             that is trained. Token shards have theirs next to them.
         num_workers: processes that read, on each rank; and that tokenise.
         seed: with the epoch, it determines the order of the sequences.

@@ -1,4 +1,4 @@
-"""Tokenizers of text: Hugging Face `tokenizers` files, tiktoken's names, byte-level BPE trained on the user's text.
+"""Tokenizers of text: Hugging Face `tokenizers` files, and byte-level BPE trained on the user's text.
 
 A special token's name in a document is encoded as its characters, so no document can end itself. The end of a document
 is an id that only the data pipeline adds. Captions of images are tokenised by the model's tokenizer.
@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from diffvision.files import replacing
 
 END = "<|endoftext|>"
-"""The end of a document in tokenizers trained here, GPT-2's and tiktoken's."""
+"""The end of a document in tokenizers trained here and in GPT-2's."""
 
 FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"  # where Hugging Face says which of the special tokens ends a text
@@ -175,13 +175,11 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
-    """Load a tokenizer.json, from a directory that holds one, or by a name of tiktoken's.
+    """Load a tokenizer.json, or that of a directory.
 
     Raises:
-        ValueError: no such file, a file that is no tokenizer, a tiktoken name that is not available on this machine.
+        ValueError: no such file, or a file that is no tokenizer.
     """
-    from diffvision.data.text.tiktokens import TIKTOKENS, from_tiktoken
-
     path = Path(source)
     if path.is_dir():
         path = path / FILE
@@ -189,11 +187,9 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
         tokenizer = Tokenizer(_read(path), *_read_ends(path))
         tokenizer.source = path
         return tokenizer
-    if str(source) in TIKTOKENS:
-        return Tokenizer(from_tiktoken(str(source)), END)
     raise ValueError(
-        f"no tokenizer at {source}: give a tokenizer.json, a directory that holds one, or one of "
-        f"{', '.join(TIKTOKENS)}; `diffvision data tokenizer` trains one"
+        f"no tokenizer at {source}: give a tokenizer.json or a directory that holds one; `diffvision data tokenizer` "
+        "trains one"
     )
 
 

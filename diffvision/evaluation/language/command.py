@@ -34,7 +34,7 @@ def run(
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png, and for what tasks write, from which a run that was ended resumes.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
-        tokenizer: a tokenizer.json, its folder, or a name of tiktoken's, where none lies next to the weights.
+        tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
         device: auto, cpu, cuda, cuda:1, ...
         settings: of plugins' tasks, as {name: value}.
         options: the evaluations' settings.

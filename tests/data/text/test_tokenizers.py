@@ -2,15 +2,10 @@
 
 import json
 import pickle
-import re
-import sys
-from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
 
-from diffvision.data.text.tiktokens import _name_bytes, convert_encoding
 from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = [
@@ -132,64 +127,3 @@ def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
         tokenizer.encode("half a pair: \ud800")
     with pytest.raises(ValueError, match="text not UTF-8: character 3"):
         train_tokenizer(["good", "ab\ud800c"], 300)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tiktoken's
-
-
-class Ranked:
-    """The part of a `tiktoken.Encoding` that is read here, encoding as tiktoken does: lowest rank first."""
-
-    name, eot_token = "ranked", 400
-
-    def __init__(self, tokenizer):
-        byte = {name: number for number, name in enumerate(_name_bytes())}
-        vocabulary = tokenizer._backend.get_vocab()
-        self._mergeable_ranks = {bytes(byte[c] for c in word): n - 1 for word, n in vocabulary.items() if n}
-        self._pat_str = r" ?\w+| ?[^\s\w]++|\s++$|\s+"
-        self._special_tokens = {END: 400, "<|other|>": 402}
-
-    def encode_ordinary(self, text):
-        pattern = re.compile(r" ?\w+| ?[^\s\w]+|\s+")
-        return [number for piece in pattern.findall(text) for number in self._merged(piece.encode())]
-
-    def _merged(self, piece):
-        ranks, parts = self._mergeable_ranks, [bytes([b]) for b in piece]
-        while True:
-            joined = [ranks.get(a + b, 10**9) for a, b in pairwise(parts)]
-            if not joined or min(joined) == 10**9:
-                return [ranks[part] for part in parts]
-            at = joined.index(min(joined))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-
-
-def test_tiktokens_encodings_are_converted_exactly(tokenizer, tmp_path):
-    ranked = Ranked(tokenizer)
-    made = Tokenizer(convert_encoding(ranked), END)
-    for text in (*TEXTS, "the the  thetext\n\n x = [1, 2]", f"a{END}b"):
-        assert made.encode(text) == ranked.encode_ordinary(text)
-        assert made.decode(made.encode(text)) == text
-    assert (made.eos_id, made.vocab_size) == (400, 403)
-    made.save(tmp_path)
-    assert load_tokenizer(tmp_path).fingerprint == made.fingerprint
-
-
-def test_an_encoding_that_differs_is_refused(tokenizer):
-    ranked = Ranked(tokenizer)
-    ranked.encode_ordinary = lambda text: []
-    with pytest.raises(ValueError, match="cannot be converted exactly"):
-        convert_encoding(ranked)
-
-
-def test_a_name_that_cannot_be_had_says_what_to_do(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ValueError, match="needs the package tiktoken"):
-        load_tokenizer("cl100k_base")
-
-    def get_encoding(name):
-        raise OSError("no network")
-
-    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding))
-    with pytest.raises(ValueError, match="tiktoken cannot get 'gpt2'"):
-        load_tokenizer("gpt2")
