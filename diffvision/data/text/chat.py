@@ -43,6 +43,7 @@ _LAYOUTS = (
 _SETTINGS = "chat_template_kwargs"
 CONTEXT = ("tools", "documents", "functions", _SETTINGS)
 """The keys of a row, beside its messages, that chat templates take."""
+_OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
 _LINKS = {("tool", "tool_call_id"), ("tool", "name")}  # (role, key) that a template may leave out: results follow calls
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
@@ -310,7 +311,8 @@ def read_turns(record: Any) -> Messages:
         answer = "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None
         turns = [{"role": "user", "content": row["problem"]}, {"role": ASSISTANT, "content": answer}]
     elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
-        turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key]}]
+        more = {key: row[key] for key in _OF_ANSWERS if row.get(key)}
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key], **more}]
     else:
         raise BadSample(f"a row of another layout: it needs {_LAYOUTS}")
     system = {"role": "system", "content": row.get("system")}
@@ -326,13 +328,13 @@ def read_context(record: Any) -> dict[str, Any]:
         BadSample: one of them is not JSON.
     """
     row = record if isinstance(record, dict) else {}
-    context = {key: row[key] for key in CONTEXT if row.get(key)}
-    for key, value in context.items():
-        context[key] = _record(value) if isinstance(value, str) else value
-    settings = context.pop(_SETTINGS, {})
+    given = {key: row[key] for key in CONTEXT if row.get(key)}
+    context = {key: _record(value) if isinstance(value, str) else value for key, value in given.items()}
+    settings = context.pop(_SETTINGS, None) or {}
     if not isinstance(settings, dict):
         raise BadSample(f"{_SETTINGS} is not a JSON object")
-    return {**settings, **context}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return settings | {key: value for key, value in context.items() if value}
 
 
 def write_conversations(
@@ -392,11 +394,11 @@ def refuse_unwritten(write: Write, messages: Messages, context: Mapping[str, Any
     for role, key in sorted(keys):
         without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in messages]
         if texts(without, context) == whole:
-            raise BadSample(f"{key!r} in a message of {role!r}, which the chat template does not write")
+            raise BadSample(f"{key[:40]!r} in a message of {role[:40]!r}, which the chat template does not write")
     for key in context:
         others = {k: v for k, v in context.items() if k != key}
         if texts(messages, others) == whole if key in CONTEXT else key not in template:
-            raise BadSample(f"{key!r} in a row, which the chat template does not use")
+            raise BadSample(f"{key[:40]!r} in a row, which the chat template does not use")
 
 
 def _record(row: str) -> Any:

@@ -214,7 +214,13 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
     with pytest.raises(BadSample, match=f"'{key}'"):
         chat.prompt(read_messages({layout: turns[:3]}), read_context(row))
     empty = {key: None, "tool_calls": [], "thinking": ""}
-    assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], "tools": None, "id": 3}))
+    row = {"tools": "[]", "documents": None, "chat_template_kwargs": {"enable_thinking": None}, "id": 3}
+    assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], **row}))
+
+
+def test_reasoning_beside_an_answer_is_the_answer_s():
+    row = {"prompt": "q", "response": "a", "reasoning_content": "so", "source": "x"}
+    assert read_messages(row)[1] == {"role": "assistant", "content": "a", "reasoning_content": "so"}
 
 
 def test_a_system_beside_messages_is_the_first_message():
