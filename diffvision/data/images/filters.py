@@ -1,4 +1,4 @@
-"""Which captions are packed, by length, repetition and language; and shards as images that can be packed again."""
+"""Which captions are packed, by length and repetition; and shards as images that can be packed again."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -28,16 +28,12 @@ class FilteredCaptions(Sequence):
     The arguments are those of `packing.make_folder`.
     """
 
-    def __init__(
-        self, captions: Sequence[Captions], words: Sequence[int] | None, max_repeats: int | None, language: str | None
-    ) -> None:
+    def __init__(self, captions: Sequence[Captions], words: Sequence[int] | None, max_repeats: int | None) -> None:
         if words is not None and (len(words) != 2 or not 0 <= words[0] <= words[1]):
             raise ValueError(f"words is {words}: write the least and the most, such as [3, 50]")
         if max_repeats is not None and max_repeats < 1:
             raise ValueError(f"max_repeats is {max_repeats}: it must be at least 1, for one image with each caption")
-        if language is not None and language not in (known := sorted(dict(_detector().rank("a")))):
-            raise ValueError(f"language is {language!r}: choose one of {', '.join(known)}")
-        self.captions, self.words, self.language = captions, words, language
+        self.captions, self.words = captions, words
         self.repeated = np.zeros(len(captions), dtype=bool)
         seen = Counter[tuple[int, ...]]()
         for row in track(range(len(captions) if max_repeats else 0), "comparing captions"):
@@ -63,16 +59,7 @@ class FilteredCaptions(Sequence):
         count = len(caption.split())
         if self.words is not None and not self.words[0] <= count <= self.words[1]:
             return "caption too short" if count < self.words[0] else "caption too long"
-        is_other = self.language is not None and _detector().classify(caption)[0] != self.language
-        return f"caption not in {self.language}" if is_other else ""
-
-
-def _detector() -> Any:
-    try:
-        import py3langid
-    except ImportError as error:
-        raise ValueError(f'language needs py3langid ({error}): pip install "diffvision[language-id]"') from None
-    return py3langid
+        return ""
 
 
 class ShardImages:

@@ -109,7 +109,6 @@ def make_folder(
     split: str | None = None,
     words: list[int] | None = None,
     max_repeats: int | None = None,
-    language: str | None = None,
     per_shard: int = 10_000,
     num_workers: int = 2,
 ) -> str:
@@ -125,7 +124,6 @@ def make_folder(
         split: train, validation or test, of a source that has splits; train by default.
         words: the least and the most words of a caption; images with others are left out and counted.
         max_repeats: images that may have the same caption; all by default, and 1 leaves duplicates out.
-        language: of captions, as py3langid has it (en); of a few words it is often mistaken.
         per_shard: samples per shard.
         num_workers: processes.
     """
@@ -134,10 +132,10 @@ def make_folder(
     else:
         images = find_images(source, split, table=captions, columns=columns)
         images = images if images.captions is None else images.by_image()
-    if words is not None or max_repeats is not None or language is not None:
+    if words is not None or max_repeats is not None:
         if images.captions is None:
-            raise ValueError(f"{images.source} has no captions: leave words, max_repeats and language out")
-        images = replace(images, captions=FilteredCaptions(images.captions, words, max_repeats, language))
+            raise ValueError(f"{images.source} has no captions: leave words and max_repeats out")
+        images = replace(images, captions=FilteredCaptions(images.captions, words, max_repeats))
     packed = pack(images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers)
     summary = f"{packed.summary()}\n  of {images.described}"
     if packed.several:

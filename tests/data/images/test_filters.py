@@ -1,6 +1,3 @@
-import sys
-from types import SimpleNamespace
-
 import pytest
 
 from diffvision.data import ShardSet
@@ -12,21 +9,12 @@ from tests.img2dataset_files import NOT_FOUND, jpeg, write_img2dataset
 
 CAPTIONS = ["a cat", "A  cat", "a dog on the grass", "ein Hund auf dem Gras", "", "cat", "a dog on the grass", "a Cat"]
 
-NONE = {"words": None, "max_repeats": None, "language": None}
+NONE = {"words": None, "max_repeats": None}
 
 
 @pytest.fixture
 def shards(tmp_path):
     return write_img2dataset(tmp_path / "cc", CAPTIONS, per_shard=3, failed={6: NOT_FOUND})
-
-
-@pytest.fixture
-def detector(monkeypatch):
-    """Stands in for py3langid, whose rank and classify it has."""
-    classify = lambda text: ("de" if "Hund" in text else "en", 1.0)  # noqa: E731
-    monkeypatch.setitem(
-        sys.modules, "py3langid", SimpleNamespace(classify=classify, rank=lambda _: [("en", 1), ("de", 0)])
-    )
 
 
 def kept(directory):
@@ -57,10 +45,9 @@ def test_shards_are_packed_again_with_their_bytes(shards, tmp_path):
         ),
         ({"max_repeats": 1}, ["a cat", *CAPTIONS[2:4], "cat"], {"caption repeated": 2}),
         ({"max_repeats": 2}, [*CAPTIONS[:4], "cat"], {"caption repeated": 1}),
-        ({"language": "en"}, [*CAPTIONS[:3], "cat", "a Cat"], {"caption not in en": 1}),
     ],
 )
-def test_each_filter_is_counted(settings, captions, reasons, shards, detector, tmp_path):
+def test_each_filter_is_counted(settings, captions, reasons, shards, tmp_path):
     summary = make_folder(tmp_path / "out", shards, num_workers=1, **settings)
     assert kept(tmp_path / "out") == captions
     for reason, count in reasons.items():
@@ -69,7 +56,7 @@ def test_each_filter_is_counted(settings, captions, reasons, shards, detector, t
 
 def test_captions_that_differ_in_marks_emoji_or_symbols_are_not_repeated(tmp_path):
     captions = ["लड़का", "लड़की", "🐶", "🐱", "C", "C++", "C#", "caf\u00e9", "cafe\u0301!"]
-    filtered = FilteredCaptions([(caption,) for caption in captions], None, 1, None)
+    filtered = FilteredCaptions([(caption,) for caption in captions], None, 1)
     assert filtered.repeated.tolist() == [False] * 8 + [True]
 
 
@@ -87,17 +74,11 @@ def test_an_image_keeps_its_captions_if_one_passes(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"words": [5, 2]}, {"words": [5]}, {"words": [-1, 2]}, {"max_repeats": 0}, {"language": "english"}],
+    [{"words": [5, 2]}, {"words": [5]}, {"words": [-1, 2]}, {"max_repeats": 0}],
 )
-def test_limits_that_cannot_be_are_refused(settings, detector):
+def test_limits_that_cannot_be_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         FilteredCaptions([], **NONE | settings)
-
-
-def test_without_the_detector_its_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "py3langid", None)
-    with pytest.raises(ValueError, match=r"diffvision\[language-id\]"):
-        FilteredCaptions([], **NONE | {"language": "en"})
 
 
 def test_images_with_labels_have_no_captions_to_filter(tmp_path):
@@ -107,12 +88,3 @@ def test_images_with_labels_have_no_captions_to_filter(tmp_path):
         make_folder(tmp_path / "out", tmp_path / "photos", words=[1, 2])
     (tmp_path / "photos" / "backup.tar").touch()  # next to images, it is no source
     assert make_folder(tmp_path / "out", tmp_path / "photos", num_workers=1).startswith("1 samples")
-
-
-def test_the_detector_tells_languages_apart():
-    pytest.importorskip("py3langid")
-    reason = FilteredCaptions([], **NONE | {"language": "en"})._reason
-    assert not reason("black and white photo of a cat")
-    assert [reason(text) for text in ("ein Hund auf dem Gras", "芝生の上の犬", "собака на траве")] == [
-        "caption not in en"
-    ] * 3
