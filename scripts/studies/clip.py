@@ -1,6 +1,6 @@
 """CLIP, DiffCLIP and their settings on emoji: trained on two vendors' pictures, tested on a third one's.
 
-    python scripts/studies/clip.py data --source data/emoji   # what `diffvision data make emoji` wrote, as tensors
+    python scripts/studies/clip.py data --source data/emoji   # what data/emoji.py wrote, as tensors
     python scripts/studies/clip.py grid                       # the runs, and what they cost
     python scripts/studies/clip.py tune                       # five learning rates a family, one seed
     python scripts/studies/clip.py train                      # fresh seeds
@@ -59,7 +59,7 @@ SPLITS = ("validation", "test")
 
 
 def make_data(source: Path, file: Path) -> None:
-    """Decode the folders that `diffvision data make emoji` wrote, and write them as one file."""
+    """Decode the folders that `data/emoji.py` wrote, and write them as one file."""
     train = read(source / "train")
     images = {"train": pixels(train)}
     content: dict[str, Any] = {"captions": [json.loads(sample["json"])["captions"] for sample in train]}

@@ -1,6 +1,6 @@
 """Loss of Transformer, V1 and V2 over parameters, tokens, FLOPs and seconds, on English text and documentation.
 
-    python scripts/studies/scaling.py data --source data/text   # what `diffvision data make text` wrote, as tokens
+    python scripts/studies/scaling.py data --source data/text   # what data/text.py wrote, as tokens
     python scripts/studies/scaling.py grid                      # the runs, and what they cost
     python scripts/studies/scaling.py tune                      # learning rates at two sizes, one seed
     python scripts/studies/scaling.py train                     # every size, with fresh seeds

@@ -2,7 +2,7 @@
 
 from textwrap import dedent
 
-from diffvision.lab.datasets.markup import html, pod, rst
+from markup import html, pod, rst
 
 RST = """\
 .. _library-cats:

@@ -1,4 +1,6 @@
-"""`text`: English from packages that anyone can install, as plain text; dictionaries, handbooks and manuals.
+"""English from packages that anyone can install, as plain text; dictionaries, handbooks and manuals.
+
+    python scripts/studies/data/text.py data/text --source packages,stdlib
 
 `SOURCES` has a row for each package. How markup becomes text is in `markup` and `dictionaries`. Nothing is downloaded:
 a folder is searched for what `apt-get install` or `dpkg-deb -x` has put there.
@@ -7,17 +9,18 @@ a folder is searched for what `apt-get install` or `dpkg-deb -x` has put there.
 import hashlib
 import os
 import sysconfig
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+import markup
+from dictionaries import dictd_entries, wordnet_entries
 from diffvision.data.made.corpus import Corpus, library_documents, split_of
 from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import natural
 from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_shards
-from diffvision.lab.datasets import markup
-from diffvision.lab.datasets.dictionaries import dictd_entries, wordnet_entries
 from diffvision.progress import track
 
 _PER_SHARD = 10_000
@@ -267,3 +270,10 @@ def _how_to_get(name: str = "gcide") -> str:
         f"`apt-get install {package}` and {name}, "
         f"or `apt-get download {package} && dpkg-deb -x {package}_*.deb FOLDER` and {name}=FOLDER"
     )
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(description=make_text.__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    parser.add_argument("--source", required=True)
+    print(make_text(**vars(parser.parse_args())))

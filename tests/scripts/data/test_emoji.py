@@ -10,13 +10,13 @@ import pytest
 import webdataset
 from PIL import Image
 
+import cutouts
+from cutouts import BACKGROUND, Rasteriser, paste
 from diffvision.data import EvaluationFolder
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import to_float
-from diffvision.lab.datasets import cutouts
-from diffvision.lab.datasets.cutouts import BACKGROUND, Rasteriser, paste
-from diffvision.lab.datasets.emoji import make_emoji
-from diffvision.lab.datasets.emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
+from emoji import make_emoji
+from emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
 
 TONES = ("1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF")
 
@@ -102,9 +102,7 @@ def openmoji(packages):
 @pytest.fixture(autouse=True)
 def some_for_validation(monkeypatch):
     """The emoji of the miniature that are for validation: what has a fire engine, and hearts."""
-    monkeypatch.setattr(
-        "diffvision.lab.datasets.emoji_table.held_out", lambda name, percent: name in ("1F9D1-1F692", "1F511", "1F499")
-    )
+    monkeypatch.setattr("emoji_table.held_out", lambda name, percent: name in ("1F9D1-1F692", "1F511", "1F499"))
 
 
 def read(folder):
@@ -219,7 +217,7 @@ def test_openmoji_is_a_second_style_to_train_on_and_a_third_to_test(openmoji, tm
         Image.new("RGB", (8, 8), colour).save(image, "PNG")
         return image.getvalue()
 
-    monkeypatch.setattr("diffvision.lab.datasets.emoji.find_rasteriser", lambda: Rasteriser("pencil 1", draw))
+    monkeypatch.setattr("emoji.find_rasteriser", lambda: Rasteriser("pencil 1", draw))
     assert "no OpenMoji" not in make_emoji(tmp_path / "made", openmoji)
     train = [json.loads(s["json"]) for s in read(tmp_path / "made" / "train")]
     # With the skin tones of two; the emoji for validation are trained on in this style alone.

@@ -1,4 +1,6 @@
-"""`emoji`: the same emoji in several styles, with names and keywords; one style is never trained on.
+"""The same emoji in several styles, with names and keywords; one style is never trained on.
+
+    python scripts/studies/data/emoji.py data/emoji --source FOLDER
 
 Noto's pictures are for training and Twemoji's for testing. Where OpenMoji is given, its coloured drawings are for
 training and its outlines for testing, but for outlines that two emoji share or that are drawn so in colour too. Flags
@@ -8,6 +10,7 @@ picture of them is in a test. Without OpenMoji their names are not trained on ei
 """
 
 import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.shards.writer import Sample, write_about, write_evaluation_split, write_shards
-from diffvision.lab.datasets.cutouts import (
+from cutouts import (
     BACKGROUND,
     SIZE,
     Rasteriser,
@@ -26,8 +28,9 @@ from diffvision.lab.datasets.cutouts import (
     write_retrieval,
     write_zero_shot,
 )
-from diffvision.lab.datasets.emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
+from diffvision.data.shards.writer import Sample, write_about, write_evaluation_split, write_shards
 from diffvision.progress import track
+from emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
 
 LICENCES = {"Noto": "Apache-2.0 (emoji.json: MIT)", "Twemoji": "CC-BY-4.0", "OpenMoji": "CC-BY-SA-4.0"}
 _VENDORS = {"Noto": "google", "Twemoji": "twitter"}
@@ -184,3 +187,11 @@ def _write_pairs(pairs: Iterable[tuple[str, Emoji, Emoji]], pictures: Pictures) 
             "1.txt": second.caption,
             "json": json.dumps({"kind": kind}),
         }
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser(description=make_emoji.__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    parser.add_argument("--source", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    print(make_emoji(**vars(parser.parse_args())))

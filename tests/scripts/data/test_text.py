@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from diffvision.data import ShardSet, make
+import text
+from diffvision.data import ShardSet
 from diffvision.data.check import check_shards
 from diffvision.data.made.corpus import split_of
 from diffvision.data.text.tokenize import documents_of
-from diffvision.lab.datasets import text
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def test_sources_are_named_with_or_without_a_path(packages, tmp_path, monkeypatc
         (library / f"module{n}.py").write_text(f"x = {n}\n")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
     file = packages / "usr/share/dictd/gcide.dict.dz"
-    assert make.make("text", str(tmp_path / "a"), source=f"stdlib, gcide={file}") == 0
+    text.make_text(tmp_path / "a", f"stdlib, gcide={file}")
     about = json.loads((tmp_path / "a/about.json").read_text())
     assert {name: facts["documents"] for name, facts in about["sources"].items()} == {"gcide": 60, "stdlib": 40}
-    make.make("text", str(tmp_path / "b"), source=f"gcide={packages},wordnet={packages / 'usr/share/wordnet'}")
+    text.make_text(tmp_path / "b", f"gcide={packages},wordnet={packages / 'usr/share/wordnet'}")
     assert json.loads((tmp_path / "b/about.json").read_text())["source"] == "gcide, wordnet"
     words = [
         [one for one in documents(tmp_path / name / "validation") if one.startswith("Word")] for name in ("a", "b")
@@ -98,7 +98,7 @@ def test_sources_are_named_with_or_without_a_path(packages, tmp_path, monkeypatc
 def test_what_is_not_there_is_answered_with_how_to_get_it(tmp_path, source, message):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=message):
-        make.make("text", str(tmp_path / "out"), source=source.replace("EMPTY", str(tmp_path / "empty")))
+        text.make_text(tmp_path / "out", source.replace("EMPTY", str(tmp_path / "empty")))
     assert not (tmp_path / "out").exists()
 
 
@@ -106,7 +106,7 @@ def test_too_little_text_for_a_split_is_said_before_anything_is_written(tmp_path
     write_dictd(tmp_path / "usr/share/dictd", [(["a"], "a\n")]).rename(tmp_path / "usr/share/dictd/gcide.dict.dz")
     (tmp_path / "usr/share/dictd/x.index").rename(tmp_path / "usr/share/dictd/gcide.index")
     with pytest.raises(ValueError, match=r"none of the documents in .* is"):
-        make.make("text", str(tmp_path / "out"), source=str(tmp_path))
+        text.make_text(tmp_path / "out", str(tmp_path))
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffvision.lab.datasets.dictionaries import dictd_entries, wordnet_entries
+from dictionaries import dictd_entries, wordnet_entries
 
 HEAD = "00-database-short\n   A dictionary\n\n"
 COAK = """\
