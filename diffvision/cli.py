@@ -65,7 +65,6 @@ COMMANDS = {
     "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
-    "data stats": Command("diffvision.data.make", "stats", "count and measure shards"),
 }
 # Plugins add commands, and replace commands that they extend with settings.
 for _name, _entry in entry_points("diffvision.commands").items():
@@ -79,7 +78,6 @@ TABLES = (
     "evaluate-language",
     "evaluate-vlm",
     "data check",
-    "data stats",
 )
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 

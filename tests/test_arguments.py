@@ -74,7 +74,7 @@ MISTAKES = {  # a command line, and what its error names
     "data make digits out --copies 0": "copies is 0",
     "data make folder out --source nowhere": "nowhere",
     "data check nowhere": "nowhere",
-    "data stats --bogus x": "--bogus",
+    "data check --bogus x": "--bogus",
     "evaluate-language diff-debug --tasks bogus": "bogus",
     "generate nomodel --prompt hi": "nomodel",
     "answer diff-debug nowhere.jsonl out": "nowhere.jsonl",

@@ -44,7 +44,7 @@ def test_an_unknown_command_is_named(capsys):
         (["fitt"], "no command 'fitt'; did you mean fit? See diffvision --help"),
         (["evalute", "--help"], "no command 'evalute'; did you mean evaluate? See diffvision --help"),
         (["data", "mke"], "no command 'data mke'; did you mean data make? See diffvision --help"),
-        (["data"], "data needs a command: make, check, tokenizer, tokenize, stats; see diffvision --help"),
+        (["data"], "data needs a command: make, check, tokenizer, tokenize; see diffvision --help"),
         (["qqq"], "no command 'qqq'; see diffvision --help"),
     ]:
         assert cli.main(words) == 2

@@ -477,7 +477,6 @@ def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
 def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
     directory = hostile_shards(tmp_path / "shards", trace, suffix)
     cli.main(["data", "check", str(directory), "--num_workers", "0"])
-    cli.main(["data", "stats", str(directory), "--num_workers", "0"])
     train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
     words = [str(directory), str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json"), "--max_bad_fraction=1"]
     assert cli.main(["data", "tokenize", *words, "--num_workers=0"]) == 0
@@ -563,7 +562,6 @@ def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
     tokens = [str(directory), str(root / "tokens"), str(root / "tokenizer.json"), "--max_bad_fraction=1"]
     before = {path for path in tmp_path.rglob("*") if path.parent != directory}
     cli.main(["data", "check", str(directory), "--num_workers", "0"])
-    cli.main(["data", "stats", str(directory), "--num_workers", "0"])
     cli.main(["data", "tokenize", *tokens, "--num_workers=0"])
     assert "root:" not in capsys.readouterr().out
     written = set(tmp_path.rglob("*")) - before

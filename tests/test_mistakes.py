@@ -26,7 +26,7 @@ MISTAKES = [
     ("doctor --verbose", "--verbose"),
     ("data make digits out --copis 3", "--copies"),
     ("data check x --num_wokers 3", "--num_workers"),
-    ("data stats x --workers 3", "--num_workers"),
+    ("data check x --workers 3", "--num_workers"),
     ("data tokenizer x y --vocab_sise 3", "--vocab_size"),
     ("data tokenize x y --tokenizer z", "source directory tokenizer"),
     ("evaluate CLIP-debug --data x --batchsize 3", "--batch_size"),

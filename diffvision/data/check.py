@@ -148,7 +148,7 @@ class _Reading:
         if self.kind is not None:
             self.kind.decode(reader.read(row))
         elif self.name in _LANGUAGE:
-            read_language(reader, row, reader.index.members(row), self.name)
+            _check_language(reader, row, reader.index.members(row), self.name)
         else:
             assert self.text is not None
             for document in self.text.documents(reader.read(row)):
@@ -404,13 +404,15 @@ def find_language(index: ShardIndex) -> str:
     return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
 
 
-def read_language(reader: ShardReader, row: int, names: list[str], kind: str) -> list[int]:
-    """Return the characters of each text member, or the tokens of the array."""
+def _check_language(reader: ShardReader, row: int, names: list[str], kind: str) -> None:
+    """Raise BadSample where the text members, or the array of tokens, cannot be used."""
     if not names:
         raise BadSample(f"missing {kind}")
     if kind == "tokens":
-        return [check_tokens(reader.read_member(row, MEMBER, sys.maxsize), reader.shard)]
-    return [check_document(reader.read_member(row, name, MAX_LINES_BYTES), name) for name in names]
+        check_tokens(reader.read_member(row, MEMBER, sys.maxsize), reader.shard)
+        return
+    for name in names:
+        check_document(reader.read_member(row, name, MAX_LINES_BYTES), name)
 
 
 def _no_tensor(image: Image) -> Tensor:

@@ -12,7 +12,7 @@ from diffvision.progress import track
 from diffvision.signatures import read_signature
 from diffvision.tables import show
 
-__all__ = ["check", "make", "stats", "tokenize", "tokenizer", "write_manifest"]
+__all__ = ["check", "make", "tokenize", "tokenizer", "write_manifest"]
 
 
 def write_manifest(directory: str | Path) -> None:
@@ -99,20 +99,6 @@ def check(
     checked = [{**vars(result), "ok": result.ok} for result in results]
     show(check_tables(results, source), data=checked)
     return 0 if all(result.ok for result in results) else 1
-
-
-def stats(source: str | list[str], num_workers: int = 2) -> int:
-    """Count and measure shards.
-
-    Args:
-        source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
-        num_workers: processes.
-    """
-    from diffvision.data.stats import shard_stats, stats_data, stats_table
-
-    measured = shard_stats(source, num_workers)
-    show(stats_table(measured, source), data=stats_data(measured))
-    return 0
 
 
 def tokenizer(

@@ -17,9 +17,8 @@ from PIL import Image
 from diffvision.data import ShardSet
 from diffvision.data.check import Keys, check_shards
 from diffvision.data.images.module import ImageLabelData, ImageTextData
-from diffvision.data.make import check, stats, write_manifest
-from diffvision.data.shards.writer import write_evaluation_split, write_shards, write_tar
-from diffvision.data.stats import shard_stats
+from diffvision.data.make import check, write_manifest
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from ranks import alive, until
 from tests.data.conftest import Corpus
 
@@ -129,27 +128,6 @@ def test_elongated_images_are_bad_here_as_in_training(corpus, tmp_path):
 def test_keys_that_come_twice_are_a_problem(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 10, change=lambda s: s | {"__key__": "same"})
     assert problems(source) == {"000000.tar": ["1 keys come more than once, first 'same': members apart?"]}
-
-
-def test_stats(shards, capsys, corpus):
-    (counts,) = shard_stats(shards.parent).values()
-    assert (counts.samples, counts.members) == (40, {"png": 40, "txt": 40, "cls": 40})
-    assert counts.sizes == {(2, 2): 40}
-    assert counts.modes == {"PNG RGB": 40}
-    assert sorted(counts.caption_lengths) == [8] * 10 + [9] * 30
-    assert counts.labels == dict.fromkeys(range(10), 4)
-    assert counts.bytes == sum(p.stat().st_size for p in shards.glob("*.tar"))
-    assert stats(str(shards.parent)) == 0
-    printed = capsys.readouterr().out
-    assert "PNG RGB 40" in printed
-    rows = {line.split("│")[1].strip() for line in printed.splitlines() if "│" in line}
-    assert rows >= {"samples", "width"}
-    assert not rows & {"texts", "tokens"}
-    with pytest.raises(ValueError, match=r"do not exist, first .*none"):
-        stats(str(shards / "none"))
-    (shards / "none").mkdir()
-    with pytest.raises(ValueError, match=r"no shards .* in or under"):
-        stats(str(shards / "none"))
 
 
 def tar(path, *samples):
@@ -279,18 +257,10 @@ def test_the_samples_of_an_evaluation_folder_are_read_as_evaluation_does(corpus,
     assert (result.read, result.bad) == ("retrieval", {"empty caption": 1})
 
 
-def test_what_the_index_cannot_read_is_counted_with_webdataset(shards, capsys):
+def test_what_the_index_cannot_read_is_counted_with_webdataset(shards):
     path = shards / "000001.tar"
     path.write_bytes(gzip.compress(path.read_bytes()))  # and its name does not say so
     assert "webdataset reads 10 samples: unpack it" in " ".join(problems(shards)["000001.tar"])
-    counted = shard_stats([str(path)])[shards]
-    assert (counted.samples, counted.damaged) == (10, 1)
-    assert counted.members == {"png": 10, "txt": 10, "cls": 10}
-
-
-def test_members_that_are_not_read_are_counted(tmp_path):
-    write_tar(tmp_path / "0.tar", [{"__key__": "0", "txt": "a b", "mp4": b"film"}])
-    assert shard_stats(tmp_path)[tmp_path].members == {"txt": 1, "mp4": 1}
 
 
 # ---- going on where a check was ------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from diffvision.data import ImageTextData, ShardSet
-from diffvision.data.check import check_shards, check_tables
+from diffvision.data.check import check_shards
 from diffvision.data.make import check
 from diffvision.data.shards.downloads import read_downloads
 from diffvision.data.shards.sources import Shard
-from diffvision.data.stats import shard_stats, stats_table
 from tests.img2dataset_files import NOT_FOUND, write_img2dataset
 
 FAILED = {3: NOT_FOUND, 4: "Image decoding error", **dict.fromkeys(range(20, 30), NOT_FOUND)}
@@ -32,14 +31,12 @@ def test_training_reads_them_in_place_and_says_what_failed(folder, caplog):
     assert len(list(loader)) == loader.report.seen == 23
 
 
-def test_check_and_stats_count_them(folder, capsys):
+def test_check_counts_them(folder, capsys):
     results = check_shards(folder, 0)
     assert all(result.ok for result in results)
     assert [result.downloads.failed.total() for result in results] == [2, 0, 10, 0]
     assert check(str(folder)) == 0
     assert "12 of 35" in capsys.readouterr().out
-    (stats,) = shard_stats(folder, 0).values()
-    assert (stats.samples, stats.downloads.urls, stats.downloads.failed[NOT_FOUND]) == (23, 35, 11)
 
 
 def test_a_shard_that_was_not_finished_is_a_problem(folder):
@@ -62,18 +59,6 @@ def test_a_shard_that_was_not_finished_is_a_problem(folder):
 def test_notes_that_are_none(text, tmp_path):
     (tmp_path / "0_stats.json").write_text(text, encoding="latin-1")
     assert read_downloads(Shard(str(tmp_path / "0.tar"))) is None
-
-
-def test_what_a_server_wrote_is_plain_text(tmp_path, capsys):
-    """Its markup stopped the table, and its control characters reached the terminal."""
-    folder = write_img2dataset(tmp_path / "cc", ["a", "b"], failed={1: "HTTP Error 999: [/red]\x1b[2J" + "x" * 999})
-    assert check_tables(check_shards(folder, 0), folder)
-    from rich.console import Console
-
-    Console(width=200).print(stats_table(shard_stats(folder, 0), folder))
-    out = capsys.readouterr().out
-    assert "[/red] [2J" in out
-    assert "\x1b" not in out
 
 
 def test_the_guide_converts_a_list(tmp_path, monkeypatch):
