@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.made import missing_data
+from diffvision.data.datasets import missing_data
 from diffvision.mistakes import is_missing
 from diffvision.opening.specs import check_spec, labelled
 from diffvision.signatures import read_names

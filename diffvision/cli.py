@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 def _make(argv: list[str]) -> int:
     from textwrap import fill
 
-    from diffvision.data.made import datasets
+    from diffvision.data.datasets import datasets
     from diffvision.mistakes import see_help
     from diffvision.signatures import read_signature
 
@@ -210,7 +210,7 @@ def _command(name: str, args: list[str]) -> Any:
 
 def command_names() -> list[str]:
     """Return the names of all commands, `data make` once for each dataset."""
-    from diffvision.data.made import datasets
+    from diffvision.data.datasets import datasets
 
     made = [f"{MAKE} {name}" for name in datasets()]
     return [one for name in COMMANDS for one in (made if name == MAKE else [name])]

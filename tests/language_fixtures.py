@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.data.made.needle_text import FORMS
+from diffvision.data.datasets.needle_text import FORMS
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.nn import build_attention

@@ -19,7 +19,7 @@ import yaml
 from img2dataset_files import jpeg
 from PIL import Image
 
-from diffvision.data.published.mmvp import PATTERNS
+from diffvision.data.datasets.mmvp import PATTERNS
 from diffvision.data.shards.writer import write_evaluation_split
 from diffvision.evaluation.imagenet import imagenet_names
 

@@ -65,7 +65,7 @@ def test_ctrl_c_is_one_line(capsys, tmp_path, monkeypatch):
         (tmp_path / "out").mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("diffvision.data.made.corpus.make_stdlib", stopped)
+    monkeypatch.setattr("diffvision.data.datasets.stdlib.make_stdlib", stopped)
     out = str(tmp_path / "out")
     assert cli.main(["data", "make", "stdlib", out]) == 130
     line = f"diffvision: interrupted; {out} is incomplete: remove it and make it again\n"

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from diffvision.cli import main
-from diffvision.data.made.digits import make_digits
+from diffvision.data.datasets.digits import make_digits
 from diffvision.models import language
 from diffvision.training.fit import FitCLI, fit
 from diffvision.training.settings import check

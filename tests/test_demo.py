@@ -10,8 +10,8 @@ import yaml
 
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.images import ImageAttention, Retrieved
-from diffvision.data.made import digits
-from diffvision.data.made.digits import combinations
+from diffvision.data.datasets import digits
+from diffvision.data.datasets.digits import combinations
 from diffvision.demo import demo, images, report, runs
 from diffvision.demo.pictures import ModelExamples
 from diffvision.training.clip import ContrastiveModule

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from diffvision import cli
 from diffvision.data import ShardSet
-from diffvision.data.made.digits import png
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import scan, shard_index
 from diffvision.data.shards.sources import Shard, find_shards

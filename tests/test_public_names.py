@@ -20,7 +20,7 @@ import pytest
 import timm
 
 import diffvision
-from diffvision.data.made import datasets
+from diffvision.data.datasets import datasets
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.models.names import recorded

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.made import datasets
+from diffvision.data.datasets import datasets
 from diffvision.data.shards.sample import BadSource
 from diffvision.mistakes import did_you_mean
 from diffvision.progress import track
@@ -26,7 +26,7 @@ def make(name: str, directory: str | Path, **options: Any) -> int:
     """Write a dataset as WebDataset shards with a manifest (`arithmetic`: as JSON lines), and print what it has.
 
     Args:
-        name: of the dataset, in `diffvision.data.made.datasets()`.
+        name: of the dataset, in `diffvision.data.datasets.datasets()`.
         directory: the folder to write; it must have no shards yet.
         options: of the dataset; `diffvision data make NAME --help` has them.
 

@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 
 from diffvision.analysis.page import Section
+from diffvision.data.datasets.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.made.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.demo.images_page import page
 from diffvision.demo.pictures import collect_examples
 from diffvision.demo.report import Run, comparison

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from diffvision.data.datasets.digits import WITH_COLOURS, caption, draw, load_split
+from diffvision.data.datasets.scenes import compose, draw_scene
 from diffvision.data.images.decode import decode_image
-from diffvision.data.made.digits import WITH_COLOURS, caption, draw, load_split
-from diffvision.data.made.scenes import compose, draw_scene
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.tokenizers import check_text
 from diffvision.evaluation.language.needle import needle_samples, start_tokens

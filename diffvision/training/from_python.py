@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from diffvision.data.made import missing_data
+from diffvision.data.datasets import missing_data
 from diffvision.training.recipes import recipe, resolve_recipes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import Namespace, get_loader
 
 from diffvision.allow import Parser, limit_imports, without_class
-from diffvision.data.made import missing_data
+from diffvision.data.datasets import missing_data
 from diffvision.jsonargparse_internals import check_import, require
 from diffvision.mistakes import Mistake, did_you_mean, is_missing, see_help
 from diffvision.models.names import host_names, unknown_model

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from diffvision.analysis import layer_maps
 from diffvision.analysis.maps import find_patches
-from diffvision.data.made.digits import load_split
+from diffvision.data.datasets.digits import load_split
 from photographs import PATCH, SIZE, TEST_SEED, DigitsOnPhotographs, covered, lay_over, load, train
 
 SEED, SHOWN, EPOCHS, MEASURED = 0, 0, 14, 48

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, Dataset
 import diffvision  # noqa: F401  registers the models
 from diffvision.analysis import layer_maps, patch_maps
 from diffvision.analysis.figures.style import scale
-from diffvision.data.made.digits import load_split
-from diffvision.data.made.drawings import Drawings
+from diffvision.data.datasets.digits import load_split
+from diffvision.data.datasets.drawings import Drawings
 from diffvision.training import ClassificationModule, OptimizerSettings
 
 SIZE, PATCH = 80, 8

@@ -96,7 +96,7 @@ def write_merges(vocabulary: int = 640) -> None:
     """Write byte-pair merges of the training captions of the digits, as OpenCLIP's SimpleTokenizer reads them."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    from diffvision.data.made import digits
+    from diffvision.data.datasets import digits
 
     templates = [*digits.DIGIT_ONLY, *digits.WITH_COLOURS]
     captions = [digits.caption(one, *facts) for one in templates for facts in digits.combinations()]

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from diffvision.analysis.figures.style import COLOURS as COLOUR_TABLE
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
-from diffvision.data.made.drawings import with_article
-from diffvision.data.made.fashion import WORDS, load_splits
-from diffvision.data.made.scenes import BACKGROUNDS, COLOURS
+from diffvision.data.datasets.drawings import with_article
+from diffvision.data.datasets.fashion import WORDS, load_splits
+from diffvision.data.datasets.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
+from diffvision.data.datasets.scenes import BACKGROUNDS, COLOURS
 from diffvision.evaluation.retrieval import recalls
-from diffvision.lab.datasets.fashion_scenes import BACKGROUND_TEMPLATES, COLOUR_TEMPLATES, KIND_TEMPLATES, Scenes
 from grid import Grid, Run, run_study, spread
 from small_clip import Captions, SmallClip, Towers, pixels
 

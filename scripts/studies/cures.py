@@ -51,8 +51,8 @@ from torch import Tensor
 import clip
 from clip import PRIMARY, Data
 from diffvision.analysis.capture import Call, captured
-from diffvision.data.made.fashion import load_splits
-from diffvision.lab.datasets.fashion_scenes import Scenes
+from diffvision.data.datasets.fashion import load_splits
+from diffvision.data.datasets.fashion_scenes import Scenes
 from grid import Grid, Numbers, Run, contrasts, differences, processor, processor_folder, spread
 from small_clip import SmallClip, Towers
 

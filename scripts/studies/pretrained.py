@@ -37,7 +37,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from diffvision import adapt
-from diffvision.data.made.fashion import load_splits
+from diffvision.data.datasets.fashion import load_splits
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import documents_of

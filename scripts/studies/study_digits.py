@@ -37,7 +37,7 @@ from open_clip.transform import AugmentationCfg, image_transform
 from PIL import Image
 
 import diffvision
-from diffvision.data.made.digits import WORDS, make_digits
+from diffvision.data.datasets.digits import WORDS, make_digits
 from diffvision.demo.images import COLUMNS, MODELS, parts_right
 from diffvision.evaluation.composition import selection_accuracy
 from diffvision.evaluation.retrieval import recalls

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms.functional import gaussian_blur
 
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
-from diffvision.data.made.fashion import load_splits
+from diffvision.data.datasets.fashion import load_splits
 from diffvision.training.optim import param_groups
 from grid import Grid, Run, differences, run_study
 

@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffvision.data.made.scenes_vqa import DESCRIBE
+from diffvision.data.datasets.scenes_vqa import DESCRIBE
 from diffvision.evaluation.samples import means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 from diffvision.evaluation.vision_language.pope import pope

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import LlavaImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 from diffvision.data.conversations import Conversation, VisionLanguageData, read_conversation, read_row
-from diffvision.data.made.scenes_vqa import make_scenes_vqa
+from diffvision.data.datasets.scenes_vqa import make_scenes_vqa
 from diffvision.data.shards.report import BadDataError
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards

@@ -13,9 +13,9 @@ import open_clip
 import pytest
 import torch
 
+from diffvision.data.datasets import digits
+from diffvision.data.datasets.digits import load_split, make_digits
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.made import digits
-from diffvision.data.made.digits import load_split, make_digits
 from diffvision.evaluation import cache as caching
 from diffvision.evaluation import evaluate, features, run
 from diffvision.evaluation.cache import Cache, files_digest, in_pieces, model_digest

@@ -13,8 +13,8 @@ from torch import nn
 
 import diffvision
 from diffvision import cli
+from diffvision.data.datasets.digits import png
 from diffvision.data.images.folders import ImageEvaluationFolder
-from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
 from diffvision.evaluation import command
 from diffvision.models.architecture import architecture

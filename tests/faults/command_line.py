@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 
 from diffvision import cli
-from diffvision.data.made.digits import png
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_manifest, write_tar
 
 SHARDS, EACH = 8, 16

@@ -13,7 +13,7 @@ import open_clip
 import torch
 from safetensors.torch import save_file
 
-from diffvision.data.made.digits import png
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_tar
 
 

@@ -27,7 +27,7 @@ import seeds
 import small_language
 import vision
 from common_mode import COLOURS, FACTORS, Data
-from diffvision.lab.datasets.arithmetic import make_arithmetic
+from diffvision.data.datasets.arithmetic import make_arithmetic
 from diffvision.nn import ATTENTION
 from grid import Difference, Grid, Run, best_rate, contrasts, holm
 

@@ -27,7 +27,7 @@ import bench_step
 import benchmark
 import machine
 from attention_ways import Shape, inputs_of
-from diffvision.data.made.digits import png
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_shards
 from diffvision.nn import DiffAttention
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diffvision.cli import main
-from diffvision.data.made.digits import png
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.mistakes import Mistake
 from diffvision.models.threads import VARIABLES, few_threads

@@ -8,8 +8,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 import diffvision
+from diffvision.data.datasets.digits import png
 from diffvision.data.images.module import ImageLabelData
-from diffvision.data.made.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
 from diffvision.mistakes import Mistake
 from diffvision.training import fit as command

@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import tiny_runs
 from diffvision.cli import main
-from diffvision.data.made.digits import png
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.data.text.tokens import TokenAccount
 from diffvision.models.bundled import WEIGHTS

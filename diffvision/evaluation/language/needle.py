@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffvision.data.made.needle_text import Form, NeedleText, as_form, compose_to_length
+from diffvision.data.datasets.needle_text import Form, NeedleText, as_form, compose_to_length
 from diffvision.evaluation.language.scoring import Progress, greedy_matches, unseen
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

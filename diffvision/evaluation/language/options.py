@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffvision.data.made.needle_text import FORMS
+from diffvision.data.datasets.needle_text import FORMS
 from diffvision.data.shards.report import Limits
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from diffvision.analysis.figures import language as figures
-from diffvision.data.made.needle_text import FORMS, Form, sentences_of
+from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import model_digest
 from diffvision.evaluation.language.documents import Reading, read_texts

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from diffvision.data.made.needle_text import Form, as_form
+from diffvision.data.datasets.needle_text import Form, as_form
 
 
 def training_documents(

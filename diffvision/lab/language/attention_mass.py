@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
-from diffvision.data.made.needle_text import Form
+from diffvision.data.datasets.needle_text import Form
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, device_of, unseen
 from diffvision.models.modes import evaluating

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffvision.data.made.needle_text import Form, as_form
+from diffvision.data.datasets.needle_text import Form, as_form
 from diffvision.evaluation.language.needle import DEPTHS, needle_samples
 from diffvision.evaluation.language.scoring import Progress, device_of, unseen
 from diffvision.lab.language.recall_errors import ANSWERS, answers

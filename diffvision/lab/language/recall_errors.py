@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from diffvision.data.made.needle_text import Form, as_form
+from diffvision.data.datasets.needle_text import Form, as_form
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.records import fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.made.corpus import held_out
+from diffvision.data.datasets.stdlib import held_out
 from diffvision.data.shards.sample import BadSource
 
 PACKAGES = {"Noto": "emoji-datasource-google", "Twemoji": "emoji-datasource-twitter", "OpenMoji": "openmoji"}

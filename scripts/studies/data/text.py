@@ -17,7 +17,7 @@ from pathlib import Path
 
 import markup
 from dictionaries import dictd_entries, wordnet_entries
-from diffvision.data.made.corpus import Corpus, library_documents, split_of
+from diffvision.data.datasets.stdlib import Corpus, library_documents, split_of
 from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import natural
 from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_shards

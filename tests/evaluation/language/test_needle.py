@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from diffvision.data.made.needle_text import (
+from diffvision.data.datasets.needle_text import (
     FORMS,
     compose,
     compose_to_length,

@@ -14,7 +14,7 @@ from PIL import Image
 from diffvision.analysis.figures import COLOURS, png
 from diffvision.analysis.figures import language as figures
 from diffvision.data import BadDataError, ShardSet
-from diffvision.data.made.needle_text import FORMS, compose_to_length
+from diffvision.data.datasets.needle_text import FORMS, compose_to_length
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards

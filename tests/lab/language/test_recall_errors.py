@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffvision.data.made.needle_text import FORMS
+from diffvision.data.datasets.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
 from diffvision.evaluation.language.needle import needle, needle_samples
 from diffvision.lab.language.lookback import lookback

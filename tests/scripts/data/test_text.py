@@ -7,7 +7,7 @@ import pytest
 import text
 from diffvision.data import ShardSet
 from diffvision.data.check import check_shards
-from diffvision.data.made.corpus import split_of
+from diffvision.data.datasets.stdlib import split_of
 from diffvision.data.text.tokenize import documents_of
 
 

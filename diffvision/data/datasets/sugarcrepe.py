@@ -9,7 +9,7 @@ here.
 
 from pathlib import Path
 
-from diffvision.data.published.cases import Folder, Images, composition, file_in, folder_of, read_rows, write_folders
+from diffvision.data.datasets.cases import Folder, Images, composition, file_in, folder_of, read_rows, write_folders
 
 KINDS = ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
 _LAYOUT = f"SugarCrepe's folder data has {', '.join(f'{kind}.json' for kind in KINDS)}"

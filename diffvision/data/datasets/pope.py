@@ -14,8 +14,8 @@ its numbers are not those of POPE's tables. There is a folder for each file, nam
 import re
 from pathlib import Path
 
+from diffvision.data.datasets.cases import Folder, Images, folder_of, objects, read_rows, write_folders
 from diffvision.data.images.folders import TEMPLATES
-from diffvision.data.published.cases import Folder, Images, folder_of, objects, read_rows, write_folders
 from diffvision.data.shards.sample import BadSource
 
 _QUESTION = re.compile(r"Is there an? (.+) in the iman?ge\?")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw
 
-from diffvision.data.made.drawings import Drawings, png, shade, with_article
+from diffvision.data.datasets.drawings import Drawings, png, shade, with_article
 
 SIZE = 64
 COLOURS = {

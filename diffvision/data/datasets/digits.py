@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from diffvision.data.made.drawings import Drawings, png, shade, with_article
+from diffvision.data.datasets.drawings import Drawings, png, shade, with_article
 from diffvision.data.shards.writer import Sample, refuse_existing, write_evaluation_split, write_shards
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

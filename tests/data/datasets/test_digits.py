@@ -8,10 +8,8 @@ import webdataset
 from PIL import Image
 
 from diffvision.data import EvaluationFolder, find_folders
-from diffvision.data.images.decode import decode_image
-from diffvision.data.images.module import to_float
-from diffvision.data.made import digits
-from diffvision.data.made.digits import (
+from diffvision.data.datasets import digits
+from diffvision.data.datasets.digits import (
     DIGIT_ONLY,
     INK,
     PAPER,
@@ -23,7 +21,9 @@ from diffvision.data.made.digits import (
     load_split,
     make_digits,
 )
-from diffvision.data.made.scenes import LAYOUTS, Scene, compose, draw_scene
+from diffvision.data.datasets.scenes import LAYOUTS, Scene, compose, draw_scene
+from diffvision.data.images.decode import decode_image
+from diffvision.data.images.module import to_float
 
 
 def samples_of(directory):

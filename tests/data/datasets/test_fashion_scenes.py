@@ -12,12 +12,12 @@ from fashion_files import write_miniature
 from PIL import Image
 
 from diffvision.data import EvaluationFolder
+from diffvision.data.datasets import fashion_scenes
+from diffvision.data.datasets.fashion import WORDS, load_splits
+from diffvision.data.datasets.fashion_scenes import COMPOSITION, KIND_TEMPLATES, PAIRS, make_fashion_scenes
+from diffvision.data.datasets.scenes import BACKGROUNDS, COLOURS, LAYOUTS, Scene, draw_scene
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import to_float
-from diffvision.data.made.fashion import WORDS, load_splits
-from diffvision.data.made.scenes import BACKGROUNDS, COLOURS, LAYOUTS, Scene, draw_scene
-from diffvision.lab.datasets import fashion_scenes
-from diffvision.lab.datasets.fashion_scenes import COMPOSITION, KIND_TEMPLATES, PAIRS, make_fashion_scenes
 
 EVALUATED = 40
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffvision.data.made.drawings import Drawings, png, with_article
+from diffvision.data.datasets.drawings import Drawings, png, with_article
 from diffvision.data.shards.writer import (
     Sample,
     refuse_existing,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.published.cases import (
+from diffvision.data.datasets.cases import (
     Folder,
     Images,
     checked_rows,

@@ -14,9 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.made.drawings import with_article
-from diffvision.data.made.fashion import LICENCE, ORIGIN, WORDS, Garments, load_splits
-from diffvision.data.made.scenes import BACKGROUNDS, BY_NUMBER, COLOURS, Scene, compose, draw_scene, key, render_scene
+from diffvision.data.datasets.drawings import with_article
+from diffvision.data.datasets.fashion import LICENCE, ORIGIN, WORDS, Garments, load_splits
+from diffvision.data.datasets.scenes import (
+    BACKGROUNDS,
+    BY_NUMBER,
+    COLOURS,
+    Scene,
+    compose,
+    draw_scene,
+    key,
+    render_scene,
+)
 from diffvision.data.shards.writer import (
     Sample,
     refuse_existing,

@@ -11,10 +11,10 @@ from PIL import Image
 from pyarrow import parquet
 
 from diffvision.data import find_folders, make
-from diffvision.data.published.mmvp import PATTERNS, make_mmvp
-from diffvision.data.published.pope import make_pope
-from diffvision.data.published.sugarcrepe import KINDS, make_sugarcrepe
-from diffvision.data.published.winoground import make_winoground
+from diffvision.data.datasets.mmvp import PATTERNS, make_mmvp
+from diffvision.data.datasets.pope import make_pope
+from diffvision.data.datasets.sugarcrepe import KINDS, make_sugarcrepe
+from diffvision.data.datasets.winoground import make_winoground
 
 
 def picture(path, seed=0, size=(9, 7)):

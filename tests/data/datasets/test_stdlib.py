@@ -4,7 +4,7 @@ import pytest
 
 from diffvision.data import ShardSet, make
 from diffvision.data.check import check_shards
-from diffvision.data.made.corpus import make_stdlib, split_of
+from diffvision.data.datasets.stdlib import make_stdlib, split_of
 from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
 from diffvision.data.text.tokenizers import END, load_tokenizer, train_tokenizer

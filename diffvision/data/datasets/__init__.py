@@ -1,4 +1,4 @@
-"""The table of the datasets that `diffvision data make` writes; the modules here need no download."""
+"""The table of the datasets that `diffvision data make` writes, and a module for each; none downloads anything."""
 
 import inspect
 from pathlib import Path
@@ -6,30 +6,32 @@ from pathlib import Path
 from diffvision.plugins import entry_points
 from diffvision.signatures import read_signature
 
-__all__ = ["MADE", "datasets", "missing_data"]
+__all__ = ["DATASETS", "datasets", "missing_data"]
 
 GROUP = "diffvision.datasets"
 
-MADE = {
-    "digits": "diffvision.data.made.digits:make_digits",
-    "fashion": "diffvision.data.made.fashion:make_fashion",
-    "scenes-vqa": "diffvision.data.made.scenes_vqa:make_scenes_vqa",
-    "stdlib": "diffvision.data.made.corpus:make_stdlib",
+DATASETS = {
+    "digits": "diffvision.data.datasets.digits:make_digits",
+    "fashion": "diffvision.data.datasets.fashion:make_fashion",
+    "fashion-scenes": "diffvision.data.datasets.fashion_scenes:make_fashion_scenes",
+    "scenes-vqa": "diffvision.data.datasets.scenes_vqa:make_scenes_vqa",
+    "arithmetic": "diffvision.data.datasets.arithmetic:make_arithmetic",
+    "stdlib": "diffvision.data.datasets.stdlib:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
     "llava": "diffvision.data.llava:make_llava",
     "evaluation": "diffvision.data.images.packing:make_evaluation",
-    "mmvp": "diffvision.data.published.mmvp:make_mmvp",
-    "sugarcrepe": "diffvision.data.published.sugarcrepe:make_sugarcrepe",
-    "winoground": "diffvision.data.published.winoground:make_winoground",
-    "pope": "diffvision.data.published.pope:make_pope",
+    "mmvp": "diffvision.data.datasets.mmvp:make_mmvp",
+    "sugarcrepe": "diffvision.data.datasets.sugarcrepe:make_sugarcrepe",
+    "winoground": "diffvision.data.datasets.winoground:make_winoground",
+    "pope": "diffvision.data.datasets.pope:make_pope",
 }
 """name -> module:function. The function takes the directory to write and the dataset's options, which are the options
 of `diffvision data make NAME`, and returns what it wrote as a text or None. Its docstring is the help."""
 
 
 def datasets() -> dict[str, str]:
-    """Return `MADE`, followed by the datasets of the lab and of other packages: the entry points of `GROUP`."""
-    return {**MADE, **{name: entry.value for name, entry in entry_points(GROUP).items() if name not in MADE}}
+    """Return `DATASETS`, followed by the datasets of the lab and of other packages: the entry points of `GROUP`."""
+    return {**DATASETS, **{name: entry.value for name, entry in entry_points(GROUP).items() if name not in DATASETS}}
 
 
 def missing_data(name: str, path: str) -> FileNotFoundError:

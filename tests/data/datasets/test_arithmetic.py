@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 
 from diffvision.cli import main
-from diffvision.lab.datasets.arithmetic import make_arithmetic
-from diffvision.lab.datasets.arithmetic_text import all_names, compose
+from diffvision.data.datasets.arithmetic import make_arithmetic
+from diffvision.data.datasets.arithmetic_text import all_names, compose
 
 SENTENCE = re.compile(
     r"(?P<name>\w+) has (?:(?P<number>\d+) )?(?:(?P<how>more|fewer|times as many) )?(?:as many )?(?P<thing>[a-z]+)"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from diffvision.data.datasets.arithmetic_text import LEAST_HIGHEST, MOST_PEOPLE, all_names, compose
 from diffvision.data.shards.writer import write_about, write_lines
-from diffvision.lab.datasets.arithmetic_text import LEAST_HIGHEST, MOST_PEOPLE, all_names, compose
 from diffvision.progress import track
 
 MORE_STEPS = 3

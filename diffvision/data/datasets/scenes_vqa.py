@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from diffvision.data.made.drawings import Drawings, with_article
-from diffvision.data.made.scenes import COLOURS, Scene, compose, draw_scene
+from diffvision.data.datasets.drawings import Drawings, with_article
+from diffvision.data.datasets.scenes import COLOURS, Scene, compose, draw_scene
 from diffvision.data.shards.writer import Sample, refuse_existing, write_lines, write_shards
 from diffvision.progress import track
 

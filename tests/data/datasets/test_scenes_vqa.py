@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import webdataset
 
+from diffvision.data.datasets.scenes import COLOURS, LAYOUTS
+from diffvision.data.datasets.scenes_vqa import DESCRIBE, HELD_OUT, SHAPES, draw_shapes, make_scenes_vqa
 from diffvision.data.images.decode import decode_image
-from diffvision.data.made.scenes import COLOURS, LAYOUTS
-from diffvision.data.made.scenes_vqa import DESCRIBE, HELD_OUT, SHAPES, draw_shapes, make_scenes_vqa
 from diffvision.data.make import make
 
 SCENES, EVALUATED = 400, 90

@@ -9,9 +9,9 @@ from fashion_files import write_idx, write_miniature
 from PIL import Image
 
 from diffvision.data import EvaluationFolder
+from diffvision.data.datasets.fashion import CAPTIONS, TEMPLATES, WORDS, load_splits, make_fashion
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.module import to_float
-from diffvision.data.made.fashion import CAPTIONS, TEMPLATES, WORDS, load_splits, make_fashion
 from diffvision.data.make import make
 
 

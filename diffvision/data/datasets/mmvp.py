@@ -14,7 +14,7 @@ import csv
 from io import StringIO
 from pathlib import Path
 
-from diffvision.data.published.cases import Case, Folder, Images, file_in, folder_of, pair, write_folders
+from diffvision.data.datasets.cases import Case, Folder, Images, file_in, folder_of, pair, write_folders
 from diffvision.files import decoded
 
 PATTERNS = {

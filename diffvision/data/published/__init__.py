@@ -1,1 +1,0 @@
-"""Published evaluation sets, from the files that their authors distribute to evaluation folders: a module for each."""
