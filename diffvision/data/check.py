@@ -39,7 +39,6 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
-from diffvision.data.shards.downloads import Downloads, read_downloads
 from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.sample import BadSample, Members, SampleKind
@@ -68,7 +67,6 @@ class ShardCheck:
     problems: list[str] = field(default_factory=list)  # of the shard as a whole
     bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
     examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
-    downloads: Downloads | None = None  # img2dataset's notes
     noted: bool = False  # by an earlier check, of the same file
 
     @property
@@ -173,7 +171,6 @@ class _Job:
     shard: Shard
     problem: str = ""
     reading: _Reading | None = None
-    downloads: Downloads | None = None
     settings: str = ""
     recheck: bool = False
 
@@ -213,13 +210,10 @@ def check_shards(
     for directory, shards in list_directories(source).items():
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
-        downloads = [read_downloads(shard) for shard in shards]
-        for shard, noted in zip(shards, downloads, strict=True):
+        for shard in shards:
             problem = "not in the manifest" if listed and shard.name not in listed else ""
-            if noted is None and any(downloads):
-                problem = "no _stats.json: img2dataset did not finish this shard; run its command again"
             settings = "" if reading.kind is None or shard.remote else repr([reading.name, keys])
-            jobs.append(_Job(shard, problem, reading, noted, settings, recheck))
+            jobs.append(_Job(shard, problem, reading, settings, recheck))
         jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
     return list(run_in_parallel(_check, jobs, num_workers, "checking"))
 
@@ -270,12 +264,6 @@ def _list_absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Jo
     names = {shard.name for shard in shards}
     absent = [Shard(str(directory / name)) for name in listed if name not in names]
     jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
-    for note in sorted(directory.glob("*_stats.json")):
-        shard = Shard(str(note)[: -len("_stats.json")] + ".tar")
-        if shard.name not in {*names, *listed} and read_downloads(shard):
-            jobs.append(
-                _Job(shard, f"img2dataset finished it, but it is not there: remove {note.name} and run it again")
-            )
     count = directory / "nshards.txt"
     number = (read_small_file(directory, count.name) or "").strip()
     if count.is_file() and number != str(len(shards)):
@@ -324,10 +312,7 @@ def _check(job: _Job) -> ShardCheck:
             fields = {name: getattr(result, name) for name in ("read", "samples", "good", "bad", "examples")}
             with suppress(OSError):  # it is gone now
                 write_note(path, _NOTE, since, json.dumps({"of": of, **fields}))
-    if job.reading is not None and job.downloads is not None and job.downloads.samples != result.samples:
-        result.problems.append(f"{result.samples} samples, img2dataset noted {job.downloads.samples}")
     result.problems[:0] = [job.problem] if job.problem else []
-    result.downloads = job.downloads
     return result
 
 
@@ -430,16 +415,13 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
     totals = Table(title=f"{source}")
     if noted := sum(result.noted for result in results):
         totals.caption = f"{noted:,} of {len(results):,} shards unchanged since an earlier check"
-    has_downloads = any(result.downloads for result in results)
-    for column in ("directory", "read", "shards", "samples", "good", "bad", *["failed URLs"] * has_downloads):
+    for column in ("directory", "read", "shards", "samples", "good", "bad"):
         totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
     for part in sorted({result.path.parent for result in results}):
         shards = [result for result in results if result.path.parent == part]
         sums = (sum(r.samples for r in shards), sum(r.good for r in shards), sum(r.bad.total() for r in shards))
         read = ", ".join(dict.fromkeys(r.read for r in shards if r.read))
-        downloads = sum((r.downloads for r in shards if r.downloads), Downloads())
-        failed = [f"{downloads.failed.total():,} of {downloads.urls:,}"] * has_downloads
-        totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums), *failed)
+        totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums))
     problems = Table("shard", "problem", "samples", "first", title="problems")
     for result in results:
         for problem in result.problems:

@@ -37,7 +37,6 @@ from diffvision.data.images.samples import (
 )
 from diffvision.data.images.sources import Reads, find_images, is_image_source, name_classes
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.downloads import sum_downloads
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
@@ -90,10 +89,7 @@ class _ImageData(LoaderData):
         return self.read_training(source, make_kind(source))
 
     def _open_shards(self, source: str | list[str], split: str) -> ShardSet:
-        shards = ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
-        if (downloads := sum_downloads(shards.shards)) is not None:
-            rank_zero_info(f"{source}: {downloads.summary()}")
-        return shards
+        return ShardSet(split_shards(source, split), ShardCache(max_bytes=self.cache_bytes))
 
     def _image_member(self, name: str) -> ImageMember:
         """Return what reads images by `transform` or `eval_transform`; the trainer's training batches are uint8."""

@@ -1,6 +1,6 @@
 """Files at URLs, through fsspec: read within time limits, and again after failures, for a limited time.
 
-`redirects` decides which redirects are followed; `cache` keeps whole shards on disk.
+`cache` keeps whole shards on disk.
 """
 
 import logging
@@ -128,8 +128,6 @@ def patiently(attempt: Callable[[float], Any], location: str, patience: Patience
             return attempt(deadline)
         except Exception as error:
             pause = next(pauses, None)
-            if isinstance(error.__cause__, PermissionError):  # aiohttp's error around a refused redirect
-                raise error.__cause__ from error
             if not _may_pass(error):
                 raise _as_os_error(error) from error
             if pause is None or time.monotonic() + pause > deadline:
@@ -174,11 +172,9 @@ def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
     if _is_http(scheme):
         from aiohttp import ClientTimeout
 
-        from diffvision.data.shards.redirects import client
-
         # total: cat_file has no callback that could end it.
         limits = ClientTimeout(total=patience.total, sock_connect=patience.connect, sock_read=patience.read)
-        return {"client_kwargs": {"timeout": limits}, "get_client": client}
+        return {"client_kwargs": {"timeout": limits}}
     if scheme == "s3":
         once = {"total_max_attempts": 1}
         return {"config_kwargs": {"connect_timeout": patience.connect, "read_timeout": patience.read, "retries": once}}

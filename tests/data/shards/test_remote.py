@@ -17,7 +17,7 @@ QUICK = Patience(connect=1.0, read=0.2, tries=4, pause=0.05, total=5.0)
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers each request for the file with the next of `answers`, the last one for ever."""
+    """Answers each request for the file with the next of `answers`, the last one for ever; a URL is a redirect."""
 
     daemon_threads = True
 
@@ -35,8 +35,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server = self.server
         server.times.append(time.monotonic())
         answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
-        if isinstance(answer, int):
-            self.send_response(answer)
+        if isinstance(answer, int) or "/" in answer:
+            self.send_response(answer if isinstance(answer, int) else 302)
+            if isinstance(answer, str):
+                self.send_header("Location", answer)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -120,6 +122,18 @@ def test_patience_ends(serving, cache, answer, error):
         fetch(cache, server.shard)
     assert len(server.times) == QUICK.tries
     assert not list(cache.directory.glob("*.tar")) + list(cache.directory.glob("*.part"))
+
+
+@pytest.mark.parametrize("ask", [read, stamp])
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "s3://bucket/0.tar", "/000000.tar"])
+def test_a_redirect_to_another_scheme_or_in_a_circle_is_an_error(serving, target, ask):
+    with pytest.raises(OSError, match=r"passwd|bucket|TooManyRedirects"):
+        ask(serving(target).shard.location, QUICK)
+
+
+def test_a_redirect_is_followed(serving, cache, whole):
+    shard = serving(serving("good").shard.location).shard
+    assert fetch(cache, shard).read_bytes() == (whole / "000000.tar").read_bytes()
 
 
 def test_a_body_that_comes_in_drops_is_ended_in_the_time_that_a_file_has(serving, tmp_path):
