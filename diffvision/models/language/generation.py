@@ -99,7 +99,7 @@ def generate(
     compile: bool = False,
     compress: Compression | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt, all in one batch.
+    """Continue each prompt, all in one batch; variants that cannot use a cache compute the whole sequence each time.
 
     Args:
         model: the model; its mode is not changed (call `eval()` first).
@@ -123,8 +123,8 @@ def generate(
 
     Raises:
         ValueError: there is no prompt, one is empty or has tokens outside of the vocabulary, prompt and new tokens
-            exceed the model's max_length, vocab_size exceeds the model's, `Sampling` refuses a value, or `compress`
-            cannot prune the model.
+            exceed the model's max_length, vocab_size exceeds the model's, `Sampling` refuses a value, `compress`
+            cannot prune the model, or a variant without a cache is compiled.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     rows = _rows(prompts)
@@ -138,13 +138,15 @@ def generate(
         wanted = kept + max_new_tokens
         return -(-wanted // CAPACITY_STEP) * CAPACITY_STEP if compile else wanted
 
+    past: KVCache | None = None
     if compress is None:
-        past = model.new_cache(len(rows), capacity(length))
+        if compile or all(layer.cacheable for layer in model.attention_layers()):
+            past = model.new_cache(len(rows), capacity(length))
         hidden = model.hidden(tokens, cache=past, padding=padding)
     else:
         hidden, past = compress.prefill(model, tokens, padding, capacity)
     decode = _compile_step() if compile else None
-    at, slots = (torch.full((1,), index, device=device) for index in (length, past.length))
+    at, slots = (torch.full((1,), index, device=device) for index in (length, length if past is None else past.length))
     read_every = 1 if on_token is not None else _tokens_between_reads(device)
     unread: list[Tensor] = []
     new: list[list[int]] = [[] for _ in rows]
@@ -158,7 +160,10 @@ def generate(
             unread.clear()
         if not running or position == end - 1:
             break
-        if decode is None:
+        if past is None:
+            tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+            hidden = model.hidden(tokens, padding=padding)
+        elif decode is None:
             hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
         else:
             hidden = decode(model, chosen[:, None], at, past, padding, slots)

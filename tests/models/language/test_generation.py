@@ -55,6 +55,15 @@ def test_greedy_equals_no_cache(model):
     assert generate(model, prompt, max_new_tokens=20) == [expected]
 
 
+def test_a_variant_without_a_cache_computes_whole_sequences(make_model):
+    model = make_model("diff-debug", variant="v1_dint")
+    prompts = [torch.randint(97, (length,)).tolist() for length in (12, 3)]
+    expected = [_without_cache(model, prompt, 8) for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=8) == expected
+    with pytest.raises(ValueError, match="v1_dint"):
+        generate(model, prompts, max_new_tokens=8, compile=True)
+
+
 def test_unequal_prompts_equal_each_alone(model):
     prompts = [torch.randint(97, (length,)).tolist() for length in (40, 1, 23, 40)]
     tokens = torch.zeros(4, 40, dtype=torch.long)
