@@ -1,6 +1,6 @@
 """Language models of every attention variant in lm-eval (lm-evaluation-harness), without conversion.
 
-    python -m diffvision.evaluation.language.lm_eval --model diffvision --model_args model=MODEL --tasks hellaswag ...
+    python -m diffvision.evaluation.language.lm_eval --tasks hellaswag --model_args model=MODEL --model diffvision
 
 This registers the model "diffvision" and runs lm-eval's own command; nothing of ours imports this module.
 """
