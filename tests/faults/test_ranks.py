@@ -1,6 +1,6 @@
 """Two ranks that train: rank 0 is gone, one cannot save, the port is taken, or one sees other shards.
 
-`tests/training/fault_tolerance/test_preemption.py` has the same with rank 1, signals to either, and uneven loaders.
+`tests/training/fault_tolerance/test_preemption.py` has the same with rank 1, and signals to either.
 """
 
 import multiprocessing
@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from command_line import KEPT, fit, run, write_data
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
-from diffvision.training.fault_tolerance.equal_steps import EvenRanks
 from diffvision.training.fault_tolerance.preemption import Preemption
 from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watch_launcher
+from diffvision.training.fault_tolerance.same_shards import SameShards
 from ranks import Ranks, alive, alone, kill, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]
@@ -59,7 +59,7 @@ def train(module: Line, **saving: Any) -> None:
         callbacks=[
             FailureNews(peers),
             ModelCheckpoint(KEPT, filename="{step}", every_n_train_steps=2, save_top_k=-1, **saving),
-            EvenRanks(peers),
+            SameShards(peers),
             Preemption(peers),
         ],
         plugins=[DurableCheckpointIO()],

@@ -29,9 +29,9 @@ from diffvision.training.clip import ContrastiveModule, create_loss
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import finite
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.equal_steps import EvenRanks
 from diffvision.training.fault_tolerance.preemption import Preemption
 from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watch_launcher
+from diffvision.training.fault_tolerance.same_shards import SameShards
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.vision_language import VisionLanguageModule
@@ -193,7 +193,7 @@ def collectives_of(case, root):
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        callbacks=[FailureNews(peers), EMA(), Throughput(), EvenRanks(peers), Preemption(peers), count],
+        callbacks=[FailureNews(peers), EMA(), Throughput(), SameShards(peers), Preemption(peers), count],
     )
     counts = []
     module.on_train_end = lambda: counts.extend(

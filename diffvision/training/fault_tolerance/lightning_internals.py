@@ -44,7 +44,6 @@ NAMES = {
     "trainer.fit_loop.epoch_loop.val_loop._restart_stage": "exact resume before a validation",
     "trainer.fit_loop.epoch_loop.val_loop.batch_progress.current": "exact resume within a validation",
     "trainer.fit_loop.epoch_progress.current": "exact resume at an epoch's end",
-    "trainer.fit_loop.max_batches": "ranks make equally many steps",
     "trainer.fit_loop.max_epochs": "exact resume at a run's end",
     "saver._defer_save_until_validation": "a resumed run saves the same checkpoints",
     "saver._last_checkpoint_saved": "a resumed run saves the same checkpoints",

@@ -5,8 +5,7 @@ A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the 
 
     the loader's next batch
     as_read                     TrainingModule    a dictionary, checked
-    on_train_batch_start        EvenRanks         the last batch of any rank is the last of all
-                                StepGuard         note the batch
+    on_train_batch_start        StepGuard         note the batch
     training_step               TrainingModule    the loss; ContrastiveModule makes its step here
     on_before_backward          StepGuard         a loss that is not finite makes every gradient NaN, on all ranks
     on_after_backward           NextTokenModule   divide by the step's predictions
@@ -62,14 +61,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.equal_steps import EvenRanks
 from diffvision.training.fault_tolerance.last_state import LastState
 from diffvision.training.fault_tolerance.preemption import Preemption, forward_signals
 from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watch_launcher
 from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare
 from diffvision.training.fault_tolerance.run_state import RunState
+from diffvision.training.fault_tolerance.same_shards import SameShards
 
-_OURS = (FailureNews, LastState, RunState, EvenRanks, Preemption)
+_OURS = (FailureNews, LastState, RunState, SameShards, Preemption)
 
 
 @contextmanager
@@ -82,7 +81,7 @@ def protect(
     ckpt_path: str | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Iterator[str | None]:
-    """Protect a fit: whole checkpoints, exact resuming, signals, failed ranks, as many steps on every rank.
+    """Protect a fit: whole checkpoints, exact resuming, signals, failed ranks, the same shards on every rank.
 
         with protect(trainer, module, resume="auto") as checkpoint:
             trainer.fit(module, data, ckpt_path=checkpoint)
@@ -136,7 +135,7 @@ def order_callbacks(callbacks: list[Any], state: RunState, peers: Peers) -> list
     """
     savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    return [FailureNews(peers), LastState(), *others, state, *savers, EvenRanks(peers), Preemption(peers)]
+    return [FailureNews(peers), LastState(), *others, state, *savers, SameShards(peers), Preemption(peers)]
 
 
 def warn_of_old_last(savers: list[ModelCheckpoint]) -> None:

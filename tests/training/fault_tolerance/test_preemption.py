@@ -15,15 +15,15 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
 from diffvision.training.fault_tolerance import preemption
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
-from diffvision.training.fault_tolerance.equal_steps import EvenRanks, check_shards, shards_of
 from diffvision.training.fault_tolerance.preemption import SAVED, Preempted, Preemption, watch_signals
 from diffvision.training.fault_tolerance.rank_monitor import LAUNCHER, FailureNews, Peers, watch_launcher
+from diffvision.training.fault_tolerance.same_shards import SameShards, check_shards, shards_of
 from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
@@ -88,7 +88,7 @@ def trainer_of(root, peers=None, **settings):
             **settings,
         }
     )
-    trainer.callbacks += [EvenRanks(peers), Preemption(peers)]
+    trainer.callbacks += [SameShards(peers), Preemption(peers)]
     return trainer
 
 
@@ -366,47 +366,6 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others(tmp_path, end):
     assert second.code in (0, -signal.SIGKILL)
     assert "rank 0 ends because another rank is gone without a report: perhaps killed" in first.output
     assert find_newest_valid([tmp_path])[0] == tmp_path / "step=2.ckpt"
-
-
-class Counted(IterableDataset):
-    """As many samples as its rank has, which it does not say."""
-
-    def __init__(self, counts):
-        self.counts = counts
-
-    def __iter__(self):
-        return iter([torch.ones(3)] * self.counts[int(os.environ["LOCAL_RANK"])])
-
-
-class Sized(Counted):
-    def __len__(self):
-        return self.counts[int(os.environ["LOCAL_RANK"])]
-
-
-@pytest.mark.quick("Sized")
-@pytest.mark.forks
-@pytest.mark.parametrize("kind", [Counted, Sized])
-def test_uneven_loaders_end_with_the_shortest(tmp_path, kind):
-    first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 4])))
-    message = {
-        Counted: "rank 1 has no batch left after 4 in an epoch and others have: theirs are left out",
-        Sized: "ranks have different numbers of batches; each epoch leaves out: rank 0 2 of 6. Give each as many",
-    }
-    assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert "steps 8 ('on_train_epoch_end', 8)" in first.output
-    assert first.output.count(message[kind]) == 1
-    assert message[kind] not in second.output
-
-
-@pytest.mark.forks
-@pytest.mark.parametrize("kind", [Counted, Sized])
-def test_a_rank_without_batches_is_an_error(tmp_path, kind):
-    first, second = two(tmp_path, Tiny(), DataLoader(kind([6, 0])))
-    assert (first.code, second.code) == (1, 1)
-    message = (
-        "rank 1 has no batch in this epoch and others have" if kind is Counted else "rank 1 has failed: RuntimeError"
-    )
-    assert message in first.output
 
 
 def test_ranks_that_see_other_shards_are_named():
