@@ -13,6 +13,7 @@ from diffvision.data.images.module import to_float
 from diffvision.data.images.sources import is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import EvaluationLoader
+from diffvision.data.shards.report import Limits
 from diffvision.training import ClassificationModule, ContrastiveModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*does not have many workers")
@@ -173,6 +174,9 @@ def test_the_parent_of_shards_for_each_split_trains_and_evaluates(corpus, tmp_pa
     write_shards(tmp_path / "train", range(12), corpus, cls=lambda n: n % 2, txt=lambda n: f"sample {n}")
     write_shards(tmp_path / "val", range(20, 27), corpus, cls=lambda n: n % 2, txt=lambda n: f"sample {n}")
     labels = ImageLabelData(str(tmp_path), 4, str(tmp_path), num_workers=0)
+    assert labels.count_classes() is None
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    assert labels.count_classes() == 2
     images = [
         torch.cat([batch["image"] for batch in loader])
         for loader in (labels.train_dataloader(), labels.val_dataloader())
@@ -182,6 +186,29 @@ def test_the_parent_of_shards_for_each_split_trains_and_evaluates(corpus, tmp_pa
     texts.setup("fit")
     assert sorted(n for batch in texts.train_dataloader() for n in corpus.numbers(batch["image"])) == list(range(12))
     assert [numbers_evaluated(folder, corpus) for folder in texts.val_dataloader()] == [list(range(20, 27))]
+
+
+@pytest.mark.parametrize("member", ["txt", "json"])
+def test_samples_of_one_image_are_one_image_in_retrieval(corpus, tmp_path, member):
+    def captions(key):
+        texts = [f"sample {key}", f"again {key}"] if key == 5 else [f"sample {key}"]
+        return "\n".join(texts) if member == "txt" else {"text": texts}
+
+    (tmp_path / "val").mkdir()
+    with wds.TarWriter(str(tmp_path / "val/0.tar")) as writer:
+        for key in range(6):
+            writer.write({"__key__": f"{key}", "png": corpus.png(key % 3), member: captions(key)})
+        writer.write({"__key__": "blank", "png": corpus.png(0), member: " " if member == "txt" else {"text": " "}})
+        writer.write({"__key__": "lost", member: captions(6)})
+    expected = [["sample 0", "sample 3"], ["sample 1", "sample 4"], ["sample 2", "sample 5", "again 5"]]
+    (folder,) = find_folders(tmp_path / "val")
+    batches = folder.batches(to_float, num_workers=1, limits=Limits(1.0))
+    assert [one for batch in batches for one in batch["captions"]] == expected
+    assert batches.report.skipped.total() == 2
+    assert [corpus.numbers(batch["image"]) for batch in batches] == [[0, 1, 2]]
+    make("evaluation", str(tmp_path / "made"), source=str(tmp_path / "val"), num_workers=1)
+    (made,) = find_folders(tmp_path / "made")
+    assert [one for batch in made.batches(to_float) for one in batch["captions"]] == expected
 
 
 def test_shards_beside_images_or_too_deep(corpus, tmp_path):

@@ -218,7 +218,7 @@ class _Rows:
             if data.is_valid:
                 keys.append(hashlib.sha256(data.as_buffer()).digest() if self.has_captions else row)
             else:
-                keys.append(os.path.normpath(path) if path else row)
+                keys.append(os.path.abspath((self.root or Path()) / path) if path else row)
         return keys
 
 

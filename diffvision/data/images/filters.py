@@ -1,8 +1,10 @@
 """Which captions are packed, by length and repetition; and shards as images that can be packed again."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -99,7 +101,29 @@ class ShardImages:
         return self.shards.content
 
     def keys(self) -> Sequence[Hashable]:
-        return range(len(self))
+        """Return digests of the encoded images; a sample without one is an image of its own."""
+        return self._keys
+
+    @cached_property
+    def _keys(self) -> list[Hashable]:
+        keys: list[Hashable] = []
+        for row in track(range(len(self)), "comparing images"):
+            try:
+                keys.append(hashlib.sha256(self(row)).digest())
+            except BadSample:  # it is counted when it is read
+                keys.append(row)
+        return keys
+
+    def all_captions(self, key: str) -> list[Captions]:
+        """Return all captions of each sample, from the member `key`; none where they cannot be used."""
+        caption = CaptionMember(key)
+        captions: list[Captions] = []
+        for row in range(len(self)):
+            try:
+                captions.append(tuple(caption.all(self.members(row))))
+            except BadSample:
+                captions.append(())
+        return captions
 
     def members(self, row: int) -> Members:
         """Return the members of a sample."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from diffvision.data.images.datasets import TORCHVISION
 from diffvision.data.images.filters import ShardImages
-from diffvision.data.images.image_set import ImageCollection, ImageSet
+from diffvision.data.images.image_set import CaptionedImages, ImageCollection, ImageSet
 from diffvision.data.images.samples import (
     CaptionMember,
     Composition,
@@ -220,8 +220,9 @@ class ImageEvaluationFolder(EvaluationFolder):
 class ShardEvaluationFolder(EvaluationFolder):
     """Shards in any layout that training reads, evaluated where they lie: `dataset_type.txt` is not needed.
 
-    Splits are as in `ImageEvaluationFolder`. Captions are for retrieval, and class numbers for zero-shot classification
-    where there are no captions or a classnames.txt names the classes.
+    Splits are as in `ImageEvaluationFolder`. Captions are for retrieval, in which samples of the same image, byte by
+    byte, are one; class numbers are for zero-shot classification where there are no captions or a classnames.txt names
+    the classes.
 
     Args:
         source: a tar, a pattern or a directory of shards, or one with a folder of shards for each split.
@@ -234,12 +235,13 @@ class ShardEvaluationFolder(EvaluationFolder):
 
     def __init__(self, source: str | Path, name: str | None = None, *, task: str | None = None) -> None:
         self.path, self.own_names = Path(source), []
+        self._images: dict[str, ImageCollection] = {}
         splits = list_splits(source)
         self._sources: dict[str, Any] = dict(splits) or {"test": source}
         if "test" not in splits and "validation" in splits:
             self._sources["test"] = self._sources.pop("validation")
         self.splits = sorted(self._sources)
-        samples = self.samples("test" if "test" in self.splits else self.splits[0])
+        samples = ShardSet(self._sources["test" if "test" in self.splits else self.splits[0]])
         first = samples.first()
         self.classnames = name_classes(packed_names(source))
         has_captions, has_labels = any(map(caption_key, first)), any(map(label_key, first))
@@ -263,19 +265,27 @@ class ShardEvaluationFolder(EvaluationFolder):
             return ImageLabel(ImageMember(transform), self._key)
         return Retrieval(ImageMember(transform), CaptionMember(self._key))
 
-    def samples(self, split: str) -> ShardSet:
-        """Return the samples of a split."""
-        return ShardSet(self._sources[split])
+    def samples(self, split: str) -> ShardSet | ImageSet:
+        """Return the samples of a split; for retrieval, samples of the same image are one."""
+        shards = ShardSet(self._sources[split])
+        if self.task == "zero_shot" or len(images := self.images(split)) == len(shards):
+            return shards
+        return CaptionedImages(images, self._key)
 
     def files(self, split: str) -> list[Path]:
         """Return the files whose content decides what a split is."""
         return [Path(shard.location) for shard in find_shards(self._sources[split])]
 
     def images(self, split: str) -> ImageCollection:
-        """Return the images of a split with what its task reads of them."""
+        """Return the images of a split with what its task reads of them; for retrieval each image once."""
         self.check_split(split)
-        images, is_labelled = ShardImages(self.samples(split)), self.task == "zero_shot"
-        return images.collection(self.path, not is_labelled, is_labelled, self.classnames)
+        if split not in self._images:
+            read, is_labelled = ShardImages(ShardSet(self._sources[split])), self.task == "zero_shot"
+            images = read.collection(self.path, not is_labelled, is_labelled, self.classnames)
+            if not is_labelled and len(set(read.keys())) < len(read):
+                images = replace(images, captions=read.all_captions(self._key)).by_image()
+            self._images[split] = images
+        return self._images[split]
 
 
 def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFolder]:

@@ -190,8 +190,9 @@ class ImageFiles:
         return digest.hexdigest()[:16]
 
     def keys(self) -> Sequence[Hashable]:
-        """Return the normalised paths; a row without a path is an image of its own."""
-        return [os.path.normpath(name) if name else row for row, name in enumerate(self.names)]
+        """Return the whole paths; a row without a path is an image of its own."""
+        root = os.path.abspath(self.root)
+        return [os.path.normpath(os.path.join(root, name)) if name else row for row, name in enumerate(self.names)]
 
 
 class ImageSet(SampleSource):
@@ -217,3 +218,19 @@ class ImageSet(SampleSource):
     def describe(self, sample: SampleId) -> str:
         """Return "source: name" of a sample, for reports."""
         return f"{self.images.source}: {self.images.names[sample[1]]}"
+
+
+class CaptionedImages(ImageSet):
+    """An `ImageSet` whose samples have their captions, each on its own, in the member `key`: `txt` or `json:FIELD`."""
+
+    def __init__(self, images: ImageCollection, key: str) -> None:
+        super().__init__(images)
+        self.key = key
+
+    def members(self, sample: SampleId) -> Members:
+        """Return the members of one sample."""
+        row = sample[1]
+        captions = list(self.images.captions[row]) if self.images.captions is not None else []
+        name, _, field = self.key.partition(":")
+        text = json.dumps({field: captions}) if field else "\n".join(captions)
+        return {"jpg": self.images.read(row), **({name: _encode(text)} if captions else {})}

@@ -336,7 +336,7 @@ class ImageLabelData(_ImageData):
         if self._images is not None:
             return _classes(self._images)
         if not is_pipeline(self.train):
-            find_shards(self.train)  # raises where there are none
+            find_shards(split_shards(self.train, "train"))  # raises where there are none
         names = packed_names(self.train)
         if names or self.evaluation is None:
             return len(names) or None
@@ -344,7 +344,7 @@ class ImageLabelData(_ImageData):
             return len(EvaluationFolder(self.evaluation).classnames) or None
         except ValueError:  # not that layout
             if not is_image_source(self.evaluation):
-                find_shards(self.evaluation)
+                find_shards(split_shards(self.evaluation, self.split))
             return None
 
     def take_images(self, other: "ImageLabelData") -> None:

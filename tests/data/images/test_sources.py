@@ -556,7 +556,7 @@ def captions_evaluated(folder):
 def test_rows_of_an_image_are_one_image(captioned, tmp_path, ending):
     rows = [{"file": f"{n}.png", "caption": f"{word} {n}"} for word in ("one", "two", "three") for n in range(4)]
     if ending not in ("embedded", "saved"):
-        rows[4]["file"] = "./0.png"
+        rows[4]["file"], rows[5]["file"] = "./0.png", str(captioned / "1.png")
     source = write_rows(captioned, rows, ending)
     expected = {n: [f"one {n}", f"two {n}", f"three {n}"] for n in range(4)}
     assert captions_evaluated(find_folders(source)[0]) == (expected, 4)
