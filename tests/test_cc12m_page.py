@@ -164,6 +164,7 @@ def bash(tmp_path):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "bin" / "diffvision").write_text(f'#!/bin/sh\nexec {sys.executable} -m diffvision "$@"\n')
     (tmp_path / "bin" / "diffvision").chmod(0o755)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def run(block):

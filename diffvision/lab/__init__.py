@@ -1,1 +1,1 @@
-"""What exists to study differential attention: further evaluations, datasets and lessons of the papers."""
+"""What exists to study differential attention: further evaluations and lessons of the papers."""

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from diffvision.data.datasets.needle_documents import training_documents
+from diffvision.data.datasets.recall import recall_documents
 from diffvision.data.text.tokenizers import Tokenizer, train_tokenizer
-from diffvision.lab.datasets.needle_documents import training_documents
-from diffvision.lab.datasets.recall import recall_documents
 from diffvision.models import language
 from grid import paired_interval
 from language_grid import FAMILIES, WARMUP

@@ -16,6 +16,7 @@ DATASETS = {
     "fashion-scenes": "diffvision.data.datasets.fashion_scenes:make_fashion_scenes",
     "scenes-vqa": "diffvision.data.datasets.scenes_vqa:make_scenes_vqa",
     "arithmetic": "diffvision.data.datasets.arithmetic:make_arithmetic",
+    "recall": "diffvision.data.datasets.recall:make_recall",
     "stdlib": "diffvision.data.datasets.stdlib:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
     "llava": "diffvision.data.llava:make_llava",
@@ -30,7 +31,7 @@ of `diffvision data make NAME`, and returns what it wrote as a text or None. Its
 
 
 def datasets() -> dict[str, str]:
-    """Return `DATASETS`, followed by the datasets of the lab and of other packages: the entry points of `GROUP`."""
+    """Return `DATASETS`, followed by the datasets of other packages: the entry points of `GROUP`."""
     return {**DATASETS, **{name: entry.value for name, entry in entry_points(GROUP).items() if name not in DATASETS}}
 
 

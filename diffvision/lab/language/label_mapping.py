@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 
-from diffvision.lab.datasets.mapping_text import KINDS, TEMPLATE, draw_mapping
+from diffvision.data.datasets.mapping_text import KINDS, TEMPLATE, draw_mapping
 from diffvision.lab.language.many_shot import Example, Task
 
 
 def label_mapping_tasks(
     count: int, *, classes: int = 4, queries: int = 16, demonstrations: int = 256, seed: int = 0
 ) -> list[Task]:
-    """Return tasks with a mapping each; contexts of `diffvision.lab.datasets.mapping_text`.
+    """Return tasks with a mapping each; contexts of `diffvision.data.datasets.mapping_text`.
 
     Args:
         count: how many tasks.

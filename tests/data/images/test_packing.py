@@ -156,9 +156,9 @@ def test_tables_and_folders_that_cannot_be_used(images, tmp_path, corpus):
     [
         "digits copies",
         "digits seed",
-        pytest.param("recall documents", marks=pytest.mark.lab),
-        pytest.param("arithmetic steps", marks=pytest.mark.lab),
-        pytest.param("arithmetic distractors", marks=pytest.mark.lab),
+        "recall documents",
+        "arithmetic steps",
+        "arithmetic distractors",
         "folder per_shard",
         "folder num_workers",
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.lab.datasets import mapping_text
+from diffvision.data.datasets import mapping_text
 from diffvision.lab.language.label_mapping import label_mapping_tasks
 from diffvision.lab.language.many_shot import (
     Example,

@@ -7,6 +7,8 @@ import torch
 from language_fixtures import check_written, evaluate_models, write_models
 
 from diffvision.data import ShardSet
+from diffvision.data.datasets.mapping_text import training_documents as mappings
+from diffvision.data.datasets.needle_documents import training_documents
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
@@ -15,8 +17,6 @@ from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.suite import evaluate_language
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.lab.command import run
-from diffvision.lab.datasets.mapping_text import training_documents as mappings
-from diffvision.lab.datasets.needle_documents import training_documents
 from diffvision.lab.language.many_shot import Example, Task
 from diffvision.lab.language.options import LabOptions
 from diffvision.opening import open_model

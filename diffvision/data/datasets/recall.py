@@ -7,8 +7,8 @@ hundred words. The synthetic forms of the needle and many-shot evaluations ask f
 from collections.abc import Iterator
 from pathlib import Path
 
+from diffvision.data.datasets import mapping_text, needle_documents
 from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
-from diffvision.lab.datasets import mapping_text, needle_documents
 
 LEAST_WORDS = 12
 _PER_SHARD = 4000

@@ -7,10 +7,10 @@ import pytest
 from diffvision.cli import main
 from diffvision.data import ShardSet
 from diffvision.data.check import check_shards
+from diffvision.data.datasets.needle_documents import training_documents
+from diffvision.data.datasets.recall import make_recall, recall_documents
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import documents_of
-from diffvision.lab.datasets.needle_documents import training_documents
-from diffvision.lab.datasets.recall import make_recall, recall_documents
 
 
 def read(directory):

@@ -1,1 +1,0 @@
-"""Datasets that only studies train on."""
