@@ -41,6 +41,8 @@ def missing_data(name: str, path: str) -> FileNotFoundError:
     remedy = ""
     if folder == "data" and inner and (function := datasets().get(inner[0])):
         _, *options = read_signature(function)[0].parameters.values()
-        if all(option.default is not inspect.Parameter.empty for option in options):
+        if Path(folder, inner[0]).is_dir():
+            remedy = ": the comment at the recipe's head has the commands that write it"
+        elif all(option.default is not inspect.Parameter.empty for option in options):
             remedy = f": make it with diffvision data make {inner[0]} data/{inner[0]}"
     return FileNotFoundError(f"{name} is {path!r}: there is no such file or folder{remedy}")
