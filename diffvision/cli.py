@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from diffvision.plugins import entry_points
 from diffvision.signatures import parameter_types
 
 
@@ -66,9 +65,6 @@ COMMANDS = {
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
     "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
 }
-# Plugins add commands, and replace commands that they extend with settings.
-for _name, _entry in entry_points("diffvision.commands").items():
-    COMMANDS[_name] = Command(_entry.module, _entry.attr, COMMANDS[_name].summary if _name in COMMANDS else "")
 
 TABLES = (
     "models",

@@ -39,8 +39,8 @@ def generate_text(
             the weights, or the one of their training.
         device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
         compile: compile the decoding step; pays for long texts.
-        compress: prune the prompt's keys and values by a method of the lab: window, random, knorm, h2o, snap, tova or
-            snap_value, and of differential models also diff, diff_value, map1 or sum; or by one of a plugin.
+        compress: prune the prompt's keys and values by a method: window, random, knorm, h2o, snap, tova or
+            snap_value, and of differential models also diff, diff_value, map1 or sum.
         compress_ratio: the share of the prompt's tokens that are dropped, 0 to below 1; with compress 0.5 by default.
 
     Returns:
@@ -55,10 +55,10 @@ def generate_text(
     import torch
 
     from diffvision.evaluation.distributed import resolve_device
+    from diffvision.evaluation.language.pruning import METHODS, Compress
     from diffvision.models.language.generation import Sampling, generate
     from diffvision.models.threads import few_threads
     from diffvision.opening import open_model
-    from diffvision.plugins import entry_points, load
 
     if not prompt:
         raise ValueError("the prompt is empty: give some text to continue")
@@ -71,9 +71,9 @@ def generate_text(
         raise ValueError(f"compress_ratio is {compress_ratio}, and no method of pruning is given: give compress too")
     pruning = None
     if compress is not None:
-        if compress not in (methods := entry_points("diffvision.compression")):
-            raise ValueError(f"unknown method {compress!r} of pruning: choose one of {', '.join(methods) or 'none'}")
-        pruning = load("diffvision.compression", compress)(compress, 0.5 if compress_ratio is None else compress_ratio)
+        if compress not in METHODS:
+            raise ValueError(f"unknown method {compress!r} of pruning: choose one of {', '.join(METHODS)}")
+        pruning = Compress(compress, 0.5 if compress_ratio is None else compress_ratio)
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
     if opened.host != "language":

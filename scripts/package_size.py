@@ -1,4 +1,4 @@
-"""Print the size of the package, of the library and of lab/: a figure to hold against the next change.
+"""Print the size of the package: a figure to hold against the next change.
 
     python scripts/package_size.py [--package FOLDER] [--no-import]
 
@@ -78,9 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     package = args.package.resolve()
     paths = sorted(package.rglob("*.py"))
-    lab = [path for path in paths if package / "lab" in path.parents]
-    library = [path for path in paths if path not in lab]
-    columns = {"all": measure(paths), "library": measure(library)} | ({"lab": measure(lab)} if lab else {})
+    columns = {"all": measure(paths)}
     print(f"{'':30}" + "".join(f"{name:>10}" for name in columns))
     for row in columns["all"]:
         print(f"{row:30}" + "".join(f"{figures[row]:>10,}" for figures in columns.values()))

@@ -13,8 +13,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from diffvision.plugins import LAB
-
 ASSETS = Path(__file__).parent / "assets"
 GPU_BYTES = 4 << 30  # of a GPU's memory for a test
 
@@ -33,9 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     What some others start (compiled graphs, threads of autograd) does not survive a fork, and autograd then refuses to
     work there.
     """
-    for item in items:
-        if item.get_closest_marker("lab") is not None and not LAB.exists():
-            item.add_marker(pytest.mark.skip(reason="there is no lab"))
     # A case of a GPU stays with `pytest -m gpu`, one that is too long with `pytest -m nightly`.
     collected: dict[str, set[str]] = {}  # name of a test with `quick` -> ids of its cases
     for item in items:

@@ -77,7 +77,6 @@ MISTAKES = {  # a command line, and what its error names
     "data check --bogus x": "--bogus",
     "evaluate-language diff-debug --tasks bogus": "bogus",
     "generate nomodel --prompt hi": "nomodel",
-    "answer diff-debug nowhere.jsonl out": "nowhere.jsonl",
     "export nomodel out": "nomodel",
     "inspect CLIP-debug --versus nomodel --output out": "nomodel",
     "adapt vit_base_patch16_225 out": "vit_base_patch16_224",

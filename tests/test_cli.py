@@ -25,11 +25,10 @@ def test_every_command_explains_its_arguments(name, capsys):
     assert f"usage: diffvision {name}" in capsys.readouterr().out
 
 
-@pytest.mark.lab
 def test_data_make_lists_the_datasets(capsys):
     assert cli.main(["data", "make", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n  {name} " in printed for name in ("digits", "folder", "pope", "text"))
+    assert all(f"\n  {name} " in printed for name in ("digits", "folder", "pope"))
     assert cli.main(["data", "make"]) == 2
     assert "needs a dataset; see diffvision data make --help" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -101,8 +101,6 @@ def test_the_recipe_is_the_debug_configuration():
 def test_seeds_are_checked_before_anything_is_made(tmp_path):
     with pytest.raises(ValueError, match="seeds must be 1 or more, got 0"):
         demo(str(tmp_path / "out"), seeds=0)
-    with pytest.raises(ValueError, match="leave out --lesson or --language"):
-        demo(str(tmp_path / "out"), language=True, lesson=True)
     assert not (tmp_path / "out").exists()
 
 

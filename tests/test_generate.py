@@ -137,7 +137,6 @@ def test_no_cuda_is_one_error(checkpoint, monkeypatch):
         generate_text(checkpoint, prompt="a", device="cuda")
 
 
-@pytest.mark.lab
 def test_a_pruned_prompt(checkpoint, capsys):
     settings = {"prompt": "the cat says: naïve", "max_new_tokens": 9, "temperature": 0.0}
     plain = generate_text(checkpoint, **settings)

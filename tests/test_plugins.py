@@ -1,7 +1,6 @@
 """Plugins: what a package adds by entry points works in timm, `data make` and `evaluate`, and is imported when used."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffvision import plugins
-from diffvision.plugins import PluginTable, entry_points, load
+from diffvision.plugins import PluginTable, entry_points
 
 PACKAGE = '''
 from diffvision.evaluation.language.tasks import LanguageEvaluation
@@ -43,16 +42,6 @@ def length(work):
     return {"tokens": float(sum(map(len, work.documents))), "settings": float(work.inputs["length"])}
 
 
-def hello(name: str, *, loud: bool = False) -> None:
-    """Greet somebody.
-
-    Args:
-        name: who is greeted.
-        loud: in capitals.
-    """
-    print(f"HELLO {name.upper()}" if loud else f"Hello {name}")
-
-
 def draw(results):
     from matplotlib.figure import Figure
 
@@ -63,20 +52,11 @@ COUNT = Evaluation(count, "zero_shot", "image_count", opt_in=True)
 LENGTH = LanguageEvaluation(length, draw, "documents", prepare=lambda request: request.settings["number"])
 '''
 ENTRY_POINTS = """
-[diffvision.attention]
-halved = tiny_plugin:Halved
-
-[diffvision.datasets]
-squares = tiny_plugin:squares
-
-[diffvision.tasks]
-count = tiny_plugin:COUNT
-
-[diffvision.language_tasks]
-length = tiny_plugin:LENGTH
-
-[diffvision.commands]
-hello = tiny_plugin:hello
+[diffvision]
+attention.halved = tiny_plugin:Halved
+datasets.squares = tiny_plugin:squares
+tasks.count = tiny_plugin:COUNT
+language_tasks.length = tiny_plugin:LENGTH
 """
 
 
@@ -120,7 +100,7 @@ print(*model(torch.rand(2, *model.default_cfg["input_size"])).shape)
     assert run(tmp_path, program).split() == ["2", "3"]
 
 
-def test_dataset_and_command_of_a_plugin_have_their_own_options(tmp_path):
+def test_dataset_of_a_plugin_has_its_own_options(tmp_path):
     install(tmp_path)
     program = """
 import os, sys; os.chdir(FOLDER)
@@ -128,16 +108,11 @@ from diffvision.cli import main
 assert main(["data", "make", "--help"]) == 0
 assert main(["data", "make", "squares", "out", "--side", "3"]) == 2
 assert "tiny_plugin" not in sys.modules
-assert main(["hello", "you", "--loud"]) == 0
-assert main(["hello", "you", "--quiet"]) == 2
-assert main(["--help"]) == 0
 assert main(["data", "make", "squares", "out", "--seed", "3"]) == 0
 """
     printed = run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
     assert "squares         Write nothing but a note." in printed
     assert (tmp_path / "out/squares.txt").read_text() == "3"
-    assert "HELLO YOU" in printed
-    assert re.search(r"\n  hello +greet somebody\n", printed)
 
 
 def test_task_of_a_plugin_runs_in_evaluate_where_it_is_named(tmp_path):
@@ -164,7 +139,7 @@ assert main([*common, "unknown.json", "--tasks", "counts"]) == 1
     assert "diffvision.evaluation.suite" in modules
     unused = (
         *("tiny_plugin", "diffvision.evaluation.language", "diffvision.models.language"),
-        *("diffvision.data.text", "diffvision.opening.texts", "diffvision.lab"),
+        *("diffvision.data.text", "diffvision.opening.texts"),
     )
     assert [name for name in modules if name.startswith(unused)] == []
 
@@ -189,8 +164,8 @@ assert main([*common, "--settings", '{"number": 5}']) == 0
 
 
 def test_table_has_the_rows_of_the_library_and_of_plugins(installed):
-    installed("[some.table]\nthird = json:dumps\n")
-    table = PluginTable("some.table", {"first": str.upper, "second": str.lower}, object)
+    installed("[diffvision]\nsome.third = json:dumps\n")
+    table = PluginTable("some", {"first": str.upper, "second": str.lower}, object)
     assert list(table) == ["first", "second", "third"]
     assert len(table) == 3
     assert "third" in table
@@ -204,29 +179,20 @@ def test_table_has_the_rows_of_the_library_and_of_plugins(installed):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ("[some.table]\nfirst = json:dumps\n", "tiny-plugin adds 'first' to some.table"),
-        ("[some.table]\nthird = json:nothing\n", "'third' of some.table cannot be imported"),
-        ("[some.table]\nthird = no_such_module:x\n", "repair or uninstall tiny-plugin"),
-        ("[some.table]\nthird = json:dumps\n", "must be of class int"),
+        ("[diffvision]\nsome.first = json:dumps\n", "tiny-plugin adds 'first' to some"),
+        ("[diffvision]\nsome.third = json:nothing\n", "'third' of some cannot be imported"),
+        ("[diffvision]\nsome.third = no_such_module:x\n", "repair or uninstall tiny-plugin"),
+        ("[diffvision]\nsome.third = json:dumps\n", "must be of class int"),
     ],
 )
 def test_table_says_which_package_is_at_fault(installed, entries, message):
     installed(entries)
     with pytest.raises(ValueError, match=message):
-        PluginTable("some.table", {"first": 1}, int)["third"]
+        PluginTable("some", {"first": 1}, int)["third"]
 
 
 def test_two_packages_with_one_name_are_refused(installed):
-    installed("[some.table]\nthird = json:dumps\n")
-    installed("[some.table]\nthird = json:loads\n", "other-plugin")
+    installed("[diffvision]\nsome.third = json:dumps\n")
+    installed("[diffvision]\nsome.third = json:loads\n", "other-plugin")
     with pytest.raises(ValueError, match=r"both add 'third' "):
-        plugins.entry_points("some.table")
-
-
-@pytest.mark.lab
-def test_each_entry_of_the_lab_is_importable():
-    groups = [line[1:-1] for line in plugins.LAB.read_text().splitlines() if line.startswith("[")]
-    assert groups
-    for group in groups:
-        for name in entry_points(group):
-            assert load(group, name) is not None
+        plugins.entry_points("some")

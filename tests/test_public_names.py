@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-import pytest
 import timm
 
 import diffvision
@@ -49,12 +48,11 @@ def find_public_names() -> set[str]:
 
 
 def _python_names() -> Iterator[str]:
-    """Yield the names in every `__all__` outside of the lab, and those in docs/reference."""
+    """Yield the names in every `__all__`, and those in docs/reference."""
     for path in PACKAGE.rglob("*.py"):
         module = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-        if not module.startswith("diffvision.lab"):
-            for name in _list(path):
-                yield f"{module}.{name}"
+        for name in _list(path):
+            yield f"{module}.{name}"
     for page in (PACKAGE.parent / "docs" / "reference").glob("*.md"):
         yield from re.findall(r"^::: ([\w.]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -103,8 +101,6 @@ if __name__ == "__main__":
     old = set(NAMES.read_text(encoding="utf-8").splitlines()) if NAMES.exists() else set()
     NAMES.write_text("\n".join(sorted(old | find_public_names())) + "\n", encoding="utf-8")
     raise SystemExit
-
-pytestmark = pytest.mark.skipif(find_spec("diffvision.lab") is None, reason="names of the lab are public too")
 
 
 def test_every_public_name_is_in_the_list():

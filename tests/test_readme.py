@@ -128,7 +128,6 @@ def test_commands_are_found():
     assert {words[0] for _, words in ALL} > {"fit", "evaluate", "data", "inspect", "export", "demo"}
 
 
-@pytest.mark.lab
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page(page, parsers):
     for words in commands(page):

@@ -5,7 +5,7 @@ the functions of `diffvision evaluate`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from diffvision.analysis.page import Section
 from diffvision.data.datasets.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.demo.images_page import page
@@ -46,7 +45,7 @@ COLUMNS = {
 }
 
 
-def images(directory: Path, seeds: int, lesson: Callable[[Path, int], Section] | None = None) -> None:
+def images(directory: Path, seeds: int) -> None:
     """Train `MODELS` with one recipe, evaluate them, print a table and write report.html.
 
     What an earlier call has finished in the directory is not computed again.
@@ -54,7 +53,6 @@ def images(directory: Path, seeds: int, lesson: Callable[[Path, int], Section] |
     Args:
         directory: for the shards, the runs and the report.
         seeds: repeat with this many seeds, and report means and spreads.
-        lesson: returns a further section of the report, of the directory and the number of seeds.
     """
     console, start = Console(), time.perf_counter()
     console.print(
@@ -63,10 +61,9 @@ def images(directory: Path, seeds: int, lesson: Callable[[Path, int], Section] |
         highlight=False,
     )
     runs = train_on_digits(MODELS, seeds, directory, DIGIT_ONLY_FRACTION)
-    more = [] if lesson is None else [lesson(directory, seeds)]
     console.print(table(runs))
     report = directory / "report.html"
-    write_bytes(report, page(runs, directory, more).encode())
+    write_bytes(report, page(runs, directory).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 

@@ -46,13 +46,12 @@ JUDGED: Rows = {
 }
 
 
-def page(runs: Sequence[Run], directory: Path, more: Sequence[Section] = ()) -> str:
+def page(runs: Sequence[Run], directory: Path) -> str:
     """Return the report of the image demo as one HTML page.
 
     Args:
         runs: of a plain model, then of differential ones, each with the same seeds.
         directory: where the runs are, for the commands at the end.
-        more: further sections.
     """
     models = by_model(runs)
     plain, differential = list(models)[:2]
@@ -69,7 +68,6 @@ def page(runs: Sequence[Run], directory: Path, more: Sequence[Section] = ()) -> 
         Section("Results", [Text(verdict(values_of(models), plain, differential, JUDGED)), *_table(models)]),
         _draw_retrieved({name: content[name] for name in models}),
         _attention({name: content[name] for name in (plain, differential)}),
-        *more,
         _training(models),
         _next(directory, plain, differential),
     ]

@@ -88,7 +88,7 @@ _EVALUATIONS = {
     "fewshot_k": Evaluation(fewshot_k, "zero_shot", "linear_probe", probe=True),
     "fewshot_episodes": Evaluation(fewshot_episodes, "zero_shot", "fewshot_episodes", probe=True),
 }
-EVALUATIONS = PluginTable("diffvision.tasks", _EVALUATIONS, Evaluation)
+EVALUATIONS = PluginTable("tasks", _EVALUATIONS, Evaluation)
 """Task -> its evaluation, of this package and of plugins (`diffvision.plugins`)."""
 GROUPS = {"few_shot": ("fewshot_k", "fewshot_episodes")}
 """Names for several evaluations at once."""

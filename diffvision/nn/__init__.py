@@ -24,7 +24,7 @@ _GATED = (GatedAttention, GatedDiffAttention, GatedDiffAttentionV2)
 _OTHERS = (*_FORMS, DintAttention, DexAttention, *_GATED, SinkAttention, IntegralAttention)
 _LAYERS = (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_OTHERS)
 ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
-    "diffvision.attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
+    "attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
 )
 """Variant -> its layer, of this package and of plugins (`diffvision.plugins`)."""
 

@@ -138,22 +138,6 @@ def _convert(folder: Path) -> Model:
     return _language_model(read_language(folder), None, folder)
 
 
-def open_classifier(path: str) -> tuple[Any, Any]:
-    """Open a classifier of sequences of transformers' with its tokenizer, from a folder or the Hub.
-
-    Raises:
-        ValueError: there is none, or a model of another kind, whose classifying layer would be new.
-    """
-    check_transformers(path)
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-
-    kinds = from_pretrained(AutoConfig, path, "configuration").architectures or []
-    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise ValueError(f"{path} is of {', '.join(kinds) or 'no known class'}: give a classifier of sequences")
-    module = from_pretrained(AutoModelForSequenceClassification, path, "classifier of sequences")
-    return module, from_pretrained(AutoTokenizer, path, "tokenizer")
-
-
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "", name)
 

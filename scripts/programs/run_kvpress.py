@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diffvision.analysis.capture import captured
-from diffvision.lab.pruning import Compress
+from diffvision.evaluation.language.pruning import Compress
 from diffvision.models import language
 from diffvision.models.convert.transformers import to_hugging_face
 from diffvision.models.language import LanguageConfig, LanguageModel

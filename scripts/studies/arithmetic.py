@@ -12,7 +12,7 @@ learning rate for each family. `--quick` runs the whole in minutes, on few probl
 
 Primary metric: the share of right answers, greedy, to test problems about people of unseen names, of as many steps and
 distracting sentences as training showed, and of more. A wrong answer is classed by its first wrong step: see
-`diffvision.lab.mathematics.errors`. A number that was made up may stand in a distracting sentence by
+`arithmetic_errors`. A number that was made up may stand in a distracting sentence by
 chance, the more easily the more there are; "distracted by chance" is how many solutions of other problems would be
 called distracted, to be compared with the share among the wrong answers.
 """
@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from arithmetic_errors import KINDS, judge
 from diffvision.analysis.figures.style import COLOURS, legend_below, panels, styled
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.lab.mathematics.errors import KINDS, judge
 from diffvision.models.language import LanguageModel
 from diffvision.models.language.generation import generate
 from grid import Grid, Numbers, Run, differences, spread

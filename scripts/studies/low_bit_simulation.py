@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffvision.analysis.capture import Call
-from diffvision.lab.language.low_bit import SCHEMES, Settings
+from diffvision.evaluation.language.low_bit import SCHEMES, Settings
 
 TOKENS, SIZE, VALUES = 512, 64, 128
 # Standard deviation of queries and keys; that of the logits is its square.

@@ -4,7 +4,7 @@
     python scripts/studies/study_digits.py report --output runs/digits --results docs/results/digits.json
     nice python scripts/studies/study_digits.py train  --output runs/digits --settings 0.85x6 --models \
         CLIP-debug DiffCLIP-debug-0.2 DiffCLIP-debug
-    python scripts/studies/study_digits.py lesson --output runs/digits --results diffvision/lab/demo/lesson.json
+    python scripts/studies/study_digits.py lesson --output runs/digits --results runs/lesson.json
     python scripts/studies/study_digits.py time
 
 A setting is SHARExEPOCHS. `train` leaves out what is done already, one thread at a time. It trains by the
@@ -41,11 +41,11 @@ from diffvision.data.datasets.digits import WORDS, make_digits
 from diffvision.demo.images import COLUMNS, MODELS, parts_right
 from diffvision.evaluation.composition import selection_accuracy
 from diffvision.evaluation.retrieval import recalls
-from diffvision.lab.demo.lesson import LESSON_MODEL
 from diffvision.training.optim import param_groups
 from diffvision.training.recipes import recipe
 from small_clip import BATCH, Captions, SmallClip, pixels, read
 
+LESSON_MODEL = "DiffCLIP-debug"  # with DiffCLIP's lambda_init of 0.8
 MODEL, TOWER = "CLIP-debug", "plain_vit_debug_clip"
 LESSON = "0.85x6"
 

@@ -35,12 +35,12 @@ from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import documents_of
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.evaluation.language.documents import rows_of
+from diffvision.evaluation.language.heads import head_statistics
+from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.many_shot import many_shot, order_robustness
 from diffvision.evaluation.language.needle import needle
+from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
-from diffvision.lab.language.heads import head_statistics
-from diffvision.lab.language.label_mapping import label_mapping_tasks
-from diffvision.lab.language.many_shot import many_shot, order_robustness
-from diffvision.lab.language.outliers import outliers
 from diffvision.models import language
 from diffvision.training.fit import fit
 

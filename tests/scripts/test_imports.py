@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from diffvision.plugins import LAB
-
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # These run in an environment of another program or within its test suite; conversions.py registers a model with timm,
 # and notebooks.py needs the docs extra and is run by .ci/nightly.
@@ -26,7 +24,5 @@ PATHS = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in LEFT
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(SCRIPTS)))
 def test_a_script_is_imported(path):
-    if not LAB.exists() and "studies" in path.parts:
-        pytest.skip("studies use the lab")
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

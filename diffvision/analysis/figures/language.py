@@ -1,4 +1,4 @@
-"""Figures of language evaluations, of one model or of several; those of studies are in the lab.
+"""Figures of language evaluations, of one model or of several.
 
 Each takes {model: metrics} as the evaluations of `diffvision.evaluation.language` return them.
 """

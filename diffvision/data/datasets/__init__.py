@@ -8,7 +8,7 @@ from diffvision.signatures import read_signature
 
 __all__ = ["DATASETS", "datasets", "missing_data"]
 
-GROUP = "diffvision.datasets"
+GROUP = "datasets"
 
 DATASETS = {
     "digits": "diffvision.data.datasets.digits:make_digits",

@@ -18,6 +18,8 @@ def run(
     output: str | None = None,
     cache: str | None = None,
     tokenizer: str | None = None,
+    demonstrations: str | None = None,
+    queries: str | None = None,
     device: str = "auto",
     settings: dict[str, Any] | None = None,
     options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
@@ -28,13 +30,17 @@ def run(
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
             one picture.
-        tasks: perplexity, position_nll, needle, and tasks of plugins (a list, or separated by commas).
+        tasks: perplexity, position_nll, needle, associative_recall, recall_errors, math, attention_mass, many_shot,
+            outliers, quantization, low_bit, cache_pruning, and tasks of plugins (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
-            token shards of the model's tokenizer; for a plugin's task, what it reads.
+            token shards of the model's tokenizer. For math, JSON lines {"question", "answer"}, such as GSM8K's or those
+            of `data make arithmetic`. For a plugin's task, what it reads.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png, and for what tasks write, from which a run that was ended resumes.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
+        demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
+        queries: what many_shot asks, in the same form.
         device: auto, cpu, cuda, cuda:1, ...
         settings: of plugins' tasks, as {name: value}.
         options: the evaluations' settings.
@@ -54,6 +60,9 @@ def run(
     from diffvision.models.threads import few_threads
     from diffvision.opening import check_spec, labelled, open_model
 
+    if (demonstrations is None) != (queries is None):
+        raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
+    settings = {**(settings or {}), "demonstrations": demonstrations, "queries": queries}
     names = list(dict.fromkeys(split_names(tasks)))
     suite.check(names, has_data=data is not None)
     if output is not None:
@@ -78,7 +87,7 @@ def run(
     first: dict[str, Any] = {}  # the metrics of the first model, with their samples
     result_cache = None if cache is None else Cache(cache)
     with process_group(device) as used_device:
-        request = Request(sources, options, settings or {}, used_device, None if cache is None else Path(cache))
+        request = Request(sources, options, settings, used_device, None if cache is None else Path(cache))
         preparing = {name: LANGUAGE_EVALUATIONS[name].prepare for name in names}
         inputs = {name: prepare(request) for name, prepare in preparing.items() if prepare is not None}
         for label, spec in map(labelled, specs):

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from diffvision.analysis.figures import language as figures
 from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
-from diffvision.evaluation.cache import model_digest
-from diffvision.evaluation.language.documents import Reading, read_texts
-from diffvision.evaluation.language.needle import needle, start_tokens
+from diffvision.evaluation.cache import files_digest, model_digest
+from diffvision.evaluation.language import task_figures
+from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
+from diffvision.evaluation.language.attention_mass import attention_mass
+from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
+from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of
+from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
+from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
+from diffvision.evaluation.language.mathematics import Question, mathematics, read_questions
+from diffvision.evaluation.language.needle import needle, needle_samples, start_tokens
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
+from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
+from diffvision.evaluation.language.quantization import quantization
+from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.records import fingerprint
 from diffvision.evaluation.samples import PerSample
 from diffvision.opening import Model
 from diffvision.plugins import PluginTable
@@ -185,12 +200,214 @@ def needles(work: Work) -> dict[str, float]:
     return metrics
 
 
+def _associative_recall(work: Work) -> dict[str, float]:
+    options = work.options
+    frequent = None
+    if options.frequent_text is not None:
+        tokenizer: Any = work.model.tokenizer
+        texts = read_documents([options.frequent_text], tokenizer, reading_of(options))
+        token_ids = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
+        frequent = frequent_bigrams(map(torch.tensor, token_ids), options.frequent_count)
+    return associative_recall(
+        work.model.module,
+        work.documents,
+        window=work.window,
+        frequent=frequent,
+        batch_size=options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _recall_errors(work: Work) -> dict[str, PerSample]:
+    options = work.options
+    return recall_errors(
+        work.model, facts=options.facts, lengths=work.lengths, batch_size=options.batch_size, **work.contexts
+    )
+
+
+def _prepare_questions(request: Request) -> list[Question]:
+    """Return the questions of the data."""
+    return read_questions(request.data or [], count=request.options.rows, seed=request.options.seed)
+
+
+def _math(work: Work) -> dict[str, PerSample | float]:
+    return mathematics(
+        work.model,
+        work.inputs["math"],
+        template=work.options.template,
+        new_tokens=work.options.new_tokens,
+        folder=None if work.folder is None else work.folder / "math" / work.model.name,
+        settings=model_identity(work.model),
+        batch_size=work.options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _attention_mass(work: Work) -> dict[str, float]:
+    count, queries = needle_pair(work.options.needles[-1])
+    return attention_mass(
+        work.model.module,
+        work.model.tokenizer,
+        length=min(work.lengths),
+        needles=count,
+        queries=queries,
+        **work.contexts,
+    )
+
+
+def _prepare_many_shot(request: Request) -> list[Task]:
+    """Return the task of the user's files, or the synthetic ones.
+
+    Raises:
+        ValueError: there are too few words for the options.
+    """
+    options, files = request.options, request.settings
+    if files.get("demonstrations") is not None:
+        return [read_task(files["demonstrations"], files["queries"])]
+    return _synthetic_mappings(options)
+
+
+def _synthetic_mappings(options: LanguageOptions) -> list[Task]:
+    return label_mapping_tasks(options.mappings, classes=options.classes, queries=options.queries, seed=options.seed)
+
+
+def _many_shot(work: Work) -> dict[str, float]:
+    """Return accuracies by number of demonstrations, and how they vary with the demonstrations' order."""
+    options, model = work.options, work.model
+    tasks = work.inputs.get("many_shot") or _synthetic_mappings(options)
+    shared: dict[str, Any] = {
+        "max_length": model.max_length,
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+        "progress": work.progress,
+    }
+    metrics = many_shot(model.module, model.tokenizer, tasks, shots=options.shots, **shared)
+    orders = order_robustness(
+        model.module,
+        model.tokenizer,
+        tasks,
+        shots=options.order_shots,
+        permutations=options.permutations,
+        **shared,
+    )
+    return metrics | {f"order/{metric}": value for metric, value in orders.items()}
+
+
+def _outliers(work: Work) -> dict[str, float]:
+    return outliers(work.model.module, rows_of(work.documents, work.window), progress=work.progress)
+
+
+def _needle_accuracy(work: Work) -> dict[str, Callable[[Any], float]] | None:
+    """Return what is measured of a model in few bits besides its loss."""
+    if not work.options.quantised_needles:
+        return None
+
+    def accuracy(model: Any) -> float:
+        options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
+        metrics = needles(dataclasses.replace(work, options=options, progress=unseen))
+        return statistics.fmean([value for key, value in metrics.items() if key.endswith("/accuracy")])
+
+    return {"needle_accuracy": accuracy}
+
+
+def _quantization(work: Work) -> dict[str, float]:
+    options = work.options
+    return quantization(
+        work.model.module,
+        rows_of(work.documents, work.window),
+        bits=options.bits,
+        granularity=options.granularity,
+        also=_needle_accuracy(work),
+        batch_size=options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _low_bit(work: Work) -> dict[str, PerSample | float]:
+    options = work.options
+    return low_bit(
+        work.model.module,
+        rows_of(work.documents, work.window),
+        schemes=options.schemes or tuple(SCHEMES),
+        settings=Settings(options.granularity, options.recent),
+        also=_needle_accuracy(work),
+        batch_size=options.batch_size,
+        progress=work.progress,
+    )
+
+
+def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
+    options, longest = work.options, work.model.max_length
+    # By default there is room for a question that is asked twice.
+    lengths = work.lengths if options.lengths else [length * 7 // 8 for length in work.lengths]
+    cells = itertools.product(map(needle_pair, options.needles), lengths, options.depths)
+    samples = [
+        sample
+        for (count, queries), length, depth in cells
+        for sample in needle_samples(
+            work.model.tokenizer,
+            length=length,
+            depth=depth,
+            needles=count,
+            queries=queries,
+            samples=options.samples,
+            form=work.form,
+            seed=options.seed,
+        )
+    ]
+    needed = max(len(asked_twice(sample).tokens) for sample in samples)
+    if longest is not None and needed > longest:
+        raise ValueError(
+            f"lengths has {max(lengths)}, and a question that is asked twice makes it {needed}, over the {longest} "
+            f"tokens that {work.model.name} reads: give smaller ones"
+        )
+    return cache_pruning(
+        work.model.module,
+        rows_of(work.documents, work.window + 1),
+        samples,
+        continuation=options.continuation,
+        methods=options.pruning_methods,
+        ratios=options.pruning_ratios,
+        window=options.pruning_window,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        progress=work.progress,
+    )
+
+
 _EVALUATIONS = {
     "perplexity": LanguageEvaluation(_perplexity, figures.perplexity_bars, "documents"),
     "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
     "needle": LanguageEvaluation(needles, figures.needle_maps, "tokenizer"),
+    "associative_recall": LanguageEvaluation(
+        _associative_recall,
+        task_figures.recall_bars,
+        "documents",
+        identity=lambda work: {"files": files_digest(*filter(None, [work.options.frequent_text]))},
+    ),
+    "recall_errors": LanguageEvaluation(_recall_errors, task_figures.error_curves, "tokenizer"),
+    "math": LanguageEvaluation(
+        _math,
+        task_figures.math_bars,
+        "questions",
+        "questions with answers: give data, JSON lines such as GSM8K's",
+        _prepare_questions,
+        lambda work: {"questions": fingerprint(work.inputs["math"])},
+    ),
+    "attention_mass": LanguageEvaluation(_attention_mass, task_figures.attention_bars, "tokenizer"),
+    "many_shot": LanguageEvaluation(
+        _many_shot,
+        task_figures.many_shot_panels,
+        "tokenizer",
+        prepare=_prepare_many_shot,
+        identity=lambda work: {"tasks": repr(work.inputs["many_shot"])},
+    ),
+    "outliers": LanguageEvaluation(_outliers, task_figures.outlier_bars, "documents"),
+    "quantization": LanguageEvaluation(_quantization, task_figures.quantization_curves, "documents"),
+    "low_bit": LanguageEvaluation(_low_bit, task_figures.low_bit_panels, "documents"),
+    "cache_pruning": LanguageEvaluation(_cache_pruning, task_figures.pruning_curves, "documents"),
 }
-LANGUAGE_EVALUATIONS = PluginTable("diffvision.language_tasks", _EVALUATIONS, LanguageEvaluation)
+LANGUAGE_EVALUATIONS = PluginTable("language_tasks", _EVALUATIONS, LanguageEvaluation)
 """Task -> its evaluation, of this package and of plugins (`diffvision.plugins`)."""
 
 

@@ -8,7 +8,8 @@ The memory is allocated once, at the start. There are two ways of writing:
   shape depends on how many tokens have passed, so a compiled step is compiled once.
 
 `KVCache.keep` drops tokens that are no longer worth their memory. Those that are left keep their rotary embedding, so
-the next position is counted apart from the fill. Which tokens are kept is decided in `diffvision.lab.pruning`.
+the next position is counted apart from the fill. Which tokens are kept is decided in
+`diffvision.evaluation.language.pruning`.
 """
 
 from collections.abc import Iterable, Sequence

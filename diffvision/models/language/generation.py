@@ -68,7 +68,7 @@ class Sampling:
 
 
 class Compression(Protocol):
-    """The interface of what prunes the cache of a prompt; `diffvision.lab.pruning.Compress` has the methods."""
+    """The interface of what prunes the cache of a prompt, such as `diffvision.evaluation.language.pruning.Compress`."""
 
     def prefill(
         self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, capacity: Callable[[int], int]
@@ -115,8 +115,8 @@ def generate(
         on_token: called with (index of the prompt, token) for each new token, for streaming; True ends the prompt's
             continuation after this token.
         compile: compile the decoding step (a minute at the first call for a model and capacity).
-        compress: prunes the prompts' cache before the first new token, such as `lab.pruning.Compress("diff",
-            ratio=0.5)`; what is generated is never pruned.
+        compress: prunes the prompts' cache before the first new token, such as `Compress("diff", ratio=0.5)` of
+            `evaluation.language.pruning`; what is generated is never pruned.
 
     Returns:
         The new tokens of each prompt.

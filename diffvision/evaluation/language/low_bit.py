@@ -1,0 +1,299 @@
+"""Attention in few bits: what kernels and caches really round, and which models suffer from it.
+
+The paper (arXiv 2410.05258, figure 8) rounds attention logits. No kernel does: kernels round queries and keys (the
+product is summed in 32 bits), probabilities and values; caches round keys and values. Here each of them is rounded in
+turn in a model that computes in float32 otherwise. docs/results/low_bit.md has the reading.
+
+Two factors decide how well a differential model fares next to a plain one: how much smaller its logits are after
+training, and how much the difference of its maps amplifies errors, for what cancels in it is signal and not error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffvision.analysis.capture import Call, Scores, captured, run_towers
+from diffvision.evaluation.language.options import Granularity, check_schemes
+from diffvision.evaluation.language.quantization import quantised, row_losses
+from diffvision.evaluation.language.rounding import GROUP, by_block, by_group, smoothed, to_float8, to_integers
+from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.evaluation.samples import PerSample, each
+from diffvision.models.modes import evaluating
+
+QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks
+
+
+class Int8Maps(Scores):
+    """Scores whose maps are rounded to 0..127 of each row's largest: exp(logit - largest) in steps of 1/127.
+
+    The row's sum is that before rounding, as in kernels.
+    """
+
+    def maps(self) -> Tensor:
+        """Return the rounded maps."""
+        return to_integers(super().maps(), 8, -1)
+
+
+class Float8Maps(Scores):
+    """Scores whose maps are rounded to float8 (e4m3), each row's largest scaled to 448."""
+
+    def maps(self) -> Tensor:
+        """Return the rounded maps."""
+        return to_float8(super().maps(), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What some schemes need besides the call.
+
+    Args:
+        granularity: of the paper's logits, as `quantization.quantised`.
+        recent: tokens up to a query that a quantised cache keeps in full precision for it, at least; 0 or more.
+    """
+
+    granularity: Granularity = "layer"
+    recent: int = 128
+
+
+Scheme = Callable[[Call, Settings], Scores]
+"""Returns scores computed in few bits, and replaces the call's values where it rounds them."""
+
+
+def _logits(bits: int) -> Scheme:
+    """Return the paper's scheme, which rounds the logits themselves."""
+
+    def scores(call: Call, settings: Settings) -> Scores:
+        full = call.scores()
+        return full._replace(logits=quantised(full.logits, full.allowed, bits, settings.granularity))
+
+    return scores
+
+
+def _products(bits: int, keys: Callable[[Tensor], Tensor] = lambda k: k) -> Scheme:
+    """Return SageAttention's scheme: queries and keys in blocks. On GPUs its 4 bits have a scale for fewer rows."""
+
+    def scores(call: Call, settings: Settings) -> Scores:
+        k = by_block(keys(_wide(call.k)), bits, KEY_ROWS)
+        return dataclasses.replace(call, q=by_block(_wide(call.q), bits, QUERY_ROWS), k=k).scores()
+
+    return scores
+
+
+def _outputs(kind: type[Scores], values: Callable[[Tensor, int], Tensor]) -> Scheme:
+    """Return the scheme of the second product: probabilities by row, values by channel."""
+
+    def scores(call: Call, settings: Settings) -> Scores:
+        call.v = values(_values(call), -2)
+        return kind(*call.scores())
+
+    return scores
+
+
+def _cache(bits: int) -> Scheme:
+    """Return KIVI's scheme: keys by channel over groups of tokens, values by token, recent ones kept.
+
+    Every key stands twice in a row of logits, as it is and rounded, and the mask says which of the two a query reads.
+    """
+
+    def scores(call: Call, settings: Settings) -> Scores:
+        full, k, v = call.scores(), _wide(call.k), _values(call)
+        if not full.is_rowwise:
+            raise ValueError(f"{type(call.layer).__name__} takes no cache: name other schemes (--options.schemes)")
+        low = dataclasses.replace(call, k=by_group(k, bits, -2)).scores()
+        old = rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], settings.recent).to(k.device)
+        call.v = torch.cat([v, by_group(v, bits, -1)], dim=-2)
+        logits = torch.cat([full.logits, low.logits], dim=-1)
+        return full._replace(logits=logits, allowed=torch.cat([full.allowed & ~old, full.allowed & old], dim=-1))
+
+    return scores
+
+
+def rounded_keys(start: int, stop: int, recent: int) -> Tensor:
+    """Return [stop - start, stop]: which keys of a cache the queries at positions start to stop read rounded.
+
+    A group of tokens is rounded when the last of it is no longer among the `recent` tokens up to the query.
+    """
+    old = (torch.arange(start, stop) + 1 - recent).clamp(min=0)
+    return torch.arange(stop) < (old // GROUP * GROUP)[:, None]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _values(call: Call) -> Tensor:
+    if call.v is None:
+        raise ValueError(
+            f"{type(call.layer).__name__} splits its values, which is not supported here: convert it with "
+            "diffvision convert SOURCE DESTINATION --to language"
+        )
+    return _wide(call.v)
+
+
+SCHEMES: dict[str, Scheme] = {
+    "logits_8": _logits(8),
+    "logits_6": _logits(6),
+    "logits_4": _logits(4),
+    "qk_int8": _products(8),
+    "qk_int8_smooth": _products(8, smoothed),
+    "qk_int4": _products(4),
+    "qk_int4_smooth": _products(4, smoothed),
+    "pv_int8": _outputs(Int8Maps, lambda v, dim: to_integers(v, 8, dim)),
+    "pv_fp8": _outputs(Float8Maps, to_float8),
+    "cache_8": _cache(8),
+    "cache_4": _cache(4),
+    "cache_2": _cache(2),
+}
+
+
+def low_bit(
+    model: nn.Module,
+    rows: Tensor,
+    *,
+    schemes: Sequence[str] = tuple(SCHEMES),
+    settings: Settings = Settings(),
+    also: Mapping[str, Callable[[Any], float]] | None = None,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, PerSample | float]:
+    """Return the loss under each scheme, and what `attention_errors` returns.
+
+    Args:
+        model: as `analysis.capture.captured`, with its values in one piece (transformers' DiffLlama has not).
+        rows: int64 [S, N], which the model reads whole.
+        schemes: names of `SCHEMES`.
+        settings: of the schemes.
+        also: as `quantization.quantization`.
+        batch_size: rows at a time.
+
+    Returns:
+        {"nll/full": nats a token, "nll/<scheme>": ..., "nll_rise/<scheme>": how much more than in full precision, by
+        row, "<name of also>/<scheme>": ..., and those of `attention_errors`}.
+
+    Raises:
+        ValueError: unknown scheme; a layer that a scheme cannot be computed for.
+    """
+    check_schemes(schemes)
+    metrics: dict[str, PerSample | float] = {
+        **attention_errors(model, rows, schemes=schemes, settings=settings, progress=progress)
+    }
+    losses: dict[str | None, Tensor] = {}
+    for name in progress([None, *schemes], "low-bit attention"):
+        rounded = nullcontext() if name is None else low_bit_attention(model, name, settings)
+        with evaluating(model), rounded:
+            losses[name] = row_losses(model, rows, batch_size)
+            metrics[f"nll/{name or 'full'}"] = losses[name].mean().item()
+            metrics |= {f"{metric}/{name or 'full'}": take(model) for metric, take in (also or {}).items()}
+    return metrics | {f"nll_rise/{name}": each(losses[name] - losses[None]) for name in schemes}
+
+
+def low_bit_attention(
+    model: nn.Module,
+    scheme: str,
+    settings: Settings = Settings(),
+) -> AbstractContextManager[None]:
+    """Return a context in which the model attends by one of `SCHEMES`.
+
+    The padding of a batch of unequal rows shares scales with its tokens: give rows of one length, or a batch of one.
+    """
+    return captured(model, lambda call: SCHEMES[scheme](call, settings))
+
+
+def attention_errors(
+    model: nn.Module,
+    rows: Tensor,
+    *,
+    schemes: Sequence[str] = tuple(SCHEMES),
+    settings: Settings = Settings(),
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Return each layer's error under each scheme, and the two factors that decide about it.
+
+    The layer reads what it reads in full precision, so that errors of the layers before it do not count. Its output is
+    that of the heads, before a head norm. The measures are SageAttention's.
+
+    Args:
+        model, rows, schemes, settings: as `low_bit`. Rows are read one at a time; a few logits of a layer are in memory
+            at once.
+
+    Returns:
+        For each scheme and layer i from 0, "cosine/<scheme>/i", of the output with that in full precision, and
+        "relative_l1/<scheme>/i", the sum of absolute differences over that of absolute values. "largest_logit/i", in
+        absolute value, of all that a query may attend to. "cancellation/i", sqrt(|O1|^2 + |lambda O2|^2) over
+        |O1 - lambda O2|, how much more errors of the maps count in their difference than in the maps; 1 where there is
+        one map. Each also without "/i": the largest of all layers' logits, and means over layers.
+    """
+    layers: dict[str, Layer] = defaultdict(Layer)
+
+    def see(call: Call) -> None:
+        call.v, low = _values(call), {}
+        for name in schemes:
+            copy = dataclasses.replace(call)
+            low[name] = _output(copy, SCHEMES[name](copy, settings))
+        layers[call.name].add(call, low)
+
+    with evaluating(model), captured(model, see):
+        for row in progress(rows.split(1), "errors of low-bit attention"):
+            run_towers(model, {"tokens": row.to(device_of(model))})
+    by_metric: dict[str, list[float]] = defaultdict(list)
+    for layer in layers.values():
+        for metric, value in layer.metrics().items():
+            by_metric[metric].append(value)
+    metrics: dict[str, float] = {}
+    for metric, values in by_metric.items():
+        metrics[metric] = max(values) if metric == "largest_logit" else sum(values) / len(values)
+        metrics |= {f"{metric}/{index}": value for index, value in enumerate(values)}
+    return metrics
+
+
+class Layer:
+    """Sums over rows of one layer's outputs and their errors."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        # Squares of the maps' outputs, and of the layer's.
+        self.parts, self.square = 0.0, 0.0
+        self.absolute = 0.0
+        # Of each scheme: the product with the full output, the square, and the absolute difference.
+        self.low: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+
+    def add(self, call: Call, low: Mapping[str, Tensor]) -> None:
+        """Take a call in full precision, and its outputs [B, H, N, V] under each scheme."""
+        scores = call.scores()
+        self.largest = max(self.largest, (scores.logits.abs() * scores.allowed).max().item())
+        output, values = _output(call, scores), call.values(scores.logits.dtype)
+        weights: list[Any] = [1.0] if scores.lam is None else [1.0, scores.lam]
+        for weight, attention in zip(weights, scores.maps().unbind(2), strict=True):
+            self.parts += (weight * attention @ values).double().square().sum().item()
+        output = output.double()
+        self.square += output.square().sum().item()
+        self.absolute += output.abs().sum().item()
+        for name, other in low.items():
+            wide = other.double()
+            sums = [(wide * output).sum(), wide.square().sum(), (wide - output).abs().sum()]
+            self.low[name] += torch.stack(sums).cpu()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the layer's metrics, NaN where its output is zero."""
+        metrics = {"largest_logit": self.largest, "cancellation": _ratio(self.parts, self.square) ** 0.5}
+        for name, sums in self.low.items():
+            product, square, difference = sums.tolist()
+            metrics[f"cosine/{name}"] = _ratio(product, (square * self.square) ** 0.5)
+            metrics[f"relative_l1/{name}"] = _ratio(difference, self.absolute)
+        return metrics
+
+
+def _output(call: Call, scores: Scores) -> Tensor:
+    applied = scores.applied()
+    return applied @ call.values(applied.dtype)
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else float("nan")

@@ -1,0 +1,260 @@
+"""Many-shot in-context learning: accuracy by the number of demonstrations, and how much their order matters.
+
+arXiv 2410.05258 section 3.5: classification by a context of (text, label) pairs, decoding constrained to the labels
+(the protocol of Bertsch et al., arXiv 2405.00200), and best minus worst accuracy over 10 orders of the same
+demonstrations, arranged at random or alternately by class.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diffvision.evaluation.language.choices import constrained_choices
+from diffvision.evaluation.language.documents import json_lines
+from diffvision.evaluation.language.needle import start_tokens
+from diffvision.evaluation.language.scoring import Progress, unseen
+
+
+class Example(NamedTuple):
+    """A text and its class."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Demonstrations to draw from, and what is asked.
+
+    Raises:
+        ValueError: no demonstrations or queries; fewer than two classes; a query of a class without demonstrations.
+    """
+
+    demonstrations: Sequence[Example]
+    queries: Sequence[Example]
+    template: str = "Text: {text}\nLabel: {label}\n\n"  # the label after a space, then a line's end
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        if not self.demonstrations or not self.queries:
+            raise ValueError(
+                f"{self.name} has {len(self.demonstrations)} demonstrations and {len(self.queries)} queries: give both"
+            )
+        if len(self.labels) < 2:
+            raise ValueError(f"{self.name} has the one class {self.labels[0]!r}: a choice needs two")
+        if strange := sorted({query.label for query in self.queries} - set(self.labels)):
+            raise ValueError(f"{self.name} asks for {', '.join(strange[:5])} without a demonstration: add one")
+        if " {label}\n" not in self.template or "{text}" not in self.template.partition(" {label}")[0]:
+            raise ValueError(
+                f"the template {self.template!r} must hold '{{text}}', and after it ' {{label}}' and a line's end"
+            )
+
+    @property
+    def labels(self) -> list[str]:
+        """The classes, sorted."""
+        return sorted({example.label for example in self.demonstrations})
+
+    def prompt(self, demonstrations: Sequence[Example], query: Example) -> str:
+        """Return demonstrations and a query, up to where its label would come."""
+        before = self.template.partition(" {label}")[0]
+        return "".join(self.template.format(text=text, label=label) for text, label in demonstrations) + before.format(
+            text=query.text
+        )
+
+
+def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | None = None) -> Task:
+    """Read a task from two files of JSON lines, {"text": ..., "label": ...} each.
+
+    It warns of queries that are demonstrations too, since the label of those can be copied from the prompt.
+
+    Raises:
+        FileNotFoundError; ValueError: not UTF-8; a line without the two, named with its number; what `Task` raises.
+    """
+    task = Task(_examples(Path(demonstrations)), _examples(Path(queries)), name=name or Path(queries).stem)
+    shown = {example.text for example in task.demonstrations}
+    if seen := sum(query.text in shown for query in task.queries):
+        warnings.warn(
+            f"{seen} of the {len(task.queries)} queries in {queries} are demonstrations in {demonstrations} too: a "
+            "model can copy their label from the prompt; leave them out of one of the files",
+            stacklevel=2,
+        )
+    return task
+
+
+def many_shot(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    shots: Sequence[int] = (1, 4, 16, 64),
+    max_length: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Return the accuracy over all queries of all tasks, by the number of demonstrations before each.
+
+    A task's demonstrations are drawn once, alternately of its classes while they last, and shuffled; fewer shots are
+    the first of more.
+
+    Args:
+        model: see `scoring`.
+        tokenizer: encode(text) -> list[int], and a start_id or eos_id to begin with.
+        shots: numbers of demonstrations.
+        max_length: what the model can read; a prompt over it is refused before anything runs.
+
+    Returns:
+        {"accuracy/<shots>": ...}, and chance, the mean of 1 / classes.
+
+    Raises:
+        ValueError: a task with fewer demonstrations than shots; a prompt that is too long; labels that the tokenizer
+            does not set apart.
+    """
+    drawn = [draw_demonstrations(task, max(shots), seed) for task in tasks]
+    prompts = {
+        count: [
+            encode_prompts(task, examples[:count], tokenizer, max_length)
+            for task, examples in zip(tasks, drawn, strict=True)
+        ]
+        for count in shots
+    }
+    metrics = {
+        f"accuracy/{count}": _mean(
+            [
+                right
+                for task, rows in zip(tasks, prompts[count], strict=True)
+                for right in answers_right(model, task, rows, tokenizer, batch_size)
+            ]
+        )
+        for count in progress(list(shots), "many-shot")
+    }
+    return metrics | {"chance": _mean([1 / len(task.labels) for task in tasks])}
+
+
+def order_robustness(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    *,
+    shots: int = 64,
+    permutations: int = 10,
+    max_length: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Return the best minus the worst accuracy over orders of the same demonstrations, the mean over tasks.
+
+    Args:
+        permutations: orders of each arrangement, "random" and "alternating" (one of each class in turn, the classes and
+            the demonstrations within them in a new order each time).
+        others: as `many_shot`.
+
+    Returns:
+        For each arrangement "<arrangement>/spread", "/mean", "/best", "/worst" (each the mean over tasks).
+    """
+    if permutations < 2:
+        raise ValueError(f"permutations is {permutations}: a spread needs at least 2")
+    metrics: dict[str, float] = {}
+    drawn = [draw_demonstrations(task, shots, seed) for task in tasks]
+    for arrangement, arrange in ARRANGEMENTS.items():
+        accuracies: list[list[float]] = [[] for _ in tasks]
+        for number in progress(range(permutations), f"{arrangement} orders"):
+            for index, (task, examples) in enumerate(zip(tasks, drawn, strict=True)):
+                order = arrange(examples, random.Random(f"order {seed} {number}"))
+                prompts = encode_prompts(task, order, tokenizer, max_length)
+                accuracies[index].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
+        metrics |= {
+            f"{arrangement}/spread": _mean([max(values) - min(values) for values in accuracies]),
+            f"{arrangement}/mean": _mean([_mean(values) for values in accuracies]),
+            f"{arrangement}/best": _mean([max(values) for values in accuracies]),
+            f"{arrangement}/worst": _mean([min(values) for values in accuracies]),
+        }
+    return metrics
+
+
+def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+    """Return the examples in random order."""
+    return draw.sample(list(examples), len(examples))
+
+
+def alternating(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+    """Return one example of each class in turn while they last; classes, and examples of a class, in random order."""
+    classes: dict[str, list[Example]] = defaultdict(list)
+    for example in shuffled(examples, draw):
+        classes[example.label].append(example)
+    rounds = max(len(members) for members in classes.values())
+    return [members[turn] for turn in range(rounds) for members in classes.values() if turn < len(members)]
+
+
+ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Example]]] = {
+    "random": shuffled,
+    "alternating": alternating,
+}
+
+
+def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
+    """Return `shots` of the task's demonstrations, as even among its classes as they are, in random order."""
+    if not 1 <= shots <= len(task.demonstrations):
+        raise ValueError(
+            f"{shots} shots of {task.name}, which has {len(task.demonstrations)} demonstrations: ask for 1 to as many"
+        )
+    draw = random.Random(f"demonstrations {seed} {task.name}")
+    return shuffled(alternating(task.demonstrations, draw)[:shots], draw)
+
+
+def encode_prompts(
+    task: Task, demonstrations: Sequence[Example], tokenizer: Any, max_length: int | None = None
+) -> list[list[int]]:
+    """Return tokens of the demonstrations and each query, checked to leave room for a label in the context."""
+    start = start_tokens(tokenizer)
+    prompts = [[*start, *tokenizer.encode(task.prompt(demonstrations, query))] for query in task.queries]
+    longest = max(map(len, prompts)) + max(map(len, label_tokens(task, tokenizer)))
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"{len(demonstrations)} shots of {task.name} with a label are {longest} tokens, over the model's "
+            f"{max_length}: ask for fewer shots"
+        )
+    return prompts
+
+
+def answers_right(
+    model: Any, task: Task, prompts: Sequence[Sequence[int]], tokenizer: Any, batch_size: int = 8
+) -> list[bool]:
+    """Return whether the label that constrained greedy decoding writes after each query's prompt is the right one."""
+    picked = constrained_choices(model, prompts, label_tokens(task, tokenizer), batch_size=batch_size)
+    return [task.labels[choice] == query.label for choice, query in zip(picked, task.queries, strict=True)]
+
+
+def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
+    """Return tokens of each label as written after a query, with the line's end ("sea" differs from "sea lion").
+
+    Raises:
+        ValueError: the tokenizer makes one token of a label and the text before it.
+    """
+    before = task.template.partition(" {label}")[0].rpartition("}")[2]  # such as "\nLabel:"
+    prefix = tokenizer.encode(before)
+    rows = []
+    for label in task.labels:
+        tokens = tokenizer.encode(f"{before} {label}\n")
+        if tokens[: len(prefix)] != prefix:
+            raise ValueError(
+                f"the tokenizer joins {before!r} and a part of the label {label!r} into one token: use other labels"
+            )
+        rows.append(tokens[len(prefix) :])
+    return rows
+
+
+def _examples(path: Path) -> list[Example]:
+    fields = {"text": (str,), "label": (str, int)}
+    return [Example(text, label) for text, label in json_lines(path, fields, "is no example")]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

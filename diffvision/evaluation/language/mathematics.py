@@ -1,0 +1,133 @@
+"""Mathematical questions: greedy answers, compared with the right ones by math-verify.
+
+A file is JSON lines {"question", "answer"}, as GSM8K's, or {"prompt", "answer"}, as `data make arithmetic` writes them.
+The right answer is what stands after the last `####` of "answer", or all of it. Programs differ by several points of
+accuracy in what they take for an answer, so compare models by one rule.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from diffvision.evaluation.language.generations import Prompt, generate_rows, room_for
+from diffvision.evaluation.language.needle import start_tokens
+from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.samples import PerSample
+from diffvision.opening import Model
+
+QUESTION = "{question}"
+_KEYS = ("question", "prompt")
+_SECONDS = 5  # that math-verify may take for an answer
+
+
+class Question(NamedTuple):
+    """A question and its right answer; the id is FILE:LINE."""
+
+    id: str
+    text: str
+    answer: str
+
+
+def read_questions(paths: Sequence[str], *, count: int | None = None, seed: int = 0) -> list[Question]:
+    """Return the questions of files, or so many of each that are drawn with the seed.
+
+    Raises:
+        FileNotFoundError; ValueError: a line is not a question with an answer, or a file has none.
+    """
+    questions: list[Question] = []
+    for path in map(Path, paths):
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"{path} must have questions, and is empty")
+        own = [_question(path, number, line) for number, line in enumerate(lines, start=1)]
+        few = count is not None and count < len(own)
+        questions += random.Random(seed).sample(own, count) if few and count else own
+    return questions
+
+
+def _question(path: Path, number: int, line: str) -> Question:
+    try:
+        row: Any = json.loads(line)
+        text = next(row[key] for key in _KEYS if isinstance(row.get(key), str))
+        answer = str(row["answer"]).rpartition("####")[2].strip()
+    except (ValueError, LookupError, AttributeError, StopIteration):
+        answer = ""
+    if not answer:
+        raise ValueError(f"{path}, line {number} must be JSON with question and answer, got {line[:60]}")
+    return Question(f"{path}:{number}", text, answer)
+
+
+def mathematics(
+    model: Model,
+    questions: Sequence[Question],
+    *,
+    template: str = "Question: {question}\nAnswer:",
+    new_tokens: int = 512,
+    folder: Path | None = None,
+    settings: Any = None,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, PerSample | float]:
+    """Return the accuracy of greedy answers, and the shares of those without an answer or at the limit of tokens.
+
+    Args:
+        model: with its tokenizer.
+        questions: of one or several files.
+        template: the prompt, with {question} in it; what stands before it ends an answer, since a base model continues
+            with another question.
+        new_tokens: the most of an answer.
+        folder: for answers.jsonl, from which an evaluation that was ended resumes.
+        settings: as `generate_rows`.
+        batch_size: questions at a time.
+
+    Raises:
+        ValueError: math-verify is missing; a prompt for which there is no room; as `generate_rows`.
+    """
+    is_right = _verifier()
+    room = room_for(model, new_tokens)
+    tokenizer: Any = model.tokenizer
+    prompts = []
+    for question in questions:
+        tokens = [*start_tokens(tokenizer), *tokenizer.encode(template.replace(QUESTION, question.text))]
+        if room is not None and len(tokens) > room:
+            raise ValueError(f"{question.id} has {len(tokens)} tokens, and there is room for {room}: lower new_tokens")
+        prompts.append(Prompt(question.id, tokens))
+    stop = template.partition(QUESTION)[0].strip()
+    written = generate_rows(
+        model,
+        prompts,
+        max_new_tokens=new_tokens,
+        stops=(stop,) if stop else (),
+        file=None if folder is None else folder / "answers.jsonl",
+        settings=settings,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    verdicts = [is_right(question.answer, one.output) for question, one in zip(questions, written, strict=True)]
+    units = torch.arange(len(questions))
+    return {
+        "accuracy": PerSample(torch.tensor([verdict is True for verdict in verdicts]), units),
+        "without_answer": PerSample(torch.tensor([verdict is None for verdict in verdicts]), units),
+        "at_limit": PerSample(torch.tensor([one.stopped_by == "length" for one in written]), units),
+    }
+
+
+def _verifier() -> Any:
+    """Return (right answer, text) -> whether the text's answer is right; None if math-verify finds none in it."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ValueError("math needs math-verify: pip install 'diffvision[math]'") from None
+
+    def is_right(gold: str, text: str) -> bool | None:
+        found = parse(text.rpartition("####")[2], parsing_timeout=_SECONDS)
+        expected = parse(f"${gold}$", parsing_timeout=_SECONDS) or parse(gold, parsing_timeout=_SECONDS)
+        return verify(expected, found, timeout_seconds=_SECONDS) if found else None
+
+    return is_right

@@ -1,1 +1,0 @@
-"""What exists to study differential attention: further evaluations and lessons of the papers."""

@@ -1,1 +1,0 @@
-"""The lesson on language models that the demo teaches on request."""

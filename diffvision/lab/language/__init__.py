@@ -1,1 +1,0 @@
-"""Evaluations of language models from the papers that only studies need."""

@@ -1,1 +1,0 @@
-"""Mathematical questions: sets of them, answers read and compared, and what went wrong."""

@@ -1,0 +1,168 @@
+"""Captured attention: unchanged while only read; outliers and quantised logits by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from diffvision.analysis.capture import Scores, captured
+from diffvision.evaluation.language.outliers import Magnitudes, decoder_layers, outliers
+from diffvision.evaluation.language.quantization import quantised, quantised_attention, quantization
+from diffvision.models import language
+
+ROWS = torch.randint(512, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_reading_changes_nothing(tiny):
+    calls = []
+    whole = tiny.double()(ROWS)
+    with captured(tiny, calls.append):
+        assert torch.equal(tiny(ROWS), whole)
+    assert [call.name for call in calls] == ["blocks.0.attn", "blocks.1.attn"]
+    with captured(tiny, lambda call: call.scores()):
+        torch.testing.assert_close(tiny(ROWS), whole, atol=1e-10, rtol=1e-10)
+    assert torch.equal(tiny(ROWS), whole)
+    assert len(calls) == 2
+    layer, scores = tiny.blocks[0].attn, calls[0].scores()
+    x = 4 * tiny.embed(ROWS)
+    torch.testing.assert_close(scores.maps(), layer.attention_maps(x, is_causal=True))
+    if not scores.is_rowwise:
+        with pytest.raises(ValueError, match="a row of this map depends on"):
+            scores.last_query()
+        return
+    assert scores.last_query().applied().shape == (3, 2, 1, 20)
+    torch.testing.assert_close(scores.last_query().applied(), scores.applied()[:, :, -1:])
+
+
+@torch.no_grad()
+def test_reading_keeps_what_dex_has_learned():
+    model = language.create("transformer-debug", variant="dex", vocab_size=512).double()
+    for block in model.blocks:
+        nn.init.normal_(block.attn.dex)
+    whole = model(ROWS)
+    with captured(model, lambda call: call.scores()):
+        torch.testing.assert_close(model(ROWS), whole, atol=1e-10, rtol=1e-10)
+
+
+@torch.no_grad()
+def test_a_mask_is_obeyed(tiny):
+    layer, x = tiny.blocks[0].attn, tiny.embed(ROWS)
+    mask = torch.rand(3, 1, 20, 20) > 0.5
+    whole = layer(x, attn_mask=mask, is_causal=True)
+    with captured(layer, lambda call: call.scores()):
+        torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=True), whole, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_outputs_are_computed_from_changed_logits(tiny):
+    def flatten(call):
+        scores = call.scores()
+        return scores._replace(logits=torch.zeros_like(scores.logits))
+
+    with captured(tiny, flatten):
+        flat = tiny(ROWS)
+    layer, x = tiny.blocks[0].attn, tiny.embed(ROWS)
+    assert not torch.allclose(flat, tiny(ROWS), atol=1e-3)
+    with captured(layer, flatten):
+        first = layer(4 * x, is_causal=True)[:, 0]
+    torch.testing.assert_close(first, layer(4 * x, is_causal=True)[:, 0], atol=1e-5, rtol=1e-5)  # sees itself only
+
+
+def test_a_model_without_attention_is_refused(table):
+    with (
+        pytest.raises(ValueError, match="no attention of this Table can be"),
+        captured(table([[1.0]]), lambda call: None),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"has no nn\.ModuleList"):
+        decoder_layers(table([[1.0]]))
+
+
+def test_magnitudes_of_a_stream():
+    values = torch.randn(5000) * 10
+    magnitudes = Magnitudes()
+    for part in values.split(700):
+        magnitudes.add(part)
+    ordered = values.abs().sort(descending=True).values
+    for rank in (1, 2, 3, 10, 100):
+        assert magnitudes.top(rank) == ordered[rank - 1].item()
+    assert magnitudes.median() == pytest.approx(values.abs().median().item(), rel=1 / 2048)
+    assert math.isnan(magnitudes.top(101))
+    few = Magnitudes()
+    assert math.isnan(few.median())
+    few.add(torch.tensor([-3.0, 0.0, 0.0]))
+    few.add(torch.empty(0))
+    assert (few.top(1), few.top(3), few.median()) == (3, 0, 0)
+    assert math.isnan(few.top(4))
+
+
+@torch.no_grad()
+def test_outliers_pool_layers_heads_and_maps(tiny):
+    metrics = outliers(tiny, ROWS, top=(1, 3), batch_size=2)
+    logits, states, x = [], [], tiny.embed(ROWS)
+    lower = torch.ones(20, 20, dtype=torch.bool).tril()
+    for block in tiny.blocks:
+        q, k = block.attn._queries_and_keys(4 * x, 4 * x)
+        scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) / 2  # one key head for two, D = 4
+        logits.append(scores[..., lower].flatten())
+        x = block(x)
+        states.append(x.flatten())
+    for kind, values in (("attention_logits", logits), ("hidden_states", states)):
+        ordered = torch.cat(values).abs().sort(descending=True).values
+        assert metrics[f"{kind}/top_1"] == pytest.approx(ordered[0].item(), rel=1e-5)
+        assert metrics[f"{kind}/top_3"] == pytest.approx(ordered[2].item(), rel=1e-5)
+        assert metrics[f"{kind}/median"] == pytest.approx(torch.cat(values).abs().median().item(), rel=1e-3)
+
+
+LOGITS = torch.tensor([[7.0, -3.4, 100.0], [0.4, 0.6, 1.4]]).view(1, 1, 1, 2, 3)
+ALLOWED = torch.tensor([[True, True, False], [True, True, True]])
+
+
+def test_quantised_logits_by_hand():
+    """Four bits: 15 levels from -a to a, a the largest that may be attended to: 7, so the levels are whole numbers."""
+    four = quantised(LOGITS, ALLOWED, 4)
+    assert four.flatten().tolist() == [7, -3, 7, 0, 1, 1]  # the forbidden 100 counts for nothing and is cut
+    by_row = quantised(LOGITS, ALLOWED, 4, "row")
+    assert by_row[0, 0, 0, 1].tolist() == pytest.approx([0.4, 0.6, 1.4])  # the row's step is 0.2
+    three = quantised(LOGITS, ALLOWED, 3, "head")  # levels of 7/3
+    assert three[0, 0, 0].tolist()[0][:2] == pytest.approx([7, -7 / 3])
+    assert three[0, 0, 0, 1].tolist() == pytest.approx([0, 0, 7 / 3])
+    maps = Scores(four, ALLOWED).maps()[0, 0, 0, 1]
+    e = math.e
+    assert maps.tolist() == pytest.approx([1 / (1 + 2 * e), e / (1 + 2 * e), e / (1 + 2 * e)])
+    assert quantised(torch.zeros_like(LOGITS), ALLOWED, 8).abs().max() == 0
+    assert (quantised(LOGITS, ALLOWED, 16) - LOGITS)[..., :2].abs().max() < 7 / 32767
+    for bad in (1, 32):
+        with pytest.raises(ValueError, match=rf"bits is {bad}: give 2 to 24"):
+            quantised(LOGITS, ALLOWED, bad)
+    with pytest.raises(ValueError, match="granularity is 'x'"):
+        quantised(LOGITS, ALLOWED, 8, "x")
+
+
+@torch.no_grad()
+def test_fewer_bits_change_the_model_more(tiny):
+    whole = tiny(ROWS)
+    change = {}
+    for bits in (24, 16, 8, 4):
+        with quantised_attention(tiny, bits):
+            change[bits] = (tiny(ROWS) - whole).abs().max().item()
+    assert change[16] < 0.003 * whole.abs().max()
+    assert change[24] <= change[16] < change[8] < change[4]
+    with quantised_attention(tiny, 4):  # other rows of the batch do not change a row's scale
+        torch.testing.assert_close(tiny(ROWS)[:1], tiny(ROWS[:1]), atol=1e-4, rtol=1e-4)
+
+
+def test_quantization_reports_each_number_of_bits(tiny):
+    metrics = quantization(
+        tiny, ROWS, bits=(16, 2), also={"widths": lambda model: model(ROWS).std().item()}, batch_size=2
+    )
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(tiny(ROWS)[:, :-1].flatten(0, 1), ROWS[:, 1:].flatten()).item()
+    assert set(metrics) == {f"{name}/{bits}" for name in ("nll", "perplexity", "widths") for bits in ("full", 16, 2)}
+    assert metrics["nll/full"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["perplexity/full"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert abs(metrics["nll/16"] - metrics["nll/full"]) < 1e-3
+    assert metrics["nll/2"] != pytest.approx(metrics["nll/full"], abs=1e-3)
+    assert metrics["widths/2"] != metrics["widths/full"]

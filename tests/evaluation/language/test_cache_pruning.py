@@ -1,0 +1,108 @@
+"""Pruned caches measured by masks: what real pruning gives, and the sparsity of attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffvision.evaluation.language.cache_pruning import cache_pruning, gini, keys_for, sparsity
+from diffvision.evaluation.language.needle import NeedleSample
+from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods
+from diffvision.evaluation.samples import means
+from diffvision.models import language
+
+ROWS = torch.randint(97, (3, 41), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    made = language.create("diff-debug", vocab_size=97, max_length=64).eval()
+    with torch.no_grad():
+        made.embed.weight.normal_()
+        for parameter in made.blocks.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.2)
+    return made
+
+
+def test_sparsity_of_rows_by_hand():
+    maps = torch.tensor([[0.5, 0.5, 0.0, 0.0], [-0.9, 0.04, 0.03, 0.03], [0.0, 0.0, 0.0, 0.0]])
+    assert keys_for(maps).tolist() == [2, 3, 0]
+    assert keys_for(maps, 0.5).tolist() == [1, 1, 0]
+    # half of the mean absolute difference of all pairs over the mean
+    expected = [sum(abs(a - b) for a in row for b in row) / (2 * 4 * sum(row)) for row in maps[:2].abs().tolist()]
+    assert gini(maps)[:2].tolist() == pytest.approx(expected)
+    lower = torch.tensor([[0.25, 0.75, 0.0], [0.1, 0.2, 0.7]])
+    assert gini(lower, causal=True).tolist() == pytest.approx([0.25, 0.4])
+    assert gini(torch.tensor([[0.0, 0.0, 1.0, 0.0]])).item() == pytest.approx(0.75)
+
+
+@torch.no_grad()
+def test_sparsity_of_a_model_is_that_of_its_maps(model):
+    metrics = sparsity(model, ROWS[:, :-1], batch_size=2)
+    maps = []
+    model.blocks[0].attn(model.blocks[0].norm1(model.embed(ROWS[:, :-1])), is_causal=True, maps=maps)
+    assert metrics["k95/0/40"] == pytest.approx(keys_for(maps[0][:, :, 24:]).double().mean().item())
+    assert metrics["gini/0/10"] == pytest.approx(gini(maps[0][:, :, :10, :10], causal=True).mean().item())
+    assert metrics["k95"] == pytest.approx((metrics["k95/0/40"] + metrics["k95/1/40"]) / 2)
+    assert 1 < metrics["k95/1/10"] < metrics["k95/1/40"] < 40
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_a_pruned_cache(model):
+    results = cache_pruning(model, ROWS, continuation=10, methods=("diff", "window"), ratios=(0.8, 0.4), window=4)
+    metrics = means(results)
+    for name, compress in (("full", Compress("window", 0)), ("diff/0.8", Compress("diff", 0.8, 4))):
+        _, cache = compress.prefill(model, ROWS[:, :30], None, lambda kept: kept + 10)
+        logits = model.logits(model.hidden(ROWS[:, 30:40], cache=cache))
+        expected = F.cross_entropy(logits.flatten(0, 1), ROWS[:, 31:].flatten()).item()
+        assert metrics[f"nll/{name}"] == pytest.approx(expected, abs=1e-5)
+    kept = sum(layer.keys[0, :, :, :6].numel() + layer.values[0, :, :6].numel() for layer in cache.layers)
+    assert metrics["bytes/0.8"] == 4 * kept == metrics["bytes/full"] / 5
+    full, low, high = (metrics[f"nll/{name}"] for name in ("full", "diff/0.4", "diff/0.8"))
+    assert metrics["area/nll/diff"] == pytest.approx((full + 2 * low + high) / 4)
+    assert metrics["nll_rise/diff/0.8"] == pytest.approx(high - full)
+    assert results["nll_rise/diff/0.8"].units.tolist() == [0, 1, 2]
+    within = [ratio for ratio, loss in ((0.4, low), (0.8, high)) if loss <= 1.01 * full]
+    assert metrics["largest_ratio/diff"] == (0.0 if low > 1.01 * full else within[-1])
+
+
+@torch.no_grad()
+def test_needles_are_asked_for_before_and_after_pruning(model):
+    """Answers are what a pruned cache would write, one prompt at a time: in a batch of masks all of them are right."""
+    compress = Compress("snap", 0.6, 4)
+    for mode in ("agnostic", "aware"):
+        samples = []
+        for row, (question, end) in zip(ROWS, ((20, 25), (30, 33), (12, 20)), strict=True):
+            prompt = question if mode == "agnostic" else end  # aware: the question is in it, and asked again
+            _, cache = compress.prefill(model, row[None, :prompt], None, lambda kept: kept + 20)
+            hidden = model.hidden(row[None, question:end], cache=cache)
+            written = []
+            for _ in range(3):
+                written.append(int(model.logits(hidden[:, -1]).argmax()))
+                hidden = model.hidden(torch.tensor([written[-1:]]), cache=cache)
+            samples.append(NeedleSample([*row[:end].tolist(), *written], (1, 2), question, ((end, end + 3),)))
+        results = cache_pruning(
+            model, ROWS, samples, continuation=10, methods=("snap",), ratios=(0.6,), window=4, batch_size=2
+        )
+        metrics = means(results)
+        assert metrics[f"needle_{mode}/snap/0.6"] == 1
+        one_by_one = [
+            means(cache_pruning(model, ROWS, [each], continuation=10, methods=("snap",), ratios=(0.6,), window=4))
+            for each in samples
+        ]
+        assert results[f"needle_{mode}/full"].values.tolist() == [each[f"needle_{mode}/full"] for each in one_by_one]
+        assert metrics[f"needle_{mode}/full"] < 1
+        assert metrics[f"area/needle_{mode}/snap"] == pytest.approx((1 + metrics[f"needle_{mode}/full"]) / 2)
+
+
+def test_methods_are_those_that_the_model_can_have(model):
+    plain = language.create("transformer-debug", vocab_size=97, max_length=64).eval()
+    mixed = language.create("diff-debug", vocab_size=97, max_length=64, variant_by_layer="v1+standard").eval()
+    for one, expected in ((model, list(METHODS)), (plain, plain_methods()), (mixed, plain_methods())):
+        metrics = cache_pruning(one, ROWS, continuation=10, ratios=(0.5,))
+        assert [key.split("/")[1] for key in metrics if key.startswith("largest_ratio")] == expected
+    with pytest.raises(ValueError, match="diff reads the two maps of"):
+        cache_pruning(plain, ROWS, continuation=10, methods=("snap", "diff"))
+    with pytest.raises(ValueError, match="a window of 40 tokens with"):
+        cache_pruning(model, ROWS, continuation=39)

@@ -1,0 +1,195 @@
+"""Many-shot accuracy and order robustness of models whose answers are known."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from diffvision.data.datasets import mapping_text
+from diffvision.evaluation.language.label_mapping import label_mapping_tasks
+from diffvision.evaluation.language.many_shot import (
+    Example,
+    Task,
+    alternating,
+    draw_demonstrations,
+    encode_prompts,
+    label_tokens,
+    many_shot,
+    order_robustness,
+    read_task,
+)
+
+PAIRS = [Example(f"{kind}{number}", kind) for kind in ("ja", "nein") for number in range(4)]
+
+
+@pytest.fixture
+def task():
+    return Task(PAIRS, [Example("ja9", "ja"), Example("nein9", "nein"), Example("ja8", "ja")], name="words")
+
+
+class Last(nn.Module):
+    """Says the label that it saw last."""
+
+    def __init__(self, labels):
+        super().__init__()
+        self.labels = labels
+
+    def forward(self, tokens):
+        said = torch.zeros_like(tokens)
+        for row, own in enumerate(tokens.tolist()):
+            seen = 0
+            for place, token in enumerate(own):
+                seen = token if token in self.labels else seen
+                said[row, place] = seen
+        return F.one_hot(said, 512).float()
+
+
+def test_a_constant_answer_is_right_as_often_as_it_is_true(task, words, copier):
+    ja = copier(blind=words.encode(" ja")[0])
+    metrics = many_shot(ja, words, [task], shots=(1, 4))
+    assert metrics == pytest.approx({"accuracy/1": 2 / 3, "accuracy/4": 2 / 3, "chance": 0.5})
+    robustness = order_robustness(ja, words, [task], shots=4, permutations=3)
+    for arrangement in ("random", "alternating"):
+        assert robustness[f"{arrangement}/spread"] == 0
+        assert robustness[f"{arrangement}/mean"] == pytest.approx(2 / 3)
+
+
+def test_a_model_that_minds_the_order_has_a_spread(task, words):
+    model = Last({words.encode(f" {label}")[0] for label in task.labels})
+    metrics = order_robustness(model, words, [task], shots=6, permutations=10)
+    assert metrics["random/best"] == pytest.approx(2 / 3)  # the last one seen is ja
+    assert metrics["random/worst"] == pytest.approx(1 / 3)
+    assert metrics["random/spread"] == pytest.approx(1 / 3)
+    assert metrics["random/worst"] < metrics["random/mean"] < metrics["random/best"]
+
+
+class Reader(nn.Module):
+    """Says after a word the label that the context gives to words of its kind, or else one that it does not have."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+
+    def forward(self, tokens):
+        kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
+        said = torch.zeros_like(tokens)
+        for row, own in enumerate(tokens.tolist()):
+            pieces = [self.words.decode([token]) for token in own]
+            label_of = {}
+            for place in range(1, len(own)):
+                if pieces[place] == ":":
+                    kind = kind_of[pieces[place - 1].strip()]
+                    said[row, place] = label_of.get(kind, 0)
+                    label_of[kind] = own[min(place + 1, len(own) - 1)]
+        return F.one_hot(said, 1024).float()
+
+
+def test_the_mapping_is_read_from_the_context_by_the_kind_of_word(words, copier):
+    tasks = label_mapping_tasks(2, classes=3, queries=6)
+    metrics = many_shot(Reader(words), words, tasks, shots=(1, 250), batch_size=4)
+    assert metrics["accuracy/250"] == 1
+    assert metrics["accuracy/1"] < 0.8
+    assert metrics["chance"] == pytest.approx(1 / 3)
+    assert many_shot(copier(1024), words, tasks, shots=(250,))["accuracy/250"] < 0.8  # there is no line to copy
+
+
+@pytest.mark.parametrize(("classes", "queries"), [(4, 16), (2, 16), (3, 7), (8, 88)])
+def test_queries_are_words_that_no_demonstration_shows(classes, queries):
+    for task in label_mapping_tasks(5, classes=classes, queries=queries):
+        asked = {query.text for query in task.queries}
+        assert len(asked) == len(task.queries) == queries
+        assert not asked & {example.text for example in task.demonstrations}
+        assert {query.label for query in task.queries} == set(task.labels)
+    with pytest.raises(ValueError, match="queries is 23, over"):
+        label_mapping_tasks(1, classes=2, queries=23)
+
+
+def test_mappings_are_one_to_one_and_anew_for_each_task():
+    tasks = label_mapping_tasks(4, classes=4)
+    for task in tasks:
+        kinds = {
+            label: {kind for kind, own in mapping_text.KINDS.items() for e in task.demonstrations
+                    if e.label == label and e.text in own.split()}
+            for label in task.labels
+        }  # fmt: skip
+        assert len(task.labels) == 4
+        assert all(len(kind) == 1 for kind in kinds.values())
+    assert len({tuple(task.labels) for task in tasks}) > 1
+    words_of_all = [word for own in mapping_text.KINDS.values() for word in own.split()]
+    assert len(words_of_all) == len(set(words_of_all))
+    with pytest.raises(ValueError, match="classes is 9"):
+        label_mapping_tasks(1, classes=9)
+
+
+def test_training_documents_are_contexts(words):
+    documents = list(mapping_text.training_documents(5, shots=(8, 20)))
+    assert len(set(documents)) == 5
+    for document in documents:
+        lines = [line.split(": ") for line in document.splitlines()]
+        assert 8 <= len(lines) <= 20
+        kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
+        mapping = {}
+        assert all(mapping.setdefault(kind_of[word], name) == name for word, name in lines)
+
+
+def test_alternating_orders_take_the_classes_in_turn(draw):
+    order = alternating([*PAIRS, Example("ja10", "ja")], draw)
+    labels = [example.label for example in order]
+    assert sorted(order) == sorted([*PAIRS, Example("ja10", "ja")])
+    assert all(set(labels[place : place + 2]) == {"ja", "nein"} for place in (0, 2, 4, 6))
+    assert alternating(PAIRS, random.Random(1)) != alternating(PAIRS, random.Random(2))
+
+
+def test_demonstrations_are_even_among_classes(task):
+    drawn = draw_demonstrations(task, 4, seed=0)
+    assert sorted(example.label for example in drawn) == ["ja", "ja", "nein", "nein"]
+    with pytest.raises(ValueError, match=r"9 shots of words, which has 8"):
+        draw_demonstrations(task, 9, seed=0)
+
+
+def test_a_prompt_ends_where_the_label_begins(task, words):
+    text = task.prompt(PAIRS[:1], task.queries[0])
+    assert text == "Text: ja0\nLabel: ja\n\nText: ja9\nLabel:"
+    (prompt, *_) = encode_prompts(task, PAIRS[:1], words)
+    assert words.decode(prompt) == "<end>" + text
+    assert [words.decode(tokens) for tokens in label_tokens(task, words)] == [" ja\n", " nein\n"]
+    with pytest.raises(ValueError, match="8 shots of words with a label are"):
+        encode_prompts(task, PAIRS, words, max_length=80)
+
+
+def test_tasks_from_files(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"text": "a", "label": 1}\n\n{"text": "b", "label": "2"}\n')
+    queries = tmp_path / "test.jsonl"
+    queries.write_text('{"text": "c", "label": "1"}\n')
+    task = read_task(file, queries)
+    assert (task.name, task.labels, task.queries) == ("test", ["1", "2"], [Example("c", "1")])
+    queries.write_text('{"text": "c", "label": "1"}\n{"text": "b", "label": "2"}\n')
+    with pytest.warns(UserWarning, match=r"1 of the 2 queries in .*test.jsonl"):
+        read_task(file, queries)
+    queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*test\.jsonl is no"):
+        read_task(file, queries)
+    queries.write_bytes(b'{"text": "c", "label": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"test\.jsonl is not UTF-8"):
+        read_task(file, queries)
+    queries.write_text('\ufeff{"text": "c\u2028d", "label": "1"}\n', encoding="utf-8")
+    assert read_task(file, queries).queries == [Example("c\u2028d", "1")]
+    queries.write_text('{"text": "c", "label": null}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* is no example"):
+        read_task(file, queries)
+
+
+def test_bad_tasks_are_named():
+    with pytest.raises(ValueError, match="t has 8 demonstrations and 0"):
+        Task(PAIRS, [], name="t")
+    with pytest.raises(ValueError, match="t has the one class 'ja'"):
+        Task(PAIRS[:4], PAIRS[:1], name="t")
+    with pytest.raises(ValueError, match="t asks for oui"):
+        Task(PAIRS, [Example("x", "oui")], name="t")
+    with pytest.raises(ValueError, match="must hold"):
+        Task(PAIRS, PAIRS, template="{text} {label}.")
+    with pytest.raises(ValueError, match="permutations is 1"):
+        order_robustness(None, None, [], permutations=1)

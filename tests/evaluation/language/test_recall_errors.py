@@ -1,0 +1,107 @@
+"""Classes of answers by hand, rates against needle retrieval's, and what two models' answers are compared by."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from diffvision.data.datasets.needle_text import FORMS
+from diffvision.evaluation.intervals import differences, with_intervals
+from diffvision.evaluation.language.needle import needle
+from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.evaluation.language.recall_errors import ANSWERS, classify, recall_errors
+from diffvision.opening import Model
+
+SETTINGS = {"lengths": (60,), "depths": (0.0, 1.0), "samples": 4, "form": "synthetic"}
+
+
+@pytest.fixture
+def answering(copier, words):
+    """Return a model that answers as a `Copier` does, through the `generate` of transformers' models."""
+
+    class Answering(nn.Module):
+        device, generation_config = torch.device("cpu"), None
+
+        def __init__(self, blind):
+            super().__init__()
+            self.copier = copier(4096, blind=blind)
+
+        def generate(self, tokens, *, attention_mask, generation_config, stopping_criteria):
+            rows = []
+            for row, mask in zip(tokens, attention_mask, strict=True):
+                new = row[mask.bool()]
+                for _ in range(generation_config.max_new_tokens):
+                    new = torch.cat([new, self.copier(new[None])[0, -1].argmax()[None]])
+                rows.append(torch.cat([row, new[int(mask.sum()) :]]))
+            out = torch.stack(rows)
+            for stop in range(tokens.shape[1] + 1, out.shape[1] + 1):
+                stopping_criteria(out[:, :stop], None)
+            return out
+
+    return lambda blind=None: Model("oracle", "transformers", Answering(blind), tokenizer=words, max_length=128)
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        (" 42;", "correct"),
+        ("42", "correct"),
+        (" 17; # Oslo 42", "distracted"),
+        (" 55;", "fabricated"),
+        (" 4", "malformed"),
+        (" 423;", "malformed"),
+        (" 42nd", "malformed"),
+        (" 42,500", "malformed"),
+        (" 042", "malformed"),
+        (" Rome 42;", "malformed"),
+        ("", "malformed"),
+    ],
+)
+def test_an_answer_is_one_of_four_things(output, answer):
+    context = "# Rome 42; apple moon; # Oslo 17;"
+    assert classify(output, 42, context, FORMS["synthetic"]) == answer
+
+
+def test_an_oracle_is_right_and_a_blind_model_distracted_or_inventing(answering, words):
+    """The rate of right answers is that of needle retrieval, which decides it without decoding."""
+    model = answering()
+    results = recall_errors(model, facts=(1, 3), **SETTINGS)
+    assert results["correct"].mean() == 1
+    blind = answering(words.encode(" 42")[0])
+    rates = with_intervals(recall_errors(blind, facts=(3,), **SETTINGS | {"samples": 15}))
+    found = needle(blind.module.copier, words, needles=3, **SETTINGS | {"samples": 15})
+    assert rates["correct"] == pytest.approx(found["accuracy"])
+    assert rates["3x1/correct/60"] == rates["3x1/correct"] == rates["correct"]
+    assert sum(rates[answer] for answer in ANSWERS) == pytest.approx(1)
+    assert rates["malformed"] == 0
+    # The number is one of three of 90 by chance: the right one in 1/90, another one in 2/90.
+    assert rates["distracted_low"] < 2 / 90 < rates["distracted_high"]
+    assert rates["fabricated"] > 0.9
+
+
+def test_two_models_are_paired_on_the_same_contexts_alone(answering, words):
+    good = recall_errors(answering(), facts=(2,), **SETTINGS)
+    bad = recall_errors(answering(words.encode(" 42")[0]), facts=(2,), **SETTINGS)
+    paired = differences(good, bad)
+    assert paired["correct_difference"] == bad["correct"].mean() - 1
+    assert paired["correct_mcnemar_p"] == pytest.approx(2 * 0.5 ** int(8 * (1 - bad["correct"].mean())))
+    other = recall_errors(answering(), facts=(2,), **SETTINGS, seed=1)
+    assert differences(good, other) == {}
+
+
+def test_numbers_of_the_users_haystack_are_of_the_context(answering, words):
+    form = dataclasses.replace(FORMS["synthetic"], haystack=lambda draw: iter(["In 33 of them;"] * 99))
+    model = answering(words.encode(" 33")[0])
+    results = recall_errors(model, facts=(1,), **SETTINGS | {"form": form})
+    assert results["distracted"].mean() + results["correct"].mean() == 1
+
+
+def test_what_would_count_twice_or_cannot_be_held_is_refused_before_any_answer(answering, words, monkeypatch):
+    from diffvision.evaluation.language import recall_errors as module
+
+    with pytest.raises(ValueError, match=r"facts is \[4, 4\]: give each value"):
+        LanguageOptions(facts=(4, 4))
+    monkeypatch.setattr(module, "answers", lambda *_: pytest.fail("a model was asked"))
+    with pytest.raises(ValueError, match="too short for 40 needles"):
+        recall_errors(answering(), facts=(1, 40), lengths=(64,), samples=1, form="synthetic")

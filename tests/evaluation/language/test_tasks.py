@@ -1,0 +1,136 @@
+"""Checkpoints on disk through the evaluations, to files; bad input refused before anything runs."""
+
+import dataclasses
+
+import pytest
+import torch
+from language_fixtures import check_written, evaluate_models, write_models
+
+from diffvision.data import ShardSet
+from diffvision.data.datasets.mapping_text import training_documents as mappings
+from diffvision.data.datasets.needle_documents import training_documents
+from diffvision.data.shards.writer import write_shards
+from diffvision.data.text.documents import TextMember
+from diffvision.data.text.tokenize import tokenize_shards
+from diffvision.data.text.tokenizers import load_tokenizer
+from diffvision.evaluation.language.command import run
+from diffvision.evaluation.language.many_shot import Example, Task
+from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.evaluation.language.suite import evaluate_language
+from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
+from diffvision.opening import open_model
+
+SMALL = LanguageOptions(
+    tokens=120,
+    window=24,
+    points=2,
+    form="synthetic",
+    lengths=(90,),
+    depths=(0.0, 1.0),
+    needles=("1x1", "2x2"),
+    facts=(1, 2),
+    samples=1,
+    shots=(1, 4),
+    order_shots=2,
+    permutations=2,
+    mappings=1,
+    queries=2,
+    bits=(8, 4),
+    quantised_needles=True,
+    pruning_methods=("snap",),
+    pruning_ratios=(0.5,),
+    pruning_window=4,
+    continuation=8,
+    schemes=("qk_int4_smooth", "cache_2"),
+    recent=8,
+    batch_size=16,
+)
+
+
+TASKS = [task for task, evaluation in LANGUAGE_EVALUATIONS.items() if evaluation.reads not in ("rows", "questions")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Two checkpoints with their tokenizer, and texts."""
+    home = tmp_path_factory.mktemp("language")
+    texts = [*training_documents(count=30, lengths=(40, 90)), *mappings(10)]
+    return write_models(home, texts)
+
+
+@pytest.fixture(scope="module")
+def results(home):
+    return evaluate_models(run, home, TASKS, SMALL)
+
+
+def test_every_task_of_every_model_has_numbers(results):
+    assert list(results) == ["plain", "diff-debug"]
+    for metrics in results.values():
+        assert {key.partition("/")[0] for key in metrics} == set(TASKS)
+        assert metrics["recall_errors/2x1/malformed/90_high"] >= metrics["recall_errors/2x1/malformed/90"]
+        assert metrics["quantization/nll/8"] == pytest.approx(metrics["quantization/nll/full"], abs=0.02)
+        assert "quantization/needle_accuracy/4" in metrics
+        assert metrics["many_shot/chance"] == 0.25
+
+
+def test_every_task_writes_numbers_and_a_picture(results, home):
+    check_written(results, home, TASKS)
+
+
+def test_the_options_of_the_library_are_enough_in_python(home):
+    model = open_model(str(home / "diff-debug"))
+    task = Task([Example("a", "x"), Example("b", "y")], [Example("c", "y")])
+    options = LanguageOptions(shots=(2,), order_shots=2)
+    own = evaluate_language(Work(model, options, inputs={"many_shot": [task]}), ["many_shot"])
+    assert own["many_shot/chance"] == 0.5
+    documents = [torch.arange(64)]
+    assert evaluate_language(Work(model, LanguageOptions(window=8), documents), ["outliers"])
+
+
+def test_finished_tasks_are_cached_by_what_they_read(home, tmp_path, capsys):
+    settings = {"models": str(home / "diff-debug"), "cache": str(tmp_path), "device": "cpu", "options": SMALL}
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
+    first = run(**settings, tasks="many_shot")
+    assert run(**settings, tasks="many_shot") == first
+    assert "many_shot is read from" in capsys.readouterr().err
+    (tmp_path / "asked.jsonl").write_text('{"text": "c", "label": "x"}\n')
+    files = {"demonstrations": str(tmp_path / "x.jsonl"), "queries": str(tmp_path / "asked.jsonl")}
+    run(**settings | {"options": dataclasses.replace(SMALL, shots=(2,))}, tasks="many_shot", **files)
+    assert "many_shot is read from" not in capsys.readouterr().err
+
+
+def test_frequent_bigrams_are_read_from_token_shards(home, tmp_path):
+    write_shards(tmp_path / "shards", [{"__key__": "a", "jsonl": '{"body": "a first text"}\n{"body": "and others"}\n'}])
+    tokenizer, key = load_tokenizer(home / "diff-debug"), TextMember("jsonl:body")
+    tokenize_shards(ShardSet(tmp_path / "shards"), tmp_path / "tokens", tokenizer, key, num_workers=0)
+    options = LanguageOptions(window=4, text_key="jsonl:body", frequent_text=str(tmp_path / "tokens"))
+    given = {"models": str(home / "diff-debug"), "device": "cpu", "options": options}
+    assert run(**given, tasks="associative_recall", data=str(tmp_path / "shards"))["diff-debug"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
+        ({"tasks": "cache_pruning", "options": dataclasses.replace(SMALL, lengths=(128,))}, "lengths has 128, and a"),
+        ({"tasks": "many_shot", "options": LanguageOptions(classes=2, queries=23)}, "queries is 23, .* at most 22"),
+    ],
+)
+def test_bad_commands_are_refused_before_anything_runs(home, settings, message):
+    given = {"models": str(home / "diff-debug"), "data": str(home / "texts"), "options": SMALL, "device": "cpu"}
+    with pytest.raises(ValueError, match=message):
+        run(**given | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": ()}, "bits is empty"),
+        ({"pruning_ratios": (0.5, 1.0)}, "pruning_ratios has 1.0: .* below 1"),
+        ({"pruning_methods": ("best",)}, "pruning_methods has 'best'"),
+        ({"new_tokens": 0}, "new_tokens is 0"),
+    ],
+)
+def test_bad_options_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageOptions(**settings)
