@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language import mathematics as module
 from diffvision.evaluation.language.generations import Generation
 from diffvision.evaluation.language.mathematics import mathematics, read_questions
@@ -19,9 +20,10 @@ def write(path, *rows):
 
 
 @pytest.fixture
-def opened(words):
-    model = language.create("diff-debug", vocab_size=1024, max_length=64)
-    return Model("debug", "language", model.eval(), tokenizer=words, max_length=64)
+def opened():
+    tokenizer = train_tokenizer(["Question: word q Answer: 1 2 3"], 280)
+    model = language.create("diff-debug", vocab_size=tokenizer.vocab_size, max_length=64)
+    return Model("debug", "language", model.eval(), tokenizer=tokenizer, max_length=64)
 
 
 def test_answers_are_compared_by_value(opened, tmp_path, monkeypatch):
@@ -47,7 +49,6 @@ def test_answers_are_compared_by_value(opened, tmp_path, monkeypatch):
 
 
 def test_a_model_answers_and_resumes(opened, tmp_path):
-    opened.tokenizer.encode(" ".join(f"x{number}" for number in range(1024)))  # so that every token has a text
     torch.manual_seed(0)
     questions = read_questions([write(tmp_path / "a.jsonl", *({"question": f"q {n}", "answer": n} for n in range(6)))])
     settings = {"new_tokens": 4, "folder": tmp_path / "out", "batch_size": 2}
