@@ -118,6 +118,8 @@ class Conversation:
         """Compare the tokens of an example with the processor's, and note those that begin a text and are no part."""
         picture, text = Image.new("RGB", (64, 32)), {"type": "text", "text": "What is it?"}
         ids = self._expand(self.chat.check_training([{"type": "image"}, text], [text]))
+        if self.placeholder not in ids:  # not all versions of transformers refuse it
+            raise ValueError("the processor's chat template must write an image's placeholder, and writes none")
         question = [{"type": "image", "image": picture}, text]
         messages = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": [text]}]
         theirs = processor.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"][0]

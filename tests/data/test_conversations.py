@@ -255,7 +255,7 @@ def test_a_batch_has_its_images_in_reading_order_and_padding_at_the_right(proces
         ({"length": TOKENS}, "data.length is 16"),
         ({"processor": make_processor(None)}, "no chat template"),
         ({"processor": make_processor("{{ messages[0].role }}")}, "chat template"),
-        ({"processor": make_processor(LLAVA.replace("<image>\n", ""))}, "<image> tokens"),
+        ({"processor": make_processor(LLAVA.replace("<image>\n", ""))}, "placeholder"),
         ({"processor": make_processor("{{ messages | length }}")}, "does not extend"),
         ({"processor": make_processor(do_pad=False, do_center_crop=False, do_resize=False)}, "placeholders"),
         ({"processor": None}, "no processor"),
