@@ -294,13 +294,13 @@ def run_study(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["data", "grid", "tune", "train", "speed", "report"])
     parser.add_argument("--data", type=Path, default=Path("runs/scaling/data.pt"))
-    parser.add_argument("--source", type=Path, help="with data: what `diffvision data make text` wrote")
+    parser.add_argument("--source", type=Path, help="with data: what `data/text.py` wrote")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of several processes: index and number")
     parser.add_argument("--images", type=Path, help="with report: the folder to draw the picture to")
     parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")
     options = parser.parse_args(arguments)
     if options.what == "data" and options.source is None:
-        parser.error("data needs --source: the folder that `diffvision data make text` wrote")
+        parser.error("data needs --source: the folder that `data/text.py` wrote")
     if not 0 <= options.part[0] < options.part[1]:
         parser.error(f"--part is {options.part[0]} of {options.part[1]}: count the processes from 0")
     study = study.quick() if options.quick else study

@@ -6,7 +6,7 @@
     python scripts/studies/pretrained.py text train                  # fresh seeds
     python scripts/studies/pretrained.py text report
 
-SOURCE/model is what `scripts/pretrained/fetch.py smollm2` wrote, and SOURCE/text what `diffvision data make text` did;
+SOURCE/model is what `scripts/pretrained/fetch.py smollm2` wrote, and SOURCE/text what `data/text.py` did;
 of images what `fetch.py dinov2` wrote, and in SOURCE/fashion the files of Fashion-MNIST.
 
 All families compute the same function before training. "plain" stays as it is; "sum" has V2's parameters, and its

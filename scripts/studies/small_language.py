@@ -61,7 +61,7 @@ class Trained(NamedTuple):
 
 
 def make_data(source: Path, file: Path) -> None:
-    """Tokenise what `diffvision data make text` wrote, documents in random order, and write one file."""
+    """Tokenise what `data/text.py` wrote, documents in random order, and write one file."""
     texts = {
         split: list(documents_of(ShardSet(source / split), TextMember("txt"))) for split in ("train", "validation")
     }
