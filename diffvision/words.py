@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_SYMBOLS = "#%&@"  # that Unicode counts as punctuation
+_SYMBOLS = "#%\N{ARABIC PERCENT SIGN}\N{PER MILLE SIGN}&@\N{SECTION SIGN}"  # that Unicode counts as punctuation
 _QUOTES = "`´"  # that Unicode counts as symbols
 _JOINERS = "\u200c\u200d"  # in words of some scripts, and in emoji
-_MINUS = re.compile(r"(?<![\w.])[-\N{MINUS SIGN}](?=\.?\d)")
+_MINUS = re.compile(r"(?<![\w.])[-\N{MINUS SIGN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}](?=\.?\d)")
 _NO_POINT = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")
 
 

@@ -18,6 +18,7 @@ from diffvision.words import fold, words
         ("👩‍🚀", "👩🚀", "👩🏽‍🚀"),  # an astronaut, a woman and a rocket
         ("🏴󠁧󠁢󠁥󠁮󠁧󠁿", "🏴󠁧󠁢󠁳󠁣󠁴󠁿", "🇩🇪", "🇪🇩", "1️⃣", "1"),
         ("-5", "5", "+5", "5%", "$5", "5 €", "0.5", "5°"),
+        ("5%", "5‰", "٥%", "٥٪", "٥", "§ 5", "5"),
         ("2 < 3", "2 > 3", "2 = 3", "2 3"),
         ("résumé", "resume"),
         ("\U0001fae9", "\U0001fac6"),  # younger than Python's table of characters
@@ -34,7 +35,7 @@ def test_texts_that_differ_in_marks_emoji_or_symbols(texts):
         ("Straße", "STRASSE", "strasse"),
         ("ΟΔΟΣ", "οδος", "οδός".replace("ό", "ο")),  # a sigma at the end
         ("❤ it", "❤️ it", "❤︎ it"),
-        ("-5", "−5"),
+        ("-5", "−5", "–5", "－5"),
         ("C++", "c + +"),
         ("日本。語", "日本 語"),
         ("co\u00adop", "coop", "\ufeffcoop"),

@@ -144,11 +144,20 @@ def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, 
 
 
 def _sources(planned: Any, split: str) -> list[str]:
-    """Return one line for each folder of images that is read in place: which images are evaluated."""
-    from diffvision.data.images.folders import ImageEvaluationFolder
+    """Return one line for each folder of images or shards that is read in place: which images are evaluated."""
+    from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder
 
-    read = [folder.images(split) for folder, _ in planned if isinstance(folder, ImageEvaluationFolder)]
-    return [f"evaluating on {images.source}: {len(images):,} images" for images in read]
+    lines = []
+    for folder, _ in planned:
+        if isinstance(folder, ImageEvaluationFolder | ShardEvaluationFolder):
+            images, source = folder.images(split), str(folder.path)
+            if isinstance(folder, ImageEvaluationFolder):
+                source = images.source
+            elif len(folder.splits) > 1:
+                shards = [str(file.relative_to(folder.path)) for file in folder.files(split)]
+                source += f", {shards[0]} to {shards[-1]}"
+            lines.append(f"evaluating on {source}: {len(images):,} images")
+    return lines
 
 
 def _warn_of_training(model: Any, planned: Any, split: str) -> None:

@@ -17,6 +17,7 @@ from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check
+from diffvision.models.bundled import bundled
 from diffvision.models.files import FOLDER
 from diffvision.training.cross_entropy import SoftTargets
 from diffvision.training.distillation import Distillation, Teacher
@@ -71,8 +72,8 @@ class LanguageModule(NextTokenModule):
             model_args: fields of `LanguageConfig` that replace the named model's (vocab_size, max_length, ...); for a
                 saved one only max_length and rotary_theta.
             tokenizer: of the text to train on, as `TextData` takes it; null where its shards hold tokens already.
-            pretrained: checkpoint to start from, as `language.load` reads it; it may differ only in max_length and
-                rotary_theta.
+            pretrained: checkpoint to start from, as `language.load` reads it, or a tag of the model's weights; it may
+                differ only in max_length and rotary_theta.
             optimizer: it and its schedule; or a dictionary of what differs from the defaults.
             z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0: no penalty.
             loss_chunk: tokens whose logits are in memory together.
@@ -115,7 +116,7 @@ class LanguageModule(NextTokenModule):
         return self.model.config.vocab_size
 
     def _start_from(self, checkpoint: str) -> None:
-        loaded = language.load(checkpoint)
+        loaded = language.load(bundled(self.name).get(checkpoint, checkpoint))
         self._check_configuration(asdict(loaded.config), checkpoint, ignored=EXTENDED)
         self.model.load_state_dict(loaded.state_dict())
 

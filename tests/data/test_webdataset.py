@@ -14,6 +14,7 @@ from diffvision.data.images.sources import is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
+from diffvision.evaluation.command import evaluate
 from diffvision.training import ClassificationModule, ContrastiveModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*does not have many workers")
@@ -209,6 +210,13 @@ def test_samples_of_one_image_are_one_image_in_retrieval(corpus, tmp_path, membe
     make("evaluation", str(tmp_path / "made"), source=str(tmp_path / "val"), num_workers=1)
     (made,) = find_folders(tmp_path / "made")
     assert [one for batch in made.batches(to_float) for one in batch["captions"]] == expected
+
+
+def test_evaluate_says_which_shards_it_reads(corpus, tmp_path, capsys):
+    write_shards(tmp_path / "train", range(3), corpus, txt=lambda n: f"sample {n}")
+    write_shards(tmp_path / "val", range(7), corpus, txt=lambda n: f"sample {n}")
+    evaluate("CLIP-nano.digits", str(tmp_path), num_workers=0)
+    assert f"evaluating on {tmp_path}, val/000000.tar to val/000001.tar: 7 images\n" in capsys.readouterr().out
 
 
 def test_shards_beside_images_or_too_deep(corpus, tmp_path):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from diffvision.models import language
 from diffvision.models.architecture import architecture
+from diffvision.opening import open_model
 from diffvision.training.callbacks import LambdaMonitor, Throughput
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
@@ -312,6 +313,18 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
     module.on_load_checkpoint(stored)
     with pytest.raises(ValueError, match="the checkpoint is no checkpoint"):
         module.on_load_checkpoint({"state_dict": {}})
+
+
+def test_a_tag_of_weights_is_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib").mkdir()
+    started = LanguageModule("diffv2-nano", pretrained="stdlib").model.state_dict()
+    assert all(
+        torch.equal(value, started[name])
+        for name, value in open_model("diffv2-nano.stdlib").module.state_dict().items()
+    )
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in stdlib"):
+        LanguageModule("diffv2-nano", pretrained="./stdlib")
 
 
 def test_a_checkpoint_of_another_variant_is_named_with_what_to_set(tmp_path):

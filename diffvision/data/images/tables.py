@@ -25,13 +25,14 @@ COLUMNS = {
     "label": LABEL_NAMES,
 }
 """The usual names of the columns of tables and datasets."""
-_MISSING = ("nan", "null", "none", "na", "<na>", "n/a", "#n/a", "[]")  # as JSON, Python, pandas, R and Excel write it
-_QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-_ITEM = rf"(?:{_QUOTED}|None|nan|null)"
+_MISSING = ("nan", "-nan", "nat", "null", "none", "na", "<na>", "n/a", "#na", "#n/a", "#n/a n/a", "\\n", "[]")
+"""As JSON, Python, pandas, R, Excel and databases write it."""
+_QUOTED = r"""(?:[uU]?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"))"""
+_ITEM = rf"(?:{_QUOTED}|None|nan|null|[-+]?\d[\d.e+-]*)"
 _LIST = re.compile(
     rf"\[\s*{_ITEM}(?:(?:\s*,\s*|\s+){_ITEM})*\s*,?\s*\]|\(\s*{_ITEM}\s*,(?:\s*{_ITEM}\s*,?)*\s*\)", re.DOTALL
 )
-"""A list of texts as JSON, Python (a tuple too) or NumPy, which has no commas, print it."""
+"""A list of texts or numbers as JSON, Python (a tuple too) or NumPy, which has no commas, print it."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
 _MAX_LABEL = 10**16
 _LISTED, _NAME = 8, 40  # columns in a message, and characters of their names
@@ -58,20 +59,22 @@ def read_caption_cell(cell: Any) -> Captions:
     if isinstance(cell, str):
         if is_missing(cell):
             return ()
-        cell = _parse_list(cell.strip()) or cell
+        listed = _parse_list(cell.strip())
+        if listed and not all(isinstance(one, int | float) for one in listed):  # [1] may be all that a caption says
+            cell = listed
     # What reads the lines of a text takes each for a caption.
     return tuple(" ".join(one.split()) if len(one.splitlines()) > 1 else one for one in read_captions(cell))
 
 
 def _parse_list(text: str) -> list[Any] | None:
-    """Return a list that was written as a text, such as `["a dog", "a cat"]`; None if it is not a list of texts."""
+    """Return a list that was written as a text, such as `["a dog", "a cat"]`; None if it is no list."""
     if _LIST.fullmatch(text) is None:
         return None
     with suppress(ValueError):
         return json.loads(text, strict=False)
     items = re.findall(_ITEM, text, re.DOTALL)
     try:
-        return [ast.literal_eval(item) if item[0] in "'\"" else None for item in items]
+        return [None if item in ("None", "nan", "null") else ast.literal_eval(item) for item in items]
     except (ValueError, SyntaxError):  # an escape that Python does not know
         return None
 

@@ -59,6 +59,9 @@ def test_a_caption_that_is_no_text_is_counted(table, cell):
         ("('a dog')", ("('a dog')",)),
         ('["Up" by Pixar]', ('["Up" by Pixar]',)),
         ("[2019]", ("[2019]",)),
+        ('["a dog", 3]', ()),
+        ("[u'a dog', u'a cat']", ("a dog", "a cat")),
+        ("\\N", ()),
         ("none of them", ("none of them",)),
         ("a dog\nand a cat", ("a dog and a cat",)),
     ],
@@ -80,7 +83,22 @@ def test_captions_of_coco_that_are_no_text_are_counted(tmp_path):
 
 @pytest.mark.parametrize(
     "cell",
-    [None, float("nan"), "", " ", "\u200b", "null", "None", "NaN", "N/A", "[]", '["cat", "dog"]', ["cat"], {"a": 1}],
+    [
+        None,
+        float("nan"),
+        "",
+        " ",
+        "\u200b",
+        "null",
+        "None",
+        "NaN",
+        "\\N",
+        "[]",
+        '["cat", "dog"]',
+        "[1 2]",
+        ["cat"],
+        {"a": 1},
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
