@@ -50,14 +50,19 @@ def tensors_only(name: str) -> Iterator[None]:
             f"the weights of {name} are damaged, or no .safetensors: {error}; copy or download the file again"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
-        if isinstance(error, LookupError | EOFError) and not _of_torch(error):
-            raise
-        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _UNREADABLE):
+        if not is_unreadable(error):
             raise
         raise ValueError(
             f"the weights of {name} are damaged, or hold Python objects: save the state_dict alone, best as "
             ".safetensors"
         ) from error
+
+
+def is_unreadable(error: Exception) -> bool:
+    """Return whether a host's error says that it cannot read a file of weights, or refuses to."""
+    if isinstance(error, RuntimeError):
+        return any(text in str(error) for text in _UNREADABLE)
+    return isinstance(error, pickle.UnpicklingError) or (isinstance(error, LookupError | EOFError) and _of_torch(error))
 
 
 def _of_torch(error: Exception) -> bool:

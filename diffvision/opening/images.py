@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.models.architecture import check
 from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
-from diffvision.models.files import FOLDER, tensors_only
+from diffvision.models.files import FOLDER, is_unreadable, tensors_only
 from diffvision.models.hub import HUB
 from diffvision.models.names import is_tag
 from diffvision.opening.model import Model
@@ -269,7 +269,7 @@ def refuse_misfit(path: str | Path | None, model: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, AttributeError, LookupError, TypeError) as error:
-        if path is None or not Path(path).is_file():
+        if path is None or not Path(path).is_file() or is_unreadable(error):
             raise
         lines = [line.strip() for line in str(error).splitlines()]
         reason = " ".join(lines[1:3] or lines)
