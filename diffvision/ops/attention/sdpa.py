@@ -9,7 +9,7 @@ kernels take unequal sizes as they are, if they are aligned. `plan_cuda` says wh
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,13 @@ def diff_attention(
     # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map. The
     # gradient of `unbind` is one copy; that of two indices would be two tensors that are half zeros, and their sum.
     (q1, q2), (k1, k2) = q.unbind(2), k.unbind(2) * (2 // k.shape[2])
-    settings = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    settings: dict[str, Any] = {
+        "attn_mask": mask,
+        "dropout_p": dropout,
+        "is_causal": causal,
+        "scale": scale,
+        "enable_gqa": grouped,
+    }
     with kernels:
         first = F.scaled_dot_product_attention(q1, k1, v, **settings)
         second = F.scaled_dot_product_attention(q2, k2, v, **settings)
