@@ -6,6 +6,7 @@ import pytest
 import torch
 import webdataset as wds
 
+import diffvision
 from diffvision.data import ImageLabelData, ImageTextData, ShardSet
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.folders import find_folders
@@ -14,7 +15,6 @@ from diffvision.data.images.sources import is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
-from diffvision.evaluation.command import evaluate
 from diffvision.training import ClassificationModule, ContrastiveModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*does not have many workers")
@@ -215,7 +215,7 @@ def test_samples_of_one_image_are_one_image_in_retrieval(corpus, tmp_path, membe
 def test_evaluate_says_which_shards_it_reads(corpus, tmp_path, capsys):
     write_shards(tmp_path / "train", range(3), corpus, txt=lambda n: f"sample {n}")
     write_shards(tmp_path / "val", range(7), corpus, txt=lambda n: f"sample {n}")
-    evaluate("CLIP-nano.digits", str(tmp_path), num_workers=0)
+    diffvision.evaluate("CLIP-nano.digits", str(tmp_path), num_workers=0)
     assert f"evaluating on {tmp_path}, val/000000.tar to val/000001.tar: 7 images\n" in capsys.readouterr().out
 
 
