@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import shlex
@@ -15,6 +16,8 @@ from PIL import Image
 
 from diffvision import data, training
 from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names, main
+from diffvision.evaluation import suite
+from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS
 from diffvision.training.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
@@ -80,10 +83,12 @@ def test_python_of_your_own_parts(tmp_path):
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the command lines of `diffvision` in a page's bash blocks, each as the words behind the program's name."""
+    """Return the commands of `diffvision` in a page's bash blocks, each as the words behind the program's name."""
     found = []
     for block in blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
+            if "# at commit" in line:
+                continue  # of an earlier version
             for part in re.split(r"&&|\|\||;|\s>\s|\s\|\s", line):
                 words = shlex.split(part.strip().removeprefix("$ "), comments=True)
                 starts = [index for index, word in enumerate(words) if word == "diffvision"]
@@ -131,16 +136,42 @@ def test_commands_are_found():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page(page, parsers):
     for words in commands(page):
-        if words[0] in TRAINER_COMMANDS:
-            _check_trainer_options(words[1:])
-        elif words[0].startswith("-"):
-            assert words in (["--help"], ["--version"])
-        else:
-            name = " ".join(words[: 3 if words[:2] == ["data", "make"] else 2 if words[0] in GROUPS else 1])
-            assert name in parsers, f"{page.name}: no command {name!r}"
-            known = {text for action in parsers[name]._actions for text in action.option_strings}
-            options = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert options <= known | {"--allow", "--help", "--json"}, f"{page.name}: {shlex.join(words)}"
+        _check_command(words, parsers, page.name)
+
+
+def _check_command(words: list[str], parsers, page: str) -> None:
+    """Check that a command is there and has the options."""
+    if words[0] in TRAINER_COMMANDS:
+        _check_trainer_options(words[1:])
+    elif words[0].startswith("-"):
+        assert words in (["--help"], ["--version"])
+    else:
+        name = " ".join(words[: 3 if words[:2] == ["data", "make"] else 2 if words[0] in GROUPS else 1])
+        assert name in parsers, f"{page}: no command {name!r}"
+        known = {text for action in parsers[name]._actions for text in action.option_strings}
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= known | {"--allow", "--help", "--json"}, f"{page}: {shlex.join(words)}"
+
+
+def test_the_claims_commands_and_tests_are_there(parsers):
+    page = (ROOT / "docs/results/claims.md").read_text()
+    rows = [
+        line.split("|")[2:4]
+        for line in page.partition("## Commands and tests")[2].splitlines()
+        if "`" in line and line[0] == "|"
+    ]
+    assert len(rows) > 25
+    for commands_of_row, tests in rows:
+        for words in map(shlex.split, re.findall(r"`([^`]+)`", commands_of_row)):
+            if words[0] == "diffvision":
+                _check_command(words[1:], parsers, "claims.md")
+                tasks = next((word.split(",") for option, word in itertools.pairwise(words) if option == "--tasks"), [])
+                known = LANGUAGE_EVALUATIONS if words[1] == "evaluate-language" else {*suite.EVALUATIONS, *suite.GROUPS}
+                assert set(tasks) <= set(known), words
+            else:
+                assert (ROOT / words[words[0] == "python"]).is_file(), words
+        for path, _, name in (test.partition("::") for test in re.findall(r"`([^`]+\.py[^`]*)`", tests)):
+            assert f"def {name}" in (ROOT / "tests" / path).read_text(), f"{path}::{name}"
 
 
 def _check_trainer_options(words: list[str]) -> None:
