@@ -19,6 +19,7 @@ from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_misfit
+from diffvision.training.compilation import compile_in_place
 from diffvision.training.module import TrainingModule, of_any_size, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups
 from diffvision.training.sharding import gather_weights, release_weights
@@ -92,7 +93,7 @@ class ClassificationModule(TrainingModule):
         if grad_checkpointing:
             made.set_grad_checkpointing()
         if compile:
-            made.compile()  # in place: the state_dict's keys stay
+            compile_in_place(made)
         self.data_config = resolve_data_config(self.model_args, model=self.model)
         self.transform = create_transform(**{**self.data_config, **(augmentation or {})}, is_training=True)
         self.eval_transform = create_transform(**self.data_config)

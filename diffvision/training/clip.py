@@ -27,6 +27,7 @@ from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_code, refuse_misfit, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
+from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
 from diffvision.training.module import TrainingModule, of_any_size, plain
@@ -153,7 +154,7 @@ class ContrastiveModule(TrainingModule):
         if grad_checkpointing:
             self.model.set_grad_checkpointing()
         if compile:
-            self.model.compile()  # in place: the state_dict's keys stay
+            compile_in_place(self.model)
 
     def setup(self, stage: str) -> None:
         """Create the loss, which depends on the number of ranks; warn about a model that is a poor choice for a fit."""

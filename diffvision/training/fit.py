@@ -44,6 +44,7 @@ from diffvision.training.callbacks import (  # noqa: F401
 )
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule  # noqa: F401
+from diffvision.training.compilation import explain_failures
 from diffvision.training.ema import EMA  # noqa: F401
 from diffvision.training.fault_tolerance import (
     Ranks,
@@ -361,7 +362,8 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
         callbacks: besides those of the configuration.
     """
     try:
-        return FitCLI(resolve_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
+        with explain_failures():
+            return FitCLI(resolve_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
     except (MisconfigurationException, ValueError, TypeError) as error:
         text = _refusal(" ".join(str(error).split()))
         if text is None and not isinstance(error, MisconfigurationException):

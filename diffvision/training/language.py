@@ -19,6 +19,7 @@ from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.bundled import bundled
 from diffvision.models.files import FOLDER
+from diffvision.training.compilation import compile_in_place
 from diffvision.training.cross_entropy import SoftTargets
 from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.module import of_any_size
@@ -79,7 +80,7 @@ class LanguageModule(NextTokenModule):
             loss_chunk: tokens whose logits are in memory together.
             distill: a teacher whose logits are learned besides the data's tokens, for training only; or a dictionary.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
-            compile: torch.compile each block, in place.
+            compile: torch.compile the blocks, in place.
 
         Raises:
             ValueError: settings that no model has; weights of another model.
@@ -107,8 +108,7 @@ class LanguageModule(NextTokenModule):
             self.sources = [pretrained]
         self.model.set_grad_checkpointing(grad_checkpointing)
         if compile:
-            for block in self.model.blocks:
-                block.compile()  # in place: the state_dict's keys stay; one graph serves all blocks
+            compile_in_place(self.model.blocks)
 
     @property
     def vocab_size(self) -> int:

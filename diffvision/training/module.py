@@ -15,10 +15,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from diffvision.data.batches import named
 from diffvision.evaluation.suite import EVALUATIONS
+from diffvision.training.compilation import STARTS
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
 from diffvision.training.progress import ProgressLine
@@ -29,6 +31,7 @@ from diffvision.training.sharding import gather_weights, is_sharded, release_wei
 IGNORED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
     r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # about OpenCLIP's loss, at every step
+    r"The \.grad attribute of a Tensor that is not a leaf",  # about Dynamo's own reading, where a model is compiled
     "You requested to overfit but enabled",  # of our loaders, whose epochs are then all the first one
     "Total length of `list` across ranks is zero",  # about our data without an evaluation
     "You're using the WeightAveraging callback with a model that overrides the configure_model",  # if it is not sharded
@@ -139,6 +142,8 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         )
         for scheduler in self.schedules():
             scheduler.begin(self.trainer)
+        if self.hparams.get("compile"):
+            rank_zero_info(STARTS)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.

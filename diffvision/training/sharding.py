@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from diffvision.training.compilation import compile_in_place
+
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the repeated parts of a model, such as the blocks of its towers: the items of lists of one class."""
@@ -47,10 +49,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
     if scalars:
         model.register_forward_hook(lambda model, inputs, outputs: tree_map_only(DTensor, _to_local, outputs))
     blocks = list(find_blocks(model))
-    if model._compiled_call_impl is not None:  # FSDP2 gathers between blocks, which no graph holds: one for each block
-        model._compiled_call_impl = None
+    if compiled := [part for part in model.modules() if part._compiled_call_impl is not None]:
+        for part in compiled:  # FSDP2 gathers between blocks, which no graph holds: one for each block
+            part._compiled_call_impl = None
         for block in blocks:
-            block.compile()
+            compile_in_place(block, fullgraph=False)
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params=scalars)

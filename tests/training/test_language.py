@@ -192,7 +192,7 @@ def test_checkpointing_and_compiling_change_nothing(monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
     module = make(compile=True)
-    assert compiled == [*module.model.blocks]
+    assert compiled == [module.model.blocks]
     assert module.state_dict().keys() == make().state_dict().keys()
 
 
@@ -392,11 +392,11 @@ def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_
         torch.testing.assert_close(both.callback_metrics[key], one.callback_metrics[key], rtol=1e-6, atol=0)
 
 
-def sharded(rank, port, directory, name):
+def sharded(rank, port, directory, name, settings):
     """One of two processes: two steps with FSDP2, a validation and a checkpoint."""
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    module = make(name, grad_checkpointing=True)
+    module = make(name, grad_checkpointing=True, **settings)
     trainer = train(
         module, Saved(directory), LambdaMonitor(), RunState(), data=Tokens(documents=True), max_steps=2,
         log_every_n_steps=1, devices=2, strategy=strategy, precision="32-true", limit_val_batches=1.0,
@@ -410,17 +410,23 @@ def sharded(rank, port, directory, name):
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("diff-debug", {}), ("diffv2-debug", {}), ("diff-debug", {"compile": True})],
+)
 @pytest.mark.slow
-def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, tmp_path):
+def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, settings, tmp_path, monkeypatch):
+    compiled = torch.nn.Module.compile
+    chosen = {"backend": "aot_eager", "options": None}  # Inductor takes minutes
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Daemons: if the two should wait for each other for ever, they end with this process.
     two = multiprocessing.start_processes(
-        sharded, (port, tmp_path, name), nprocs=2, join=False, daemon=True, start_method="fork"
+        sharded, (port, tmp_path, name, settings), nprocs=2, join=False, daemon=True, start_method="fork"
     )
-    assert any(two.join(timeout=90) for _ in range(2))  # a join returns when the first one ends
+    assert any(two.join(timeout=600) for _ in range(2))  # a join returns when the first one ends
     module, kept = make(name), Gradients()
     validated = {"limit_val_batches": 1.0, "val_check_interval": 1}
     one = train(module, kept, LambdaMonitor(), data=Tokens(documents=True), max_steps=2, log_every_n_steps=1,

@@ -32,7 +32,9 @@ def inputs(kind, size):
 def test_a_compiled_model_is_one_graph_for_training_and_one_for_evaluation(kind, monkeypatch):
     """The batches of training have one size, and the last one of an evaluation any."""
     compiled = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled(self, backend="eager", fullgraph=True))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **given: compiled(self, backend="eager", **given | {"options": None})
+    )
     torch.compiler.reset()
     counters.clear()
     model = make(kind, compile=True).model

@@ -217,9 +217,9 @@ def mixed_and_refused(directory):
 def test_sharded_runs_in_bf16_skip_what_is_not_finite(tmp_path, monkeypatch):
     """Compiled in bfloat16 the losses stay near; a step of which one rank's loss is NaN is skipped on both."""
     compiled = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self: compiled(self, backend="aot_eager")
-    )  # Inductor takes minutes
+    monkeypatch.setattr(  # Inductor takes minutes
+        nn.Module, "compile", lambda self, **given: compiled(self, backend="aot_eager", **given | {"options": None})
+    )
     _, losses = fit(make("clip"), tmp_path / "one_bf16", precision="bf16-mixed")
     fit(make("vit"), tmp_path / "one")
     with pytest.warns(UserWarning, match="is skipped"):

@@ -1,7 +1,6 @@
 """The paper's decoder with any attention of `diffvision.nn.ATTENTION`."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,10 +12,23 @@ from diffvision import ops
 from diffvision.models.language.cache import KVCache
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import AttentionLayer, build_attention
-from diffvision.nn.attention import Cache, Rotation
+from diffvision.nn.attention import Rotation
 from diffvision.nn.linear import Linear, linear
 from diffvision.nn.transformer import DecoderBlock, SwiGLU
 from diffvision.ops.attention.documents import first_tokens, same_document
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a model, a module that torch.compile takes as a whole."""
+
+    def forward(self, x: Tensor, mask: Any, causal: bool, rotation: Rotation, checkpointing: bool = False) -> Tensor:
+        """Return the hidden states after all blocks, without a cache; their activations are recomputed if asked."""
+        for block in self:
+            if checkpointing:
+                x = checkpoint(block, x, mask, causal, rotation=rotation, use_reentrant=False)
+            else:
+                x = block(x, mask, causal, rotation=rotation)
+        return x
 
 
 class LanguageModel(nn.Module):
@@ -44,7 +56,7 @@ class LanguageModel(nn.Module):
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.grad_checkpointing = config, False
         self.embed = nn.Embedding(config.vocab_size, config.dim, **factory_kwargs)
-        self.blocks = nn.ModuleList(
+        self.blocks = Blocks(
             DecoderBlock(
                 build_attention(
                     layer.variant,
@@ -204,12 +216,10 @@ class LanguageModel(nn.Module):
     def _through(self, tokens: Tensor, mask: Any, causal: bool, rotation: Rotation, caches: list[Any] | None) -> Tensor:
         """Return the normalized hidden states after all blocks."""
         x = self.embed(tokens)
-        layer_caches: Iterator[Cache | None] = iter(caches if caches is not None else [None] * len(self.blocks))
-        for block, cache in zip(self.blocks, layer_caches, strict=True):
-            if self.grad_checkpointing and self.training and cache is None:
-                x = checkpoint(block, x, mask, causal, rotation=rotation, use_reentrant=False)
-            else:
-                x = block(x, mask, causal, cache=cache, rotation=rotation)
+        if caches is None:
+            return self.norm(self.blocks(x, mask, causal, rotation, self.grad_checkpointing and self.training))
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, mask, causal, cache=cache, rotation=rotation)
         return self.norm(x)
 
     def extra_repr(self) -> str:

@@ -1,0 +1,66 @@
+"""torch.compile in training: its settings, and what a failure says.
+
+A module is compiled as a whole or not at all: what cannot be traced is an error, never a part that runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+# Graphs of one function. After 8 Dynamo would go on eagerly: too few for FSDP2's blocks, whose lambda_init differ.
+RECOMPILE_LIMIT = 256
+FIXED = (2, 15)  # the version of torch from which gradients are right (pytorch issue 193061)
+STARTS = "the first step compiles the model, which takes minutes: model.compile=false trains without"
+_OF_TORCH = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._subclasses")
+
+
+def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
+    """Compile a module's forward pass in place; the keys of its state_dict stay.
+
+    There is a graph for each batch size, with and without gradients, in training and in evaluation. Only the sizes of a
+    batch that `of_any_size` marked are variables. So a resumed run makes the graphs of the run that was interrupted.
+
+    Under DDP a graph's gradients are reduced after its backward pass. torch would split graphs at DDP's buckets so that
+    both overlap (`optimize_ddp`), but cannot split those with checkpointed blocks.
+
+    Args:
+        module: a model, or a part of it.
+        fullgraph: whether the graph must be whole; not for FSDP2's blocks, whose hooks run between graphs.
+    """
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.optimize_ddp = False
+    module.compile(fullgraph=fullgraph, dynamic=False, options=inductor_options())
+
+
+def inductor_options() -> dict[str, bool] | None:
+    """Return options for the installed version of torch.
+
+    From 2.10 to 2.14, where a norm's backward pass and a sum over the batch are one CUDA kernel, some gradients are
+    never written (pytorch issues 193061 and 190796).
+    """
+    major, minor = torch.__version__.split(".")[:2]
+    return {"triton.mix_order_reduction": False} if (int(major), int(minor)) < FIXED else None
+
+
+@contextmanager
+def explain_failures() -> Iterator[None]:
+    """Raise a ValueError that names the setting where torch.compile fails.
+
+    Raises:
+        ValueError: torch.compile failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(_OF_TORCH):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        raise ValueError(
+            f"torch {torch.__version__} cannot compile the model: set model.compile to false ({reason:.120})"
+        ) from error

@@ -1,0 +1,256 @@
+"""Whole runs with torch.compile against eager ones: weights, and how many graphs they make."""
+
+import os
+import socket
+
+import lightning.pytorch as pl
+import pytest
+import timm
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import multiprocessing, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+
+from diffvision.data.datasets.digits import make_digits
+from diffvision.training.callbacks import LambdaMonitor
+from diffvision.training.classification import ClassificationModule
+from diffvision.training.clip import ContrastiveModule
+from diffvision.training.compilation import STARTS, compile_in_place, explain_failures
+from diffvision.training.ema import EMA
+from diffvision.training.fault_tolerance import protect
+from diffvision.training.fit import fit
+from diffvision.training.language import LanguageModule
+from diffvision.training.optim import OptimizerSettings
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own reading
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:resumed from"),  # an ordinary loader does not save its position
+]
+# eps: biases of keys have a gradient of rounding errors alone, which AdamW would scale up to whole steps.
+SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, clip_norm=1.0, eps=1e-4)
+LANGUAGE = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
+
+
+class Samples(pl.LightningDataModule):
+    """Two batches of 8 in an epoch, of which a rank takes its share; validation ends with a batch of 3."""
+
+    def __init__(self, kind):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        image = torch.randn(16, 3, 32, 32, generator=generator)
+        text = torch.randint(1, 98, (16, 24), generator=generator)
+        text[:, 20] = 99  # OpenCLIP pools at the largest token, the end
+        label = torch.randint(0, 10, (16,), generator=generator)
+        tokens = torch.randint(0, 50, (16, 13), generator=generator)
+        rows = {"vit": {"image": image, "label": label}, "clip": {"image": image, "text": text}}
+        columns = rows.get(kind, {"tokens": tokens})
+        self.rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def train_dataloader(self):
+        local = 8 // self.trainer.world_size
+        starts = range(self.trainer.global_rank * local, 16, 8)
+        return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
+
+    def val_dataloader(self):
+        return DataLoader(self.rows[:11], batch_size=4)
+
+
+def make(kind, **settings):
+    torch.manual_seed(0)
+    settings = {"optimizer": SETTINGS} | settings
+    if kind == "vit":
+        return ClassificationModule("diff_vit_debug", num_classes=10, **settings)
+    if kind == "language":
+        return LanguageModule("diff-debug", model_args=LANGUAGE, **settings)
+    module = ContrastiveModule("DiffCLIP-debug-0.2", **settings)
+    module.model.token_embedding = nn.Embedding(100, 64)  # AdamW on 49,408 unused rows would be most of the time
+    return module
+
+
+def train(kind, directory, *callbacks, ckpt_path=None, model=None, **settings):
+    """Train for two epochs with an average of the weights; return it, the weights and the number of graphs."""
+    torch.compiler.reset()
+    counters.clear()
+    module, average = make(kind, **model or {}), EMA(decay=0.5)
+    trainer = pl.Trainer(
+        default_root_dir=directory, logger=False, accelerator="cpu",
+        **{"devices": 1, "max_epochs": 2, "check_val_every_n_epoch": 1} | settings,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+        log_every_n_steps=1, callbacks=[LambdaMonitor(), average, *callbacks],
+    )  # fmt: skip
+    with protect(trainer, module, ckpt_path=ckpt_path) as path:
+        trainer.fit(module, datamodule=Samples(kind), ckpt_path=path, weights_only=True)
+    return module.model.state_dict(), trainer.callback_metrics, counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(
+    params=[pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.nightly)]
+)
+def backend(request, monkeypatch):
+    """Compile with this backend; Inductor takes minutes."""
+    compiled = nn.Module.compile
+    if request.param != "inductor":
+        chosen = {"backend": request.param, "options": None}
+        monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
+    yield request.param
+    torch.compiler.reset()
+
+
+def same(a, b, **tolerance):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "trainer", "graphs"),
+    [
+        ("vit", {}, {"accumulate_grad_batches": 2}, 2),  # training, and validation of any batch size
+        ("vit", {"grad_checkpointing": True}, {"val_check_interval": 1}, 2),
+        # Chunks of 3 and 2 pairs, each without and with gradients; validation.
+        ("clip", {"accum_freq": 3}, {"val_check_interval": 1}, 5),
+        ("clip", {"grad_checkpointing": True}, {}, 2),
+        # Training, and validation of 4 and of 3 sequences.
+        ("language", {}, {"accumulate_grad_batches": 2, "val_check_interval": 1}, 3),
+        ("language", {"grad_checkpointing": True}, {}, 3),
+    ],
+)
+def test_a_compiled_run_is_the_eager_one(backend, kind, model, trainer, graphs, tmp_path):
+    """With validation between steps, EMA and LambdaMonitor at every step."""
+    expected, metrics, none = train(kind, tmp_path / "eager", model=model, **trainer)
+    assert none == 0
+    found, measured, made = train(kind, tmp_path / "compiled", model=model | {"compile": True}, **trainer)
+    assert made == graphs
+    assert not counters["graph_break"]
+    same(found, expected, rtol=1e-4, atol=1e-5)
+    assert measured.keys() == metrics.keys()
+    for name, value in metrics.items():
+        torch.testing.assert_close(measured[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def saver(directory):
+    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+
+
+@pytest.mark.parametrize("kind", ["vit", "clip", "language"])
+def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_path):
+    """In another process, which makes the same graphs again."""
+    model = {"compile": True} | ({"accum_freq": 3} if kind == "clip" else {})
+    whole, _, graphs = train(kind, tmp_path, saver(tmp_path), model=model, max_epochs=3)
+    for step in (2, 4):  # at the ends of the first epoch and of the second, before their validation
+        path, directory = tmp_path / f"step={step}.ckpt", tmp_path / f"from_{step}"
+        resumed, _, again = train(kind, directory, saver(directory), model=model, max_epochs=3, ckpt_path=str(path))
+        assert again == graphs
+        same(resumed, whole, rtol=0, atol=0)
+
+
+def _one_of_two(rank, port, kind, model, directory):
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    weights, _, graphs = train(kind, directory / "two", model=model, devices=2, strategy="ddp", limit_val_batches=0)
+    torch.save((weights, graphs), directory / f"{rank}.pt")
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize(("kind", "graphs"), [("vit", 1), ("clip", 1), ("language", 1)])
+def test_two_compiled_processes_are_one(backend, kind, graphs, tmp_path):
+    model = {"compile": True, "grad_checkpointing": kind == "clip"}
+    expected, _, _ = train(kind, tmp_path / "one", model=model | {"compile": False}, limit_val_batches=0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.start_processes(_one_of_two, (port, kind, model, tmp_path), nprocs=2, start_method="fork")
+    for rank in (0, 1):
+        weights, made = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert made == graphs
+        same(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("2.10.0+cu128", {"triton.mix_order_reduction": False}),
+        ("2.14.1", {"triton.mix_order_reduction": False}),
+        ("2.15.0+cu132", None),
+        ("3.0.0", None),
+    ],
+)
+def test_torch_that_computes_wrong_gradients_is_told_not_to(version, options, monkeypatch):
+    given = {}
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: given.update(settings))
+    compile_in_place(nn.Linear(2, 2))
+    assert given == {"fullgraph": True, "dynamic": False, "options": options}
+
+
+def test_torch_has_the_option():
+    nn.Linear(2, 2).compile(options={"triton.mix_order_reduction": False})  # an unknown one is an error
+
+
+ARGUMENTS = [
+    "fit",
+    "--model=ClassificationModule",
+    "--model.model=diff_vit_debug",
+    "--model.num_classes=10",
+    "--model.optimizer.warmup_steps=0",
+    "--model.compile=true",
+    "--data=ImageLabelData",
+    "--data.batch_size=8",
+    "--data.num_workers=0",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.max_steps=2",
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    make_digits(directory / "digits", copies=1)
+    return [f"--data.train={directory}/digits/train", f"--trainer.default_root_dir={directory}"]
+
+
+class Steps(pl.Callback):
+    def __init__(self):
+        self.seen = 0
+
+    def on_train_batch_end(self, *_):
+        self.seen += 1
+
+
+def no_kernel(graph, inputs):
+    raise RuntimeError("no kernel\nfor this")
+
+
+@pytest.mark.parametrize("cause", ["backend", "graph break"])
+def test_a_run_that_cannot_be_compiled_ends_before_its_first_step(cause, digits, monkeypatch):
+    compiled = nn.Module.compile
+    chosen = {"backend": no_kernel if cause == "backend" else "eager", "options": None}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
+    if cause == "graph break":
+        monkeypatch.setattr(timm.layers.Mlp, "forward", lambda self, x: torch._dynamo.graph_break() or x)
+    torch.compiler.reset()
+    steps = Steps()
+    with pytest.raises(ValueError, match=r"model\.compile") as caught:
+        fit([*ARGUMENTS, *digits], callbacks=[steps])
+    assert "\n" not in str(caught.value)
+    assert not steps.seen
+    torch.compiler.reset()
+
+
+def test_a_run_says_once_that_its_first_step_compiles(digits, monkeypatch, caplog):
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    with caplog.at_level("INFO"):
+        fit([*ARGUMENTS, *digits])
+        assert caplog.text.count(STARTS) == 1
+        fit([*ARGUMENTS, *digits, "--model.compile=false"])
+    assert caplog.text.count(STARTS) == 1
+
+
+def test_other_errors_of_a_compiled_run_stay():
+    with pytest.raises(KeyError), explain_failures():
+        raise KeyError("x")
