@@ -141,7 +141,7 @@ def list_backends() -> list[tuple[str, str, str, str]]:
     import torch
 
     from diffvision.ops.attention import Problem
-    from diffvision.ops.attention.choice import rule
+    from diffvision.ops.attention.choice import choose
 
     usual = {
         "ViT-B/16 at 224, V1": Problem(1, 6, 6, 197, 197, 64, 128),
@@ -153,7 +153,11 @@ def list_backends() -> list[tuple[str, str, str, str]]:
     }
     kinds = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
     return [
-        (name, f"{device}, {str(dtype).removeprefix('torch.')}", *rule(problem._replace(device=device, dtype=dtype)))
+        (
+            name,
+            f"{device}, {str(dtype).removeprefix('torch.')}",
+            *choose("auto", problem._replace(device=device, dtype=dtype)),
+        )
         for device, dtype in kinds
         for name, problem in usual.items()
     ]

@@ -19,8 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from diffvision import ops
-from diffvision.nn.linear import Linear
-from diffvision.ops.autocast import cast_once
+from diffvision.nn.linear import Linear, join
+from diffvision.ops.attention.api import attend
+from diffvision.ops.autocast import DEVICES, cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
 
@@ -130,6 +131,8 @@ class AttentionLayer(nn.Module):
     no_adapting: ClassVar[str] = ""  # why it is not implemented, where people may ask
     # The variant's settings that change what it computes and that no weight shows: they are recorded with weights.
     recorded: ClassVar[tuple[str, ...]] = ()
+    _group: int  # queries that lie together in `q_proj`'s rows
+    _modulates: ClassVar[bool] = False  # whether `modulate` does anything
     # The factor of a head's output after its norm.
     output_factor: float = 1.0
 
@@ -173,13 +176,15 @@ class AttentionLayer(nn.Module):
         self.value_dim = self.value_maps * head_dim
         self.attn_drop, self.rotary, self.context_dim = attn_drop, rotary, context_dim
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = Linear(dim, self._query_heads(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
-        self.k_proj = Linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **factory_kwargs)
-        self.v_proj = Linear(context_dim, num_kv_heads * self.value_dim, bias=qkv_bias, **factory_kwargs)
+        linear = nn.Linear if qkv_bias else Linear
+        self.q_proj = linear(dim, self._query_heads(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
+        self.k_proj = linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **factory_kwargs)
+        self.v_proj = linear(context_dim, num_kv_heads * self.value_dim, bias=qkv_bias, **factory_kwargs)
         self.q_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
         self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **factory_kwargs) if head_norm else nn.Identity()
-        self.proj = Linear(num_heads * self.value_dim, dim, bias=proj_bias, **factory_kwargs)
+        linear = nn.Linear if proj_bias else Linear
+        self.proj = linear(num_heads * self.value_dim, dim, bias=proj_bias, **factory_kwargs)
         self.proj_drop = nn.Dropout(proj_drop)
         self.add_parameters(dim, factory_kwargs)
         self.reset_parameters()
@@ -187,6 +192,8 @@ class AttentionLayer(nn.Module):
     def __init_subclass__(cls, **settings: Any) -> None:
         """Give a class whose constructors pass settings on the signature of all that they take."""
         super().__init_subclass__(**settings)
+        cls._group = getattr(cls, "query_maps", 0)  # a mixin has none
+        cls._modulates = cls.modulate is not AttentionLayer.modulate
         taken: dict[str, inspect.Parameter] = {}
         for kind in cls.__mro__:
             if "__init__" in vars(kind):
@@ -231,13 +238,13 @@ class AttentionLayer(nn.Module):
         """
         if cache is not None and not self.cacheable:
             self.check_cacheable()
-        x = cast_once(x)
+        if self.lambda_by_token or self._modulates:  # which read the tokens once more
+            x = cast_once(x)
         source = x if context is None else self._read_context(context, x, is_causal, cache)
-        q, k = self._queries_and_keys(x, source, cache, rotation)
-        v = self.v_proj(source).unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
+        q, k, v = self._project(x, source, cache, rotation)
         if cache is not None:
             k, v = cache.append(k, v)
-        if maps is not None or not isinstance(attn_mask, ops.Documents):
+        if attn_mask is not None and (maps is not None or not isinstance(attn_mask, ops.Documents)):
             attn_mask = boolean_mask(attn_mask)
         mask: Any = attn_mask
         inputs = Inputs(x, q, k, v, mask, is_causal, self.attn_drop if self.training else 0.0, context is not None)
@@ -250,7 +257,9 @@ class AttentionLayer(nn.Module):
             with torch.autocast(x.device.type, enabled=False):
                 values = v.to(softmax.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
                 heads = (maps[-1] @ values).to(v.dtype)
-        heads = self.modulate(self.finish(heads), x)
+        heads = self.finish(heads)
+        if self._modulates:
+            heads = self.modulate(heads, x)
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
 
     def attention_maps(
@@ -262,7 +271,7 @@ class AttentionLayer(nn.Module):
         context: Float[Tensor, "B L context_dim"] | None = None,
     ) -> Float[Tensor, "B H P N L"]:
         """Return the softmax maps of each head [B, H, P, N, L] (P = 2 in differential layers), for analysis."""
-        q, k = self._queries_and_keys(x, x if context is None else self._read_context(context, x, is_causal))
+        q, k, _ = self._project(x, x if context is None else self._read_context(context, x, is_causal))
         return ops.attention_maps(q, k, causal=is_causal, mask=boolean_mask(attn_mask))
 
     def check_cacheable(self) -> None:
@@ -283,20 +292,34 @@ class AttentionLayer(nn.Module):
             )
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"the context has {context.shape[0]} sequences and x {x.shape[0]}: give one for each of x")
-        return cast_once(context)
+        return context
 
-    def _queries_and_keys(
+    def _project(
         self, x: Tensor, source: Tensor, cache: Cache | None = None, rotation: Rotation | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Project x to queries [B, H, P, N, D] and its source to keys [B, Hk, Pk, L, D], normalised and rotated."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to queries [B, H, P, N, D] and its source to keys [B, Hk, Pk, L, D] and values [B, Hk, L, V].
+
+        Queries and keys are normalised and rotated.
+        """
         if source.shape[-1] != self.context_dim:
             raise ValueError(
                 f"keys and values need tokens of width {self.context_dim}, got {list(source.shape)}: give a context of "
                 "that width, or make the layer with its context_dim"
             )
-        q = self._split_queries(self.q_proj(x))
-        k = self.k_proj(source).unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q_proj, k_proj, v_proj = self.q_proj, self.k_proj, self.v_proj
+        if x is source and torch.is_grad_enabled() and (joined := join(x, q_proj, k_proj, v_proj)) is not None:
+            sizes = (q_proj.out_features, k_proj.out_features, v_proj.out_features)
+            q, k, v = F.linear(x, *joined).split_with_sizes(sizes, -1)
+        else:
+            device = x.device.type
+            if device in DEVICES and torch.is_autocast_enabled(device):
+                tokens = cast_once(x)
+                x, source = tokens, tokens if source is x else cast_once(source)
+            q, k, v = q_proj(x), k_proj(source), v_proj(source)
+        # The norm is of the tokens as they lie in memory.
+        q = self.q_norm(q.unflatten(-1, (-1, self._group, self.head_dim))).permute(0, 2, 3, 1, 4)
+        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim))).permute(0, 2, 3, 1, 4)
+        v = v.unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
         if self.rotary is not None:
             if rotation is None:
                 count = x.shape[1]
@@ -304,15 +327,11 @@ class AttentionLayer(nn.Module):
                 rotation = ops.rotary_tables(positions, self.head_dim, self.rotary)
             cos, sin = rotation
             q, k = ops.apply_rotary(q, cos, sin), ops.apply_rotary(k, cos, sin)
-        return q, k
+        return q, k, v
 
     def _query_heads(self, num_heads: int) -> int:
         """Return the number of queries [D] that `q_proj` makes of a token."""
         return num_heads * self.query_maps
-
-    def _split_queries(self, q: Tensor) -> Tensor:
-        """Reshape the output of `q_proj` [B, N, rows] to [B, H, P, N, D]."""
-        return q.unflatten(-1, (self.num_heads, self.query_maps, self.head_dim)).permute(0, 2, 3, 1, 4)
 
     # ---- what a variant says --------------------------------------------------------------------------------------
 
@@ -469,7 +488,7 @@ class DifferentialLayer(AttentionLayer):
 
     def attend(self, inputs: Inputs) -> Tensor:
         x, q, k, v, mask, is_causal, dropout, _ = inputs
-        return ops.diff_attention(q, k, v, self.compute_lambda(x), causal=is_causal, mask=mask, dropout=dropout)
+        return attend(q, k, v, self.compute_lambda(x), causal=is_causal, mask=mask, dropout=dropout)
 
     def combine(self, maps: Tensor, lam: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
         one, two = maps.unbind(2)

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from diffvision import ops
 from diffvision.nn.attention import AttentionLayer, Cache, HeadNorm, Rotation
 from diffvision.nn.lambda_init import resolve_lambda_init
-from diffvision.ops.autocast import cast_once
-
-torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
 
 _VECTORS = ("q1", "k1", "q2", "k2")
 
@@ -168,9 +165,7 @@ class VisualContrastAttention(AttentionLayer):
                 "maps"
             )
         height, width = self._checked_grid(x.shape[1])
-        x = cast_once(x)
-        q, k = self._queries_and_keys(x, x)
-        v = self.v_proj(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        q, k, v = self._project(x, x)
         first, second = self.compute_lambdas()
         factor = 1 - self.lambda_init
         tokens = self._contrast_tokens(q.squeeze(2), height, width)

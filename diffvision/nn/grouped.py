@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class GroupedDiffAttention(DiffAttention):
                 f"num_heads ({num_heads}) must be a positive multiple of signal_ratio ({signal_ratio}): that many "
                 "signal heads share a noise head"
             )
-        self._groups = num_heads // signal_ratio
+        self._groups, self._group = num_heads // signal_ratio, signal_ratio + 1
         num_kv_heads = self._groups if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or self._groups % num_kv_heads:
             raise ValueError(
@@ -56,11 +56,11 @@ class GroupedDiffAttention(DiffAttention):
     def _query_heads(self, num_heads: int) -> int:
         return num_heads + self._groups
 
-    def _split_queries(self, q: Tensor) -> Tensor:
-        """Reshape [B, N, rows] to [B, H, 2, N, D], with the noise query of a group repeated for its signal heads."""
-        grouped = q.unflatten(-1, (self._groups, self.signal_ratio + 1, self.head_dim)).permute(0, 2, 3, 1, 4)
-        signal, noise = grouped[:, :, :-1], grouped[:, :, -1:].expand(-1, -1, self.signal_ratio, -1, -1)
-        return torch.stack((signal, noise), dim=3).flatten(1, 2)
+    def _project(self, *tokens: Any, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Project as the base class does, and repeat the noise query of a group for its signal heads."""
+        grouped, k, v = super()._project(*tokens, **settings)
+        signal, noise = grouped.split((self.signal_ratio, 1), dim=2)
+        return torch.stack((signal, noise.expand_as(signal)), dim=3).flatten(1, 2), k, v
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, signal_ratio={self.signal_ratio}"

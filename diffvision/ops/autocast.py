@@ -25,7 +25,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def cast_once(x: Tensor) -> Tensor:
     """Return the input of several linear maps as autocast would cast it for each: backward then keeps one copy."""
-    return x.to(product_dtype(x)) if is_enabled(x.device.type) else x
+    device = x.device.type
+    if device not in DEVICES or not torch.is_autocast_enabled(device) or not x.is_floating_point() or x.itemsize == 8:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def without_autocast(device: str) -> AbstractContextManager:

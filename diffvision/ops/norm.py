@@ -4,12 +4,14 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from diffvision.ops.attention.choice import in_forward_mode
 from diffvision.ops.autocast import without_autocast
 
-# Numbers up to which torch's call is faster without gradients.
-SMALL = 2**18
+# Types of devices whose autocast leaves torch's call alone; CUDA's returns float32 for half precision.
+LEFT_ALONE = ("cpu",)
+# Numbers up to which torch's call is faster, without gradients and with them.
+SMALL, SMALL_TRAINED = 2**18, 2**15
 
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float | None) -> Float[Tensor, "... D"]:
@@ -33,20 +35,22 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float |
     # ONNX's TorchScript exporter knows neither torch's rms_norm nor functions of ours, which have no forward mode.
     if torch.jit.is_tracing():
         return _formula(x, weight, eps)
-    ours = not torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    # For forward alone an autograd function would cost five times torch's call, and small calls count in decoding.
-    small = ours and not torch.is_grad_enabled() and x.numel() <= SMALL
-    if not small and in_forward_mode():
-        return _formula(x, weight, eps)
-    if not ours or not x.numel():
-        with without_autocast(x.device.type):  # CUDA's returns float32 for half precision, a CPU's does not
+    if torch.compiler.is_compiling():
+        with without_autocast(x.device.type):
             return F.rms_norm(x, weight.shape, weight, eps)
     if x.dim() > 2 and not x.is_contiguous() and (tokens := x.transpose(-3, -2)).is_contiguous():
-        # Heads [B, H, N, D] that lie in memory as [B, N, H, D]: a third of the time.
+        # Heads [B, H, N, D] that lie in memory as [B, N, H, D]: torch would copy them, and the result once more.
         return rms_norm(tokens, weight, eps).transpose(-3, -2)
-    if small:
+    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    if forward_ad._current_level >= 0:  # torch.func.jvp, which operators of ours and of CUDA do not know
+        return _formula(x, weight, eps)
+    # An autograd function costs 0.1 ms by itself, and small calls count in decoding.
+    if ours and x.numel() > (SMALL_TRAINED if torch.is_grad_enabled() else SMALL):
+        return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _forward(x, weight, eps)
+    if x.device.type in LEFT_ALONE:
         return F.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _forward(x, weight, eps)
+    with without_autocast(x.device.type):
+        return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def _formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -19,7 +19,7 @@ from attention_ways import Shape, by_kernel, step, too_large
 from benchmark import Way
 from diffvision.nn import AttentionLayer, DiffAttention, DiffAttentionV2
 from diffvision.ops.attention import Problem
-from diffvision.ops.attention.choice import rule
+from diffvision.ops.attention.choice import choose
 
 WIDTH, PLAIN_HEADS, HEADS = 768, 12, 6
 
@@ -87,7 +87,7 @@ def module_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -
         ("V2", DiffAttentionV2(WIDTH, PLAIN_HEADS, qkv_bias=True)),
     ):
         run = step(*_layer_call(layer.to(device=device, dtype=dtype), x, shape.causal, backward))
-        chosen, _ = rule(problem_of(layer, x, shape.causal, backward))
+        chosen, _ = choose("auto", problem_of(layer, x, shape.causal, backward))
         ways.append(Way(f"ours, {variant}", "ours", run, kernel=chosen))
     return ways
 

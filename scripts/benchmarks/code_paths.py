@@ -34,6 +34,7 @@ class Counter:
 
     Attributes:
         functions: code -> its qualified name and file, in the order of the first calls.
+        calls: of them.
         crossings: calls from one of our files into another.
         is_counting: False stops the count for good.
     """
@@ -43,7 +44,7 @@ class Counter:
 
         self.package = str(Path(diffvision.__file__).parent) + os.sep
         self.functions: dict[CodeType, str] = {}
-        self.crossings, self.is_counting = 0, True
+        self.calls, self.crossings, self.is_counting = 0, 0, True
 
     @contextmanager
     def counting(self, until: str = "") -> Iterator[None]:
@@ -77,6 +78,7 @@ class Counter:
 
     def _enter(self, frame: FrameType) -> None:
         code, caller = frame.f_code, frame.f_back
+        self.calls += 1
         file = code.co_filename.removeprefix(self.package)
         self.functions.setdefault(code, f"{file}:{code.co_firstlineno} {code.co_qualname}")
         while caller is not None and not self._is_ours(caller):

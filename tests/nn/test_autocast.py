@@ -16,7 +16,7 @@ from diffvision.models import language
 from diffvision.nn import ATTENTION, VisualContrastAttention, build_attention
 from diffvision.nn.attention import AttentionLayer
 from diffvision.nn.transformer import SwiGLU
-from diffvision.ops import attention_backend
+from diffvision.ops import attention_backend, norm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.bfloat16, torch.float16)
@@ -61,8 +61,10 @@ def _widened(x):
 
 @contextmanager
 def autocast_of_cuda(device, dtype):
-    with torch.autocast(device, dtype), CastsOfCuda() if device == "cpu" else nullcontext():
-        yield
+    with pytest.MonkeyPatch.context() as patch, torch.autocast(device, dtype):
+        patch.setattr(norm, "LEFT_ALONE", ())
+        with CastsOfCuda() if device == "cpu" else nullcontext():
+            yield
 
 
 def make_layer(variant, qk_norm, device):

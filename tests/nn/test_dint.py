@@ -83,7 +83,7 @@ def test_without_lambda_it_is_v1_and_a_common_part_of_the_values_stays():
     layer.load_state_dict(v1.state_dict())
     x = torch.randn(1, 9, 32)
     values = torch.randn(4, 16)[None, :, None].expand(1, 4, 9, 16)
-    q, k = layer._queries_and_keys(x, x)
+    q, k, _ = layer._project(x, x)
     lam, inputs = v1.compute_lambda(), Inputs(x, q, k, values, None, False, 0.0, False)
     torch.testing.assert_close(v1.attend(inputs), (1 - lam) * values)
     torch.testing.assert_close(layer.attend(inputs), values)

@@ -57,7 +57,7 @@ def test_a_sink_of_minus_infinity_is_plain_attention_and_of_zero_off_by_one():
     layer, plain = SinkAttention(32, 4), Attention(32, 4)
     x = torch.randn(2, 6, 32)
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if name != "sink"})
-    logits = plain._queries_and_keys(x, x)[0].squeeze(2) @ plain._queries_and_keys(x, x)[1].squeeze(2).mT / 8**0.5
+    logits = plain._project(x, x)[0].squeeze(2) @ plain._project(x, x)[1].squeeze(2).mT / 8**0.5
     maps = []
     layer(x, maps=maps)
     torch.testing.assert_close(maps[0], logits.exp() / (1 + logits.exp().sum(-1, keepdim=True)))

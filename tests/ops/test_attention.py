@@ -363,3 +363,65 @@ def test_a_scale_that_changes_compiles_whole():
     compiled = torch.compile(lambda s: diff_attention(*inputs, scale=s), fullgraph=True, backend="aot_eager")
     for scale in (0.1, 0.2, 0.3):
         torch.testing.assert_close(compiled(scale), diff_attention(*inputs, scale=scale))
+
+
+def small(length=17):
+    return [torch.randn(shape) for shape in ((2, 2, 2, length, 8), (2, 2, 2, length, 8), (2, 2, length, 16))]
+
+
+def test_wrong_arguments_are_refused():
+    q, k, v = small()
+    wrong = [
+        ((q, k[:1], v, 0.5), {}),
+        ((q, k, v.double(), 0.5), {}),
+        ((q, k, v, torch.ones(3)), {}),
+        ((q, k, v, 0.5), {"mask": torch.ones(17)}),
+        ((q, k, v, 0.5), {"dropout": 1.0}),
+        ((q, k, v, 0.5), {"scale": float("nan")}),
+        ((q, k, v, 0.5), {"scale": [1.0]}),
+        ((q, k, v, "0.5"), {}),
+        ((q.tolist(), k, v, 0.5), {}),
+    ]
+    for arguments, settings in wrong:
+        with pytest.raises(ValueError, match=r"batch|dtype|lam|mask|dropout|scale|q must"):
+            diff_attention(*arguments, **settings)
+
+
+def test_forward_derivatives_and_vmap():
+    q, k, v = small(100)
+    _, tangent = torch.func.jvp(lambda q: diff_attention(q, k, v, 0.5), (q,), (torch.ones_like(q),))
+    assert tangent.abs().sum() > 0
+    q, k, v = small()
+    each = torch.func.vmap(lambda q: diff_attention(q, k, v, 0.5))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(each[1], diff_attention(2 * q, k, v, 0.5))
+
+
+def test_a_compiled_call_of_lengths_that_change():
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v: diff_attention(q, k, v, 0.5), fullgraph=True, dynamic=True, backend="eager"
+    )
+    for length in (17, 18, 100, 101):
+        q, k, v = small(length)
+        torch.testing.assert_close(compiled(q, k, v), diff_attention(q, k, v, 0.5))
+    torch.compiler.reset()
+
+
+def test_symbolic_sizes_are_traced():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = small()
+    graph = make_fx(lambda q, k, v: diff_attention(q, k, v, 0.5), tracing_mode="symbolic")(q, k, v)
+    torch.testing.assert_close(graph(q, k, v), diff_attention(q, k, v, 0.5))
+
+
+def test_under_autocast_and_deterministic_algorithms_the_numbers_are_the_same():
+    q, k, v = small()
+    plain = diff_attention(q, k, v, 0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(diff_attention(q, k, v, 0.5), plain)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(diff_attention(q, k, v, 0.5), plain)
+    finally:
+        torch.use_deterministic_algorithms(False)

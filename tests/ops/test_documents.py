@@ -11,8 +11,8 @@ from torch.nn.attention import varlen as torch_varlen
 from diffvision import ops
 from diffvision.models import language
 from diffvision.nn import ATTENTION, build_attention
-from diffvision.ops.attention import flex, varlen
-from diffvision.ops.attention.choice import problems_seen, supported_backends, takes_blocks
+from diffvision.ops.attention import choice, flex, varlen
+from diffvision.ops.attention.choice import supported_backends, takes_blocks
 from diffvision.ops.attention.problem import Problem
 from diffvision.training.module import of_any_size
 
@@ -152,12 +152,19 @@ def test_a_model_with_documents_is_one_graph():
         torch.testing.assert_close(out, model(tokens, documents=numbers))
 
 
-def test_without_a_kernel_for_packed_sequences_there_is_the_mask():
+@pytest.fixture
+def seen(monkeypatch):
+    """The problems of packed calls."""
+    problems, choose = [], choice.choose
+    monkeypatch.setattr(choice, "choose", lambda name, problem: problems.append(problem) or choose(name, problem))
+    return problems
+
+
+def test_without_a_kernel_for_packed_sequences_there_is_the_mask(seen):
     documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
     q = torch.randn(2, 4, 2, 9, 8)
-    with problems_seen() as seen:
-        out = ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=documents)
-    assert [problem.packed for problem in seen] == [True, False]
+    out = ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=documents)
+    assert [problem.packed for problem in seen] == [True]
     assert torch.equal(out, ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=documents.mask()))
     with ops.attention_backend("sdpa"):
         torch.testing.assert_close(ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=documents), out)
@@ -289,7 +296,7 @@ def test_flex_is_the_choice_on_cuda_where_varlen_takes_none(monkeypatch):
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TRITON_DEFAULT")  # while FlexAttention compiles
 @pytest.mark.parametrize("half", [True, False])  # `varlen` and `flex`
 @pytest.mark.parametrize("variant", ["standard", "v1", "v1_dint"])
-def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(variant, half, monkeypatch):
+def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(variant, half, seen, monkeypatch):
     monkeypatch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
     model = language.create("diff-debug", variant=variant, max_length=2048).cuda().train()
     numbers = (torch.rand(2, 2048) < 0.01).cumsum(1)
@@ -299,7 +306,8 @@ def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(variant, half, mo
     documents = ops.Documents(documents.numbers.clone(), documents.ends)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        with problems_seen() as seen, torch.autocast("cuda", torch.bfloat16, enabled=half):
+        seen.clear()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
             model(tokens, documents=documents).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,25 +1,18 @@
-"""`diff_attention` and `diff_attention_varlen`: a kind of call is checked once, and its backend is chosen once.
+"""`diff_attention`, `softmax_attention` and `diff_attention_varlen`: they check their arguments, and call a backend.
 
 The choice is in `choice.py`, the computation in the backends' files.
 """
 
 import itertools
 import math
-from types import ModuleType
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from diffvision.ops.attention import choice, flex, sdpa, varlen
 from diffvision.ops.attention.documents import Documents
 from diffvision.ops.attention.problem import describe
-
-# The backends of calls that were checked. Prompts add one per length, so it is emptied at this size.
-_MAX_KNOWN = 4096
-_known: dict[tuple[Any, ...], ModuleType] = {}
 
 
 def diff_attention(
@@ -63,14 +56,38 @@ def diff_attention(
 
     Source: arXiv 2410.05258 equation 1; grouped heads as microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py.
     """
+    _check(q, k, v, lam, dropout, scale)
+    return attend(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout, backend=backend)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor | float,
+    *,
+    causal: bool = False,
+    mask: Tensor | Documents | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Return `diff_attention` of queries, keys and values that fit each other, as those that a layer makes."""
+    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    if lam.numel() != 1 or lam.dim() > 4:
+        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
     if isinstance(mask, Documents):
         if (out := _packed_attention(q, k, v, lam, mask, causal, scale, dropout, backend)) is not None:
             return out
         mask = mask.mask()
-    module = _find_backend(q, k, v, lam, causal, mask, scale, dropout, backend)
-    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    if mask is not None:  # backends and torch's kernels want all four axes
-        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    if mask is not None:
+        mask = _check_mask(mask, q, k)
+    name = choice.preferred if backend == "auto" else backend
+    if name == "auto":
+        name, _ = choice.rule(q.device.type, q.shape[3], k.shape[3], dropout)
+    else:
+        choice.require(name, describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout))
+    module = choice.BACKENDS[name]
     return module.diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
 
 
@@ -153,7 +170,7 @@ def diff_attention_varlen(
     _check_packed(q, k, v, cu_seqlens, cu_seqlens_k)
     # One batch of all tokens, in the layout of `diff_attention`, as views.
     packed = (q.permute(1, 2, 0, 3)[None], k.permute(1, 2, 0, 3)[None], v.transpose(0, 1)[None])
-    _check(*packed, lam, None, 0.0, scale)
+    _check(*packed, lam, 0.0, scale)
     if isinstance(lam, Tensor):
         _check_broadcast("lam", lam, (q.shape[0], q.shape[1], 1))
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -165,7 +182,8 @@ def diff_attention_varlen(
     problem = describe(*packed, lam, causal=causal, mask=None, dropout=0.0)
     sequences = len(cu_seqlens) - 1
     problem = problem._replace(batch=sequences, queries=max_seqlen, keys=max_seqlen_k, packed=True)
-    module = choice.choose(backend, problem)
+    name, _ = choice.choose(backend, problem)
+    module = choice.BACKENDS[name]
     lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
     if hasattr(module, "diff_attention_varlen"):
         return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)
@@ -212,7 +230,7 @@ def _packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lam: Tensor | float,
+    lam: Tensor,
     documents: Documents,
     causal: bool,
     scale: float | None,
@@ -223,12 +241,10 @@ def _packed_attention(
 
     A row's length stands for the longest document's, which is not known without waiting for the device.
     """
-    _check(q, k, v, lam, None, dropout, scale)
     length = q.shape[3]
     problem = describe(q, k, v, lam, causal=causal, mask=None, dropout=dropout)
-    module = choice.choose(backend, problem._replace(batch=len(documents.ends) - 1, packed=True))
-    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    _check_broadcast("lam", lam, (q.shape[0], q.shape[1], length, 1))
+    name, _ = choice.choose(backend, problem._replace(batch=len(documents.ends) - 1, packed=True))
+    module = choice.BACKENDS[name]
     if not hasattr(module, "diff_attention_varlen"):
         if not choice.takes_blocks(backend, problem):
             return None
@@ -245,58 +261,7 @@ def _packed_attention(
     return out.unflatten(0, (-1, length)).transpose(1, 2)
 
 
-def _find_backend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor | float,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    backend: str,
-) -> ModuleType:
-    """Check the arguments of `diff_attention` and choose its backend, or return the one of an equal call before.
-
-    A call is equal if everything is that the checks and "auto" read. Autocast and deterministic algorithms are not
-    part of it, because backends read them when they run. A named backend is not remembered, because its limits may read
-    the environment. Neither are graphs, whose sizes are symbols.
-    """
-    key: tuple[Any, ...] | None = None
-    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if backend == choice.preferred == "auto" and choice.seen is None and not is_graph:
-        try:
-            # With one query "auto" reads no more of the keys' number than its power of two, so decoding chooses rarely.
-            is_step = q.shape[3] == 1 and mask is None and k.shape[3] == v.shape[2] > 0
-            lengths = (v.shape[2] - 1).bit_length() if is_step else (k.shape[3], v.shape[2])
-            key = (
-                *(q.shape, k.shape[:3], k.shape[4:], v.shape[:2], v.shape[3:], lengths),
-                *((t.dtype, t.device, t.requires_grad) for t in (q, k, v)),
-                *(
-                    (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else type(t)
-                    for t in (lam, mask)
-                ),
-                *(causal, scale, dropout, torch.is_grad_enabled(), forward_ad._current_level),
-            )
-            if key in _known:
-                return _known[key]
-        except (AttributeError, IndexError, TypeError):  # a symbolic size, or an argument of a wrong type or rank
-            key = None
-    _check(q, k, v, lam, mask, dropout, scale)
-    if isinstance(lam, Tensor) and lam.shape != (1,):
-        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
-    problem = describe(q, k, v, lam, causal=causal, mask=mask, dropout=dropout)
-    if key is None:
-        return choice.choose(backend, problem)
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    _known[key] = choice.BACKENDS[choice.rule(problem)[0]]
-    return _known[key]
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor | float, mask: Tensor | None, dropout: float, scale: float | None
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | float, dropout: float, scale: float | None) -> None:
     """Raise a ValueError if the arguments do not fit each other."""
     for name, value in (("q", q), ("lam", lam)):
         number = isinstance(value, int | float) and name == "lam"
@@ -328,14 +293,18 @@ def _check(
     is_symbol = torch.compiler.is_compiling()
     if scale is not None and not is_symbol and not (isinstance(scale, int | float) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, or None for D**-0.5, got {scale!r}")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != q.device:
-            got = f"{mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else repr(mask)
-            raise ValueError(
-                f"mask must be a boolean tensor (True = may attend) on {q.device}, got {got}: pass `mask == 0` of a "
-                "0/-inf one, and move it to q's device"
-            )
-        _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
+
+
+def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask with all four axes, which backends and torch's kernels want; ValueError if it does not fit."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != q.device:
+        got = f"{mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else repr(mask)
+        raise ValueError(
+            f"mask must be a boolean tensor (True = may attend) on {q.device}, got {got}: pass `mask == 0` of a "
+            "0/-inf one, and move it to q's device"
+        )
+    _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
+    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:

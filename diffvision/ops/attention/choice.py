@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
+from torch.autograd import forward_ad
 
 from diffvision.ops.attention import blocked, flash, flex, reference, sdpa, single, varlen
 from diffvision.ops.attention.problem import Problem
@@ -29,7 +30,6 @@ REMOVED = {"native": "blocked", "triton": "sdpa"}  # backends of earlier version
 EAGER_MAX_KEYS_CPU = 80
 
 preferred = "auto"  # what `backend="auto"` stands for, which `attention_backend` sets
-seen: list[Problem] | None = None  # the calls in the context of `problems_seen`
 
 
 @contextmanager
@@ -51,35 +51,55 @@ def attention_backend(name: str) -> Iterator[None]:
         preferred = before
 
 
-@contextmanager
-def problems_seen() -> Iterator[list[Problem]]:
-    """Yield the list of all calls in the context, in their order; it holds for the process."""
-    global seen
-    before, seen = seen, []
-    try:
-        yield seen
-    finally:
-        seen = before
-
-
-def choose(backend: str, problem: Problem) -> ModuleType:
-    """Return the backend for a call: the named one, that of the context, or the rule's.
-
-    Raises:
-        ValueError: the name is unknown, or the backend cannot take the call.
-    """
-    if seen is not None:
-        seen.append(problem)
-    name = preferred if backend == "auto" else backend
-    if name == "auto":
-        return BACKENDS[rule(problem)[0]]
+def require(name: str, problem: Problem) -> None:
+    """Raise a ValueError if a backend that was named does not exist, or cannot take the call."""
     _check_name(name)
     reason = BACKENDS[name].limit(problem)
     if reason is None and name in OPERATORS and in_forward_mode():
         reason = "it has no forward-mode derivative"
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot take this call: {reason}; use another, or backend='auto'")
-    return BACKENDS[name]
+
+
+def choose(backend: str, problem: Problem) -> tuple[str, str]:
+    """Return the backend for a call, and why: the named one, that of the context, or the rule's.
+
+    Raises:
+        ValueError: the name is unknown, or the backend cannot take the call.
+    """
+    name = preferred if backend == "auto" else backend
+    if name != "auto":
+        require(name, problem)
+        return name, "it was named"
+    if problem.packed and varlen.limit(problem) is None:
+        return "varlen", "it is torch's kernel for packed sequences"  # without a mask of pairs; not measured
+    return rule(problem.device, problem.queries, problem.keys, problem.dropout)
+
+
+def rule(device: str, queries: int, keys: int, dropout: float) -> tuple[str, str]:
+    """Return the backend that "auto" takes for a call of so many queries and keys, and why.
+
+    Times on a CPU are of two cores with AVX512 (docs/benchmarks/speed.md), those on a GPU of one H200, compute
+    capability 9.0 (docs/benchmarks/gpu.md). Nothing was measured on any other card: these take the same backend.
+    """
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return "eager", "it has a forward-mode derivative"
+    if device != "cpu":
+        # V1, 256 x 197 tokens, forward and backward on the H200: 2.0 ms; fused kernels that we had took 2.5, flex 3.7.
+        return "sdpa", "it was the fastest on an H200, and no other card was measured"
+    if dropout:  # the two that draw it; the same crossing as below
+        return "eager" if keys <= EAGER_MAX_KEYS_CPU else "sdpa", "it draws dropout"
+    if torch.compiler.is_exporting():
+        return "sdpa", "an exported graph has to hold operations of torch, for any length"
+    if torch.jit.is_tracing():
+        return "eager", "a traced graph has to hold operations of torch, of which ONNX knows these"
+    if queries == 1:  # V1, 4,096 keys, relative to plain attention: 1.0; `blocked` 1.8, `eager` 2.4, `sdpa` 3.4
+        return "single", "on a CPU it is the fastest for one query, with the least work besides the products"
+    # V1, forward and backward, relative to plain attention. 77 keys: `eager` 0.9, `blocked` 0.95, `sdpa` 2.5. From 197
+    # to 1,024 keys: `blocked` 0.9 to 1.2, `eager` 1.0 to 1.9, `sdpa` 1.6 to 2.0.
+    if keys <= EAGER_MAX_KEYS_CPU:
+        return "eager", f"on a CPU it is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
+    return "blocked", f"on a CPU it is the fastest above {EAGER_MAX_KEYS_CPU} keys"
 
 
 def supported_backends(problem: Problem) -> dict[str, str]:
@@ -88,41 +108,13 @@ def supported_backends(problem: Problem) -> dict[str, str]:
     Returns:
         backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
     """
-    chosen, why = rule(problem)
+    chosen, why = choose("auto", problem)
     reasons = {chosen: f"chosen: {why}"}
     for name, module in BACKENDS.items():
         if name != chosen:
             reason = module.limit(problem)
             reasons[name] = f"passed over: {chosen} was chosen, {why}" if reason is None else f"cannot: {reason}"
     return reasons
-
-
-def rule(problem: Problem) -> tuple[str, str]:
-    """Return the backend that "auto" takes, and why.
-
-    Times on a CPU are of two cores with AVX512 (docs/benchmarks/speed.md), those on a GPU of one H200, compute
-    capability 9.0 (docs/benchmarks/gpu.md). Nothing was measured on any other card: these take the same backends.
-    """
-    if in_forward_mode():
-        return "eager", "it has a forward-mode derivative"
-    if problem.packed and varlen.limit(problem) is None:
-        return "varlen", "it is torch's kernel for packed sequences"  # no mask of pairs; its time was not measured
-    if problem.device != "cpu":
-        # V1, 256 x 197 tokens, forward and backward on the H200: 2.0 ms; fused kernels that we had took 2.5, flex 3.7.
-        return "sdpa", "it was the fastest on an H200, and no other card was measured"
-    if problem.dropout:  # the two that draw it; the same crossing as below
-        return "eager" if problem.keys <= EAGER_MAX_KEYS_CPU else "sdpa", "it draws dropout"
-    if torch.compiler.is_exporting():
-        return "sdpa", "an exported graph has to hold operations of torch, for any length"
-    if torch.jit.is_tracing():
-        return "eager", "a traced graph has to hold operations of torch, of which ONNX knows these"
-    if problem.queries == 1:  # V1, 4,096 keys, relative to plain attention: 1.0; `blocked` 1.8, `eager` 2.4, `sdpa` 3.4
-        return "single", "on a CPU it is the fastest for one query, with the least work besides the products"
-    # V1, forward and backward, relative to plain attention. 77 keys: `eager` 0.9, `blocked` 0.95, `sdpa` 2.5. From 197
-    # to 1,024 keys: `blocked` 0.9 to 1.2, `eager` 1.0 to 1.9, `sdpa` 1.6 to 2.0.
-    if problem.keys <= EAGER_MAX_KEYS_CPU:
-        return "eager", f"on a CPU it is the fastest up to {EAGER_MAX_KEYS_CPU} keys"
-    return "blocked", f"on a CPU it is the fastest above {EAGER_MAX_KEYS_CPU} keys"
 
 
 def takes_blocks(backend: str, problem: Problem) -> bool:
@@ -138,7 +130,7 @@ def takes_blocks(backend: str, problem: Problem) -> bool:
 
 def in_forward_mode() -> bool:
     """Return whether forward-mode derivatives are taken (torch.func.jvp), of which operators of ours give zeros."""
-    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def _check_name(name: str) -> None:

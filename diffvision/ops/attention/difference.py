@@ -15,8 +15,17 @@ def compute_maps(attend: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tenso
     if k.shape[2] == 1:  # a head's two maps become adjacent heads, which read the same key/value head
         first, second = attend(q.flatten(1, 2), k.squeeze(2)).unflatten(1, (-1, 2)).unbind(2)
         return first, second
-    (q1, q2), (k1, k2) = q.unbind(2), k.unbind(2)  # whose gradient is one copy
+    (q1, q2), (k1, k2) = q.unbind(2), k.unbind(2)
     return attend(q1, k1), attend(q2, k2)
+
+
+def unbind_maps(t: Tensor) -> tuple[Tensor, ...]:
+    """Return the maps [B, H, N, D] of queries or keys [B, H, P, N, D].
+
+    Their gradient is one copy, in the memory order of a projection [B, N, H, P, D]. That of an index would be a tensor
+    of zeros for each map, and their sum.
+    """
+    return tuple(one.transpose(1, 2) for one in t.permute(0, 3, 1, 2, 4).unbind(3))
 
 
 def widen(t: Tensor, size: int) -> Tensor:
@@ -34,12 +43,8 @@ def subtract(one: Tensor, two: Tensor, lam: Tensor, dtype: torch.dtype) -> Tenso
         dtype: of the result.
     """
     if one.dtype != dtype or dtype == lam.dtype or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return _formula(one, two, lam).to(dtype)
+        return torch.addcmul(one, two, lam, value=-1).to(dtype)
     return _Difference.apply(one, two, lam)
-
-
-def _formula(one: Tensor, two: Tensor, lam: Tensor) -> Tensor:
-    return one - lam * two
 
 
 class _Difference(torch.autograd.Function):
@@ -61,4 +66,4 @@ class _Difference(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, one: Tensor, two: Tensor, lam: Tensor) -> tuple[Tensor, int]:
-        return torch.func.vmap(_formula, in_dims)(one, two, lam).to(one.dtype), 0
+        return torch.func.vmap(lambda one, two, lam: one - lam * two, in_dims)(one, two, lam).to(one.dtype), 0

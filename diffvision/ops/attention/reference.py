@@ -41,8 +41,10 @@ def attention_maps(
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q.shape[3], k.shape[3]
     with torch.autocast(q.device.type, enabled=False):
-        q = q.to(dtype) * (q.shape[4] ** -0.5 if scale is None else scale)
-        scores = q @ k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+        q, k = q.to(dtype) * (q.shape[4] ** -0.5 if scale is None else scale), k.to(dtype)
+        if q.shape[1] != k.shape[1]:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = q @ k.transpose(-1, -2)
     if causal:
         lower = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         if mask is None and queries <= keys:  # every row has a key
@@ -68,9 +70,13 @@ def diff_attention(
     dropout: float,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
-    maps = F.dropout(attention_maps(q, k, causal=causal, mask=mask, scale=scale), dropout)
+    maps = attention_maps(q, k, causal=causal, mask=mask, scale=scale)
+    if dropout:
+        maps = F.dropout(maps, dropout)
     one, two = maps.unbind(2)  # its backward is one copy; indexing twice would add two tensors that are half zeros
-    difference = one - lam.to(maps.dtype) * two
+    difference, v = torch.addcmul(one, two, lam.to(maps.dtype), value=-1), v.to(maps.dtype)
+    if q.shape[1] != v.shape[1]:
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     with torch.autocast(q.device.type, enabled=False):
-        out = difference @ v.to(maps.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        out = difference @ v
     return out.to(q.dtype)

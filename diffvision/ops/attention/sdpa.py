@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.ops.attention.difference import subtract, widen
+from diffvision.ops.attention.difference import subtract, unbind_maps, widen
 from diffvision.ops.attention.kernels import compute_capability, is_enabled, without_cudnn
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem, is_grouped
@@ -47,13 +47,13 @@ def diff_attention(
     if k.shape[3] == 0:  # zeros that depend on every input: torch's gradients without keys may be NaN
         zero = (k.sum() + v.sum()).to(q.dtype)
         return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
-    mask, causal = _torch_mask(mask, causal, q.shape[3], k.shape[3], q.device)
+    if causal:
+        mask, causal = _torch_mask(mask, q.shape[3], k.shape[3], q.device)
     q, k, v, kernels = _prepare(q, k, v, mask, dropout)
     grouped = is_grouped(q, k)
 
-    # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map. The
-    # gradient of `unbind` is one copy; that of two indices would be two tensors that are half zeros, and their sum.
-    (q1, q2), (k1, k2) = q.unbind(2), k.unbind(2) * (2 // k.shape[2])
+    # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
+    (q1, q2), (k1, k2) = unbind_maps(q), unbind_maps(k) * (2 // k.shape[2])
     settings: dict[str, Any] = {
         "attn_mask": mask,
         "dropout_p": dropout,
@@ -64,20 +64,22 @@ def diff_attention(
     with kernels:
         first = F.scaled_dot_product_attention(q1, k1, v, **settings)
         second = F.scaled_dot_product_attention(q2, k2, v, **settings)
-    return subtract(first, second, lam, q.dtype)[..., :value_dim]
+    out = subtract(first, second, lam, q.dtype)
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, dropout: float) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.softmax_attention`."""
     scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
-    mask, causal = _torch_mask(mask, causal, q.shape[2], k.shape[2], q.device)
+    if causal:
+        mask, causal = _torch_mask(mask, q.shape[2], k.shape[2], q.device)
     q, k, v, kernels = _prepare(q, k, v, mask, dropout)
     grouped = is_grouped(q, k)
     with kernels:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    return out[..., :value_dim]
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 class Plan(NamedTuple):
@@ -157,7 +159,9 @@ def _prepare(
 
     Heads are axis 1; queries, keys and values may have an axis of maps, and end in [.., N, D].
     """
-    return _for_cuda(q, k, v, mask, dropout) if q.is_cuda else (*_equal_sizes(q, k, v), _ALL)
+    if q.is_cuda:
+        return _for_cuda(q, k, v, mask, dropout)
+    return (q, k, v, _ALL) if q.shape[-1] == v.shape[-1] else (*_equal_sizes(q, k, v), _ALL)
 
 
 def _for_cuda(
@@ -199,12 +203,10 @@ def _multiple_of_8(t: Tensor) -> Tensor:
 _ALL = nullcontext()
 
 
-def _torch_mask(
-    mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device
-) -> tuple[Tensor | None, bool]:
-    """Return mask and causal for torch, whose `is_causal` is aligned to the first key and ours to the last."""
-    if not causal or (queries == 1 and mask is None):
-        return mask, False
+def _torch_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, bool]:
+    """Return a causal call's mask and `is_causal`, which torch aligns to the first key and we to the last."""
+    if queries == 1 and mask is None:
+        return None, False
     if queries == keys and mask is None:
         return None, True
     lower = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

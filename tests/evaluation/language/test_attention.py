@@ -104,7 +104,7 @@ def test_outliers_pool_layers_heads_and_maps(tiny):
     logits, states, x = [], [], tiny.embed(ROWS)
     lower = torch.ones(20, 20, dtype=torch.bool).tril()
     for block in tiny.blocks:
-        q, k = block.attn._queries_and_keys(4 * x, 4 * x)
+        q, k, _ = block.attn._project(4 * x, 4 * x)
         scores = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) / 2  # one key head for two, D = 4
         logits.append(scores[..., lower].flatten())
         x = block(x)
