@@ -142,7 +142,7 @@ def test_what_the_machine_refuses_is_one_line(capsys, tmp_path):
             2,
             "unrecognized arguments: --modle.lr 1; did you mean --model.optimizer.lr? See diffvision fit",
         ),
-        ("fit CLIP --model.pretrained FILE", 1, "checkpoint FILE does not fit"),
+        ("fit CLIP --model.pretrained FILE", 1, "the weights of FILE are damaged, or hold Python objects"),
         ("fit CLIP --trainer.devices 0", 1, "`Trainer(devices='0')` value is not a valid input"),
     ],
 )

@@ -247,6 +247,8 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def sum_if_read(self, sums: Tensor) -> Tensor:
         """Sum numbers of this step in place over ranks, if they are read; otherwise no rank waits for another."""
         trainer = self.trainer
+        if self.in_fabric:  # whose loop says neither when it logs nor on how many ranks
+            return sums
         if self._is_read_at_every_step or lightning_internals.is_shared_step(trainer, trainer.global_step + 1):
             return self._sum_over_ranks(sums)
         return sums

@@ -5,7 +5,6 @@ import torch
 
 from diffvision.models import language
 from diffvision.models.language.cache import KVCache
-from diffvision.models.language.generation import generate
 from diffvision.nn import DiffAttention, DintAttention, Inputs
 
 
@@ -100,7 +99,5 @@ def test_a_cache_is_refused_before_work_is_done():
         KVCache([layer], 1, 8)
     model = language.create("diff-debug", variant="v1_dint", lambda_init=0.5).eval()
     assert model.blocks[1].attn.lambda_init == 0.5
-    with pytest.raises(ValueError, match="compute whole sequences"):
-        generate(model, [[1, 2, 3]], max_new_tokens=2)
     tokens = torch.randint(4096, (1, 12))
     torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]), rtol=0, atol=1e-5)
