@@ -206,6 +206,13 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
                 "use fewer or smaller images, or a shuffle"
             )
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the inputs of a step; images come with the prompt alone, as transformers has it from 5.15 on."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]  # its self is a protocol
+        if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
+            inputs.pop("pixel_values", None)
+        return inputs
+
     @classmethod
     def from_pretrained(cls, *args: Any, **settings: Any) -> Any:
         """Load as transformers does, but raise a ValueError for missing and unexpected weights, or of other sizes."""
