@@ -46,8 +46,8 @@ def test_its_parts_fit_fifteen_minutes():
 @pytest.mark.parametrize(
     "part",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "steps", "layer")),
-        pytest.param("fits", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "layer")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("steps", "fits")),
     ],
 )
 def test_each_part_passes_without_a_gpu(part, tmp_path):
