@@ -221,7 +221,6 @@ def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_pa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_new_variant_is_exported(folders, tmp_path):
-    assert main(["export", str(folders / "mixed"), str(tmp_path / "onnx"), "--to", "onnx"]) == 0
     assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 0
 
 
