@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from diffvision import ops
 from diffvision.nn.linear import Linear, join
 from diffvision.ops.attention.api import attend
+from diffvision.ops.attention.documents import boolean_mask
 from diffvision.ops.autocast import DEVICES, cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
@@ -493,25 +494,3 @@ class DifferentialLayer(AttentionLayer):
     def combine(self, maps: Tensor, lam: Tensor, inputs: Inputs) -> Tensor:  # type: ignore[override]
         one, two = maps.unbind(2)
         return one - lam * two
-
-
-def boolean_mask(mask: Tensor | ops.Documents | None) -> Tensor | None:
-    """Return a mask as the operation takes it, from a boolean one or a float one of 0 and -inf (or the lowest number).
-
-    Raises:
-        ValueError: a float mask holds another number.
-    """
-    if mask is None:
-        return None
-    if isinstance(mask, ops.Documents):
-        return mask.mask()
-    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # torch's kernels want all four axes
-    if mask.dtype == torch.bool:
-        return mask
-    attends = mask == 0
-    lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else -torch.inf
-    if not torch.compiler.is_compiling() and not (attends | (mask <= lowest)).all():
-        raise ValueError(
-            "a float attn_mask may hold 0 and -inf only, because differential maps take no bias: pass a boolean mask"
-        )
-    return attends

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision import ops
-from diffvision.nn.attention import Attention, Inputs, boolean_mask
+from diffvision.nn.attention import Attention, Inputs
+from diffvision.ops.attention.documents import boolean_mask
 
 _PAD = 8  # channels, so that sizes stay those of torch's kernels
 

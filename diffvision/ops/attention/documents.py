@@ -1,4 +1,4 @@
-"""Documents that share rows without a mask of their pairs, for kernels that take packed sequences."""
+"""Masks as the operation takes them, and documents that share rows, which need no mask in packed kernels."""
 
 from typing import NamedTuple
 
@@ -41,3 +41,25 @@ def first_tokens(numbers: Int[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
     first = torch.ones_like(numbers, dtype=torch.bool)
     first[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     return first
+
+
+def boolean_mask(mask: Tensor | Documents | None) -> Tensor | None:
+    """Return a mask as the operation takes it, from a boolean one or a float one of 0 and -inf (or the lowest number).
+
+    Raises:
+        ValueError: a float mask holds another number.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, Documents):
+        return mask.mask()
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # torch's kernels want all four axes
+    if mask.dtype == torch.bool:
+        return mask
+    attends = mask == 0
+    lowest = torch.finfo(mask.dtype).min if mask.is_floating_point() else -torch.inf
+    if not torch.compiler.is_compiling() and not (attends | (mask <= lowest)).all():
+        raise ValueError(
+            "a float attn_mask may hold 0 and -inf only, because differential maps take no bias: pass a boolean mask"
+        )
+    return attends
