@@ -18,18 +18,6 @@ HEIGHT = 3.3  # of a panel, in inches
 
 
 @styled
-def perplexity_bars(results: Results) -> Figure:
-    """Return loss, and bits a byte where all models have it."""
-    titles = {"nll": "nats a token", "bits_per_byte": "bits a byte"}
-    keys = [key for key in titles if all(key in metrics for metrics in results.values())]
-    figure, axes = panels(len(keys), width=3.4, height=HEIGHT)
-    for ax, key in zip(axes, keys, strict=True):
-        draw_numbers(ax, {"": {name: metrics[key] for name, metrics in results.items()}})
-        ax.set(title=titles[key])
-    return legend_below(figure, axes[0])
-
-
-@styled
 def position_curves(results: Results) -> Figure:
     """Return the running mean of the loss over positions, one curve per model."""
     figure, (ax,) = panels(1, width=5.4, height=HEIGHT)

@@ -36,7 +36,7 @@ def run(
             token shards of the model's tokenizer. For math, JSON lines {"question", "answer"}, such as GSM8K's or those
             of `data make arithmetic`. For a plugin's task, what it reads.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
-        output: folder for TASK.json and TASK.png, and for what tasks write, from which a run that was ended resumes.
+        output: folder for TASK.json and TASK.png, and for what tasks write.
         cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.

@@ -1,114 +1,16 @@
-"""Greedy answers to prompts, of our models and of transformers', row by row in a file from which a run resumes."""
+"""Greedy continuations of prompts, of our models and of transformers'."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.records import Records, fingerprint
 from diffvision.models.language.generation import generate
-from diffvision.models.modes import evaluating
 from diffvision.opening import Model
-
-StoppedBy = Literal["end", "stop", "length"]
-"""What ended an output: the token that ends a document, a stop string, or the limit of new tokens."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a model continues.
-
-    Attributes:
-        id: of the row, unique.
-        tokens: the prompt, start token included.
-        cut: what was left out so that the model can read the prompt: tokens of a document, or examples.
-    """
-
-    id: str
-    tokens: list[int]
-    cut: int = 0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a model wrote after a prompt.
-
-    Attributes:
-        id: of the prompt.
-        output: the text, up to the stop string.
-        tokens: how many were generated, those of a stop string included.
-        cut: as in `Prompt`.
-        stopped_by: what ended it.
-    """
-
-    id: str
-    output: str
-    tokens: int
-    cut: int
-    stopped_by: StoppedBy
-
-
-def generate_rows(
-    model: Model,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    stops: Sequence[str] = (),
-    file: Path | None = None,
-    settings: Any = None,
-    batch_size: int = 8,
-    progress: Progress = unseen,
-) -> list[Generation]:
-    """Return the greedy continuation of each prompt, in their order; what the file has is not generated again.
-
-    Args:
-        model: with its tokenizer.
-        prompts: each with room for the new tokens (see `room_for`).
-        max_new_tokens: most tokens of an output.
-        stops: strings that end an output; they are not part of it.
-        file: JSON lines of what was generated, appended batch by batch; None for no file.
-        settings: what the outputs depend on besides prompt and stops, such as a digest of the model; a file of others
-            is refused.
-        batch_size: prompts at a time; those of one length are together.
-
-    Raises:
-        ValueError: no tokenizer; two prompts of one id; a file of other prompts or settings.
-    """
-    tokenizer_of(model)
-    check_unique([prompt.id for prompt in prompts])
-    records = Records(file, {"max_new_tokens": max_new_tokens, "stops": list(stops), "settings": settings})
-    inputs = {prompt.id: fingerprint(prompt.tokens) for prompt in prompts}
-    missing = [prompt for prompt in prompts if records.get(prompt.id, inputs[prompt.id]) is None]
-    missing.sort(key=lambda prompt: -len(prompt.tokens))
-    batches = [missing[start : start + batch_size] for start in range(0, len(missing), batch_size)]
-    with evaluating(model.module):
-        for batch in progress(batches, "answers"):
-            tokens = continued(model, [prompt.tokens for prompt in batch], max_new_tokens=max_new_tokens, stops=stops)
-            rows = [_row(prompt, new, model.tokenizer, stops, max_new_tokens)
-                    for prompt, new in zip(batch, tokens, strict=True)]  # fmt: skip
-            records.add([(prompt.id, inputs[prompt.id], row) for prompt, row in zip(batch, rows, strict=True)])
-    return [_generation(records, prompt.id, inputs[prompt.id]) for prompt in prompts]
-
-
-def tokenizer_of(model: Model) -> Any:
-    """Return a model's tokenizer; ValueError if it came without one."""
-    if model.tokenizer is None:
-        raise ValueError(f"{model.name} came without a tokenizer: give one, such as a tokenizer.json")
-    return model.tokenizer
-
-
-def check_unique(ids: Sequence[str]) -> None:
-    """Raise a ValueError that names an id which two rows have."""
-    if len(set(ids)) < len(ids):
-        again = next(id for number, id in enumerate(ids) if id in ids[:number])
-        raise ValueError(f"two rows have the id {again!r}: give each its own")
 
 
 def room_for(model: Model, max_new_tokens: int) -> int | None:
@@ -198,16 +100,3 @@ def _continue_by_transformers(
         module.generation_config = default
     new = [row[: lengths.get(index)] for index, row in enumerate(out[:, longest:].tolist())]
     return [list(itertools.takewhile(lambda token: token not in ends, row)) for row in new]
-
-
-def _row(prompt: Prompt, new: list[int], tokenizer: Any, stops: Sequence[str], max_new_tokens: int) -> dict[str, Any]:
-    text = tokenizer.decode(new)
-    stop = stop_at(text, stops)
-    stopped_by: StoppedBy = "stop" if stop is not None else "length" if len(new) == max_new_tokens else "end"
-    return {"output": text[:stop], "tokens": len(new), "cut": prompt.cut, "stopped_by": stopped_by}
-
-
-def _generation(records: Records, id: str, of: str) -> Generation:
-    row = records.get(id, of)
-    assert row is not None
-    return Generation(id, row["output"], row["tokens"], row["cut"], row["stopped_by"])

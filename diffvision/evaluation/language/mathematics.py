@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffvision.evaluation.language.generations import Prompt, generate_rows, room_for
+from diffvision.evaluation.language.generations import continued, room_for, stop_at
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.samples import PerSample
+from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 
 QUESTION = "{question}"
@@ -69,8 +70,7 @@ def mathematics(
     *,
     template: str = "Question: {question}\nAnswer:",
     new_tokens: int = 512,
-    folder: Path | None = None,
-    settings: Any = None,
+    file: Path | None = None,
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, PerSample | float]:
@@ -82,12 +82,11 @@ def mathematics(
         template: the prompt, with {question} in it; what stands before it ends an answer, since a base model continues
             with another question.
         new_tokens: the most of an answer.
-        folder: for answers.jsonl, from which an evaluation that was ended resumes.
-        settings: as `generate_rows`.
-        batch_size: questions at a time.
+        file: JSON lines of the answers to write; None for none.
+        batch_size: questions at a time; those of one length are together.
 
     Raises:
-        ValueError: math-verify is missing; a prompt for which there is no room; as `generate_rows`.
+        ValueError: math-verify is missing, or there is no room for a prompt.
     """
     is_right = _verifier()
     room = room_for(model, new_tokens)
@@ -97,25 +96,30 @@ def mathematics(
         tokens = [*start_tokens(tokenizer), *tokenizer.encode(template.replace(QUESTION, question.text))]
         if room is not None and len(tokens) > room:
             raise ValueError(f"{question.id} has {len(tokens)} tokens, and there is room for {room}: lower new_tokens")
-        prompts.append(Prompt(question.id, tokens))
+        prompts.append(tokens)
     stop = template.partition(QUESTION)[0].strip()
-    written = generate_rows(
-        model,
-        prompts,
-        max_new_tokens=new_tokens,
-        stops=(stop,) if stop else (),
-        file=None if folder is None else folder / "answers.jsonl",
-        settings=settings,
-        batch_size=batch_size,
-        progress=progress,
-    )
-    verdicts = [is_right(question.answer, one.output) for question, one in zip(questions, written, strict=True)]
-    units = torch.arange(len(questions))
-    return {
-        "accuracy": PerSample(torch.tensor([verdict is True for verdict in verdicts]), units),
-        "without_answer": PerSample(torch.tensor([verdict is None for verdict in verdicts]), units),
-        "at_limit": PerSample(torch.tensor([one.stopped_by == "length" for one in written]), units),
+    stops = (stop,) if stop else ()
+    rows: dict[int, dict[str, Any]] = {}
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    with evaluating(model.module):
+        for batch in progress(batches, "answers"):
+            written = continued(model, [prompts[n] for n in batch], max_new_tokens=new_tokens, stops=stops)
+            for number, new in zip(batch, written, strict=True):
+                text, right = tokenizer.decode(new), questions[number].answer
+                end = stop_at(text, stops)
+                verdict, at_limit = is_right(right, text[:end]), end is None and len(new) == new_tokens
+                rows[number] = {"id": questions[number].id, "text": text[:end], "right": verdict, "at_limit": at_limit}
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(rows[number]) + "\n" for number in range(len(rows))))
+    each = {
+        "accuracy": [rows[number]["right"] is True for number in range(len(rows))],
+        "without_answer": [rows[number]["right"] is None for number in range(len(rows))],
+        "at_limit": [rows[number]["at_limit"] for number in range(len(rows))],
     }
+    units = torch.arange(len(questions))
+    return {name: PerSample(torch.tensor(values), units) for name, values in each.items()}
 
 
 def _verifier() -> Any:

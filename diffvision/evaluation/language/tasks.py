@@ -17,11 +17,11 @@ from diffvision.analysis.figures import language as figures
 from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import files_digest, model_digest
-from diffvision.evaluation.language import task_figures
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of
+from diffvision.evaluation.language.figures import bars
 from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
 from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
@@ -236,8 +236,7 @@ def _math(work: Work) -> dict[str, PerSample | float]:
         work.inputs["math"],
         template=work.options.template,
         new_tokens=work.options.new_tokens,
-        folder=None if work.folder is None else work.folder / "math" / work.model.name,
-        settings=model_identity(work.model),
+        file=None if work.folder is None else work.folder / "math" / work.model.name / "answers.jsonl",
         batch_size=work.options.batch_size,
         progress=work.progress,
     )
@@ -376,36 +375,40 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
 
 
 _EVALUATIONS = {
-    "perplexity": LanguageEvaluation(_perplexity, figures.perplexity_bars, "documents"),
+    "perplexity": LanguageEvaluation(_perplexity, bars("nll", "bits_per_byte"), "documents"),
     "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
     "needle": LanguageEvaluation(needles, figures.needle_maps, "tokenizer"),
     "associative_recall": LanguageEvaluation(
         _associative_recall,
-        task_figures.recall_bars,
+        bars("nll/*"),
         "documents",
         identity=lambda work: {"files": files_digest(*filter(None, [work.options.frequent_text]))},
     ),
-    "recall_errors": LanguageEvaluation(_recall_errors, task_figures.error_curves, "tokenizer"),
+    "recall_errors": LanguageEvaluation(
+        _recall_errors, bars("*x1/correct", "*x1/distracted", "*x1/fabricated", "*x1/malformed"), "tokenizer"
+    ),
     "math": LanguageEvaluation(
         _math,
-        task_figures.math_bars,
+        bars("*"),
         "questions",
         "questions with answers: give data, JSON lines such as GSM8K's",
         _prepare_questions,
         lambda work: {"questions": fingerprint(work.inputs["math"])},
     ),
-    "attention_mass": LanguageEvaluation(_attention_mass, task_figures.attention_bars, "tokenizer"),
+    "attention_mass": LanguageEvaluation(_attention_mass, bars("answer/*", "noise/*"), "tokenizer"),
     "many_shot": LanguageEvaluation(
         _many_shot,
-        task_figures.many_shot_panels,
+        bars("accuracy/*", "order/random/*", "order/alternating/*"),
         "tokenizer",
         prepare=_prepare_many_shot,
         identity=lambda work: {"tasks": repr(work.inputs["many_shot"])},
     ),
-    "outliers": LanguageEvaluation(_outliers, task_figures.outlier_bars, "documents"),
-    "quantization": LanguageEvaluation(_quantization, task_figures.quantization_curves, "documents"),
-    "low_bit": LanguageEvaluation(_low_bit, task_figures.low_bit_panels, "documents"),
-    "cache_pruning": LanguageEvaluation(_cache_pruning, task_figures.pruning_curves, "documents"),
+    "outliers": LanguageEvaluation(_outliers, bars("attention_logits/*", "hidden_states/*", log=True), "documents"),
+    "quantization": LanguageEvaluation(_quantization, bars("nll/*", "needle_accuracy/*"), "documents"),
+    "low_bit": LanguageEvaluation(
+        _low_bit, bars("nll_rise/*", "relative_l1/*", "needle_accuracy/*", "largest_logit/*"), "documents"
+    ),
+    "cache_pruning": LanguageEvaluation(_cache_pruning, bars("largest_ratio/*"), "documents"),
 }
 LANGUAGE_EVALUATIONS = PluginTable("language_tasks", _EVALUATIONS, LanguageEvaluation)
 """Task -> its evaluation, of this package and of plugins (`diffvision.plugins`)."""

@@ -7,7 +7,6 @@ import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language import mathematics as module
-from diffvision.evaluation.language.generations import Generation
 from diffvision.evaluation.language.mathematics import mathematics, read_questions
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.models import language
@@ -34,29 +33,32 @@ def test_answers_are_compared_by_value(opened, tmp_path, monkeypatch):
         {"question": "And now?", "answer": "#### 5"},
     ]
     written = ["2 + 5 is\n#### 7", r"so \boxed{0.75}", "the answer is 999", "no idea"]
-    monkeypatch.setattr(
-        module,
-        "generate_rows",
-        lambda model, prompts, **settings: [
-            Generation(prompt.id, text, 3, 0, "length" if text == "no idea" else "end")
-            for prompt, text in zip(prompts, written, strict=True)
-        ],
-    )
-    results = mathematics(opened, read_questions([write(tmp_path / "a.jsonl", *rows)]), new_tokens=8)
+    outputs = {row.get("question", row.get("prompt")): text for row, text in zip(rows, written, strict=True)}
+
+    def answer(model, prompts, **settings):
+        asked = map(model.tokenizer.decode, prompts)
+        texts = [next(text for question, text in outputs.items() if question in one) for one in asked]
+        return [model.tokenizer.encode(text) for text in texts]
+
+    monkeypatch.setattr(module, "continued", answer)
+    new_tokens = len(opened.tokenizer.encode("no idea"))
+    results = mathematics(opened, read_questions([write(tmp_path / "a.jsonl", *rows)]), new_tokens=new_tokens)
     assert results["accuracy"].values.tolist() == [True, True, False, False]
     assert results["without_answer"].values.tolist() == [False, False, False, True]
     assert results["at_limit"].values.tolist() == [False, False, False, True]
 
 
-def test_a_model_answers_and_resumes(opened, tmp_path):
+def test_a_model_answers(opened, tmp_path):
     torch.manual_seed(0)
-    questions = read_questions([write(tmp_path / "a.jsonl", *({"question": f"q {n}", "answer": n} for n in range(6)))])
-    settings = {"new_tokens": 4, "folder": tmp_path / "out", "batch_size": 2}
-    results = mathematics(opened, questions, **settings)
+    rows = [{"question": "q" * (9 - n), "answer": n} for n in range(6)]
+    file = tmp_path / "out" / "answers.jsonl"
+    results = mathematics(
+        opened, read_questions([write(tmp_path / "a.jsonl", *rows)]), new_tokens=4, file=file, batch_size=2
+    )
     assert results.keys() == {"accuracy", "without_answer", "at_limit"}
-    lines = (tmp_path / "out" / "answers.jsonl").read_text()
-    assert mathematics(opened, questions, **settings)["at_limit"].mean() == results["at_limit"].mean()
-    assert (tmp_path / "out" / "answers.jsonl").read_text() == lines
+    answers = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [one["id"] for one in answers] == [f"{tmp_path / 'a.jsonl'}:{n}" for n in range(1, 7)]
+    assert [one["at_limit"] for one in answers] == results["at_limit"].values.tolist()
 
 
 def test_questions_are_drawn_by_the_seed(tmp_path):
