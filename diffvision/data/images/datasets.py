@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from diffvision.data.images.image_set import ImageCollection, ImageFiles, Reader
+from diffvision.data.images.image_set import ImageCollection, ImageFiles, Reader, digest_equal_files
 from diffvision.data.images.tables import (
     check_path,
     number_labels,
@@ -147,8 +147,7 @@ def _read_dataset(
             texts = [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
             labels, classnames = number_labels(texts, _read_labels(every, resolved["label"]))
     names = [f"row {row}" for row in range(len(rows))]
-    read = _Rows(rows, image, root, has_captions=captions is not None)
-    return ImageCollection(source, names, read, captions, labels, classnames)
+    return ImageCollection(source, names, _Rows(rows, image, root), captions, labels, classnames)
 
 
 def _read_labels(files: Sequence[Path], column: str) -> list[str]:
@@ -188,8 +187,8 @@ def _split_cells(column: Any, where: str) -> tuple[Sequence[Any], Any]:
 class _Rows:
     """Images in a column of a `datasets.Dataset`: encoded bytes, or paths inside of a folder."""
 
-    def __init__(self, rows: Any, column: str, root: Path | None, has_captions: bool) -> None:
-        self.rows, self.column, self.root, self.has_captions = rows, column, root, has_captions
+    def __init__(self, rows: Any, column: str, root: Path | None) -> None:
+        self.rows, self.column, self.root = rows, column, root
 
     def __call__(self, row: int) -> bytes:
         cell = self.rows[row][self.column]
@@ -208,18 +207,15 @@ class _Rows:
     def identity(self) -> str:
         return f"{len(self.rows)} {self.rows.data.nbytes}"
 
-    def keys(self) -> Sequence[Hashable]:
-        """Return the paths of files, and digests of encoded images with captions.
-
-        Of those with labels alone each row is an image: a dataset may have the same picture twice.
-        """
+    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
+        """Return the paths of files, and by content digests of encoded images; else each of these is its own."""
         keys: list[Hashable] = []
         for row, (path, data) in enumerate(zip(*_split_cells(self.rows.data.column(self.column), ""), strict=True)):
             if data.is_valid:
-                keys.append(hashlib.sha256(data.as_buffer()).digest() if self.has_captions else row)
+                keys.append(hashlib.sha256(data.as_buffer()).digest() if by_content else row)
             else:
                 keys.append(os.path.abspath((self.root or Path()) / path) if path else row)
-        return keys
+        return digest_equal_files(keys) if by_content else keys
 
 
 def _torchvision_class(location: str) -> Callable[..., Any]:
@@ -291,5 +287,5 @@ class _Encoded:
     def identity(self) -> str:
         return self.name
 
-    def keys(self) -> Sequence[Hashable]:
+    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
         return range(len(self.rows))

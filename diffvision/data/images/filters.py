@@ -100,12 +100,12 @@ class ShardImages:
     def identity(self) -> str:
         return self.shards.content
 
-    def keys(self) -> Sequence[Hashable]:
-        """Return digests of the encoded images; a sample without one is an image of its own."""
-        return self._keys
+    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
+        """Return by content digests of the encoded images; a sample without one is an image of its own."""
+        return self._digests if by_content else range(len(self))
 
     @cached_property
-    def _keys(self) -> list[Hashable]:
+    def _digests(self) -> list[Hashable]:
         keys: list[Hashable] = []
         for row in track(range(len(self)), "comparing images"):
             try:

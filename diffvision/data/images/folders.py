@@ -41,6 +41,7 @@ from diffvision.data.images.samples import (
     label_key,
 )
 from diffvision.data.images.sources import (
+    NAMED_TABLES,
     is_image_source,
     is_shard_source,
     name_classes,
@@ -282,7 +283,7 @@ class ShardEvaluationFolder(EvaluationFolder):
         if split not in self._images:
             read, is_labelled = ShardImages(ShardSet(self._sources[split])), self.task == "zero_shot"
             images = read.collection(self.path, not is_labelled, is_labelled, self.classnames)
-            if not is_labelled and len(set(read.keys())) < len(read):
+            if not is_labelled and len(set(read.keys(by_content=True))) < len(read):
                 images = replace(images, captions=read.all_captions(self._key)).by_image()
             self._images[split] = images
         return self._images[split]
@@ -313,15 +314,9 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
     if not folders and is_shard_source(location):
         return [ShardEvaluationFolder(location, name, task=task)]
     if not folders and is_image_source(location):
-        try:
-            return [open_images(location, name, task)]
-        except ValueError as error:
-            raise ValueError(
-                f"no evaluation folder at or under {location} (one has a split such as test/ with nshards.txt), and "
-                f"no images that can be used: {error}"
-            ) from None
+        return [open_images(location, name, task)]
     if not folders:
-        raise ValueError(f"no evaluation folder at or under {location}: one has a split such as test/ with nshards.txt")
+        raise ValueError(f"{location} must be a folder, a .tar or a table of images ({', '.join(NAMED_TABLES)})")
     if name is not None:
         tasks = [folder.task for folder in folders]
         if len(set(tasks)) < len(tasks):

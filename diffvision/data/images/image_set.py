@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,8 +36,8 @@ class Reader(Protocol):
         """Return what is known of the images without reading them, apart from the folder that holds them."""
         ...
 
-    def keys(self) -> Sequence[Hashable]:
-        """Return one key per row; rows of the same image share it."""
+    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
+        """Return one key per row; rows of the same path share it, and with `by_content` rows of the same bytes."""
         ...
 
 
@@ -92,13 +94,14 @@ class ImageCollection:
     def by_image(self) -> ImageCollection:
         """Return the collection with one row per image, which has the captions of all rows of that image.
 
-        A row without a usable caption stays on its own, and is counted when it is read.
+        Equal files are one image, unless there are labels: of these a dataset may have the same picture twice. A row
+        without a usable caption stays on its own, and is counted when it is read.
 
         Raises:
             ValueError: rows of one image have different labels.
         """
         rows: dict[Hashable, list[int]] = {}
-        for row, key in enumerate(self.read.keys()):
+        for row, key in enumerate(self.read.keys(by_content=self.labels is None)):
             is_usable = self.captions is None or _is_usable(self.captions[row])
             rows.setdefault((key,) if is_usable else row, []).append(row)
         if len(rows) == len(self):
@@ -158,8 +161,8 @@ class SelectedRows:
     def identity(self) -> str:
         return self.read.identity()
 
-    def keys(self) -> Sequence[Hashable]:
-        keys = self.read.keys()
+    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
+        keys = self.read.keys(by_content=by_content)
         return [keys[row] for row in self.rows]
 
 
@@ -189,10 +192,21 @@ class ImageFiles:
             digest.update(b"%d " % size)
         return digest.hexdigest()[:16]
 
-    def keys(self) -> Sequence[Hashable]:
-        """Return the whole paths; a row without a path is an image of its own."""
-        root = os.path.abspath(self.root)
-        return [os.path.normpath(os.path.join(root, name)) if name else row for row, name in enumerate(self.names)]
+    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
+        """Return the whole paths, or what `digest_equal_files` makes of them; a row without a path is its own image."""
+        paths = [os.path.abspath(self.root / name) if name else row for row, name in enumerate(self.names)]
+        return digest_equal_files(paths) if by_content else paths
+
+
+def digest_equal_files(keys: Sequence[Hashable]) -> list[Hashable]:
+    """Return keys of which the paths of files with the same content are replaced by its digest."""
+    sizes = {key: os.path.getsize(key) for key in set(keys) if isinstance(key, str) and os.path.isfile(key)}
+    count = Counter(sizes.values())
+    digests: dict[Hashable, Hashable] = {}
+    for path in [path for path, size in sizes.items() if count[size] > 1]:  # only these can be equal
+        with suppress(OSError), open(path, "rb") as file:  # it is counted when it is read
+            digests[path] = hashlib.file_digest(file, "sha256").digest()
+    return [digests.get(key, key) for key in keys]
 
 
 class ImageSet(SampleSource):

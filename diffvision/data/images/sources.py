@@ -33,6 +33,7 @@ from diffvision.data.images.tables import (
     COLUMNS,
     are_numbers,
     check_path,
+    has_columns,
     has_labels,
     number_labels,
     read_caption_cell,
@@ -47,11 +48,13 @@ from diffvision.words import composed
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+NAMED_TABLES = (*TABLES, ".txt")
+"""The suffixes of a table that is named. In a folder a .txt is the caption of the image beside it."""
 _ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
 Reads = Literal["labels", "captions"]
 _SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
 _SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
-_ROOTED = re.compile(rf"(.+(?:{'|'.join(map(re.escape, TABLES))}))@(.+)", re.DOTALL | re.IGNORECASE)
+_ROOTED = re.compile(rf"(.+(?:{'|'.join(map(re.escape, NAMED_TABLES))}))@(.+)", re.DOTALL | re.IGNORECASE)
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
 # ---- finding them --------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def is_image_source(source: Any) -> bool:
     if is_remote(location) or not location.strip() or not path.exists():
         return False
     if path.is_file():
-        return path.suffix.lower() in TABLES
+        return path.suffix.lower() in NAMED_TABLES
     return not has_shards(path) or _has_images(path)
 
 
@@ -142,8 +145,9 @@ def find_images(
             a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
             or .parquet in it; splits are folders called train, val, test, ... above that, or tables that are called so;
-            a table (.csv, .tsv, .jsonl, .parquet, COCO's captions_*.json, Karpathy's dataset_coco.json and
-            dataset_flickr30k.json), with paths relative to its folder, or as TABLE@FOLDER to another one;
+            a table (.csv, .tsv, .jsonl, .parquet, Flickr8k's captions.txt, COCO's captions_*.json, Karpathy's
+            dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder, or as TABLE@FOLDER to
+            another one;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files;
             `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
@@ -210,7 +214,7 @@ def _find_parts(
     is_classes = reads == "labels" and _has_classes(path, columns)
     if any(map(file_split, tables)) and not is_classes:
         return _open_tables(path, by_split(tables, path), columns)
-    folders, index = [p.name for p in _class_folders(path)], _find_index_table(path)
+    folders, index = [p.name for p in _class_folders(path)], _find_index_table(path, columns)
     if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
         folders = [name for name in folders if splits_in(name) or any(walk(path / name, _SAMPLE_SUFFIXES))]
@@ -238,7 +242,7 @@ def _has_classes(path: Path, columns: dict[str, str]) -> bool:
 def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
     """Return split -> reader for a table of captions or labels."""
     if not table.is_file():
-        raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(TABLES)})")
+        raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(NAMED_TABLES)})")
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give a folder of images")
     if table.suffix.lower() == ".json":
@@ -305,10 +309,10 @@ def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
     return sorted({composed(folder.name) for folder in folders})
 
 
-def _find_index_table(path: Path) -> Path | None:
-    """Return the table in a folder of images that describes them."""
-    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
-    return next((known for known in tables if known.is_file()), None)
+def _find_index_table(path: Path, columns: dict[str, str]) -> Path | None:
+    """Return the table in a folder of images that describes them; a .txt is one if its first line names columns."""
+    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in NAMED_TABLES]
+    return next((p for p in tables if p.is_file() and (p.suffix in TABLES or has_columns(p, columns))), None)
 
 
 def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> ImageCollection:
@@ -317,7 +321,7 @@ def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> Im
         return read_saved(path, None, columns)
     if reads == "labels" and _has_classes(path, columns):
         return _read_classes(path, list(walk(path, IMAGE_SUFFIXES)))
-    if (index := _find_index_table(path)) is not None:
+    if (index := _find_index_table(path, columns)) is not None:
         return _open_table(path, index, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))
     if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(walk(path, (".txt",)))):
@@ -333,7 +337,7 @@ def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> Im
         return read_parquet(str(path), parquet, columns, path)
     if shards := sorted({str(shard.parent) for shard in walk(path, PLAIN + COMPRESSED)}):
         raise ValueError(f"{path} must be one folder of shards, or one for each split, got {', '.join(shards[:3])}")
-    raise ValueError(f"no images in {path}: give a folder, table or archive with images")
+    raise ValueError(f"no images in {path}: give a folder or table of images, or shards (.tar)")
 
 
 def _check_undivided(path: Path, names: Iterable[str]) -> None:
@@ -384,7 +388,7 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
     if others := [p.relative_to(path).as_posix() for name in empty for p in walk(path / name, ("",))]:
         tables = [name for name in others if name.lower().endswith(TABLES)]
         hint = f"give {tables[0]} as the source" if tables else "move it elsewhere, or put images into it"
-        raise ValueError(f"{path} has no image in its folder {empty[0]}: use one folder for each class{hint}")
+        raise ValueError(f"{path} has no image in its folder {empty[0]}: {hint}")
     if empty:
         warnings.warn(
             f"{path} has no images of {', '.join(empty[:5])}: if it is not a class, remove the empty folder",

@@ -20,8 +20,8 @@ from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
 from diffvision.words import composed
 
 COLUMNS = {
-    "image": ("image", "filepath", "file_name", "filename", "file", "path", "img", "jpg", "png", "webp"),
-    "caption": CAPTION_NAMES,
+    "image": ("image", "filepath", "file_name", "filename", "file", "path", "img", "jpg", "png", "webp", "image_name"),
+    "caption": (*CAPTION_NAMES, "comment"),
     "label": LABEL_NAMES,
 }
 """The usual names of the columns of tables and datasets."""
@@ -153,12 +153,11 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
     if "image" not in resolved:
         usual = " or ".join(COLUMNS["image"][:2])
         raise ValueError(
-            f"{table} has columns {_list_names(header)}: none of them is called {usual}; name it with columns, or "
-            "write a first line that names the columns"
+            f"{table} must have a column {usual}, got {_list_names(header)}: name it in the first line, or set columns"
         )
     if len(resolved) == 1:
         raise ValueError(
-            f"{table} has columns {_list_names(header)}: none of them is called caption or label; name one with columns"
+            f"{table} must have a column caption or label, got {_list_names(header)}: rename one, or set columns"
         )
     return resolved
 
@@ -170,7 +169,20 @@ def _list_names(header: Sequence[str]) -> list[str]:
 
 
 def has_labels(table: Path, columns: dict[str, str]) -> bool:
-    """Return whether a table has a column of labels; a damaged one, which is refused when it is read, has none."""
+    """Return whether a table has a column of labels."""
+    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in _header(table, columns))
+
+
+def has_columns(table: Path, columns: dict[str, str]) -> bool:
+    """Return whether the first line of a table names a column of images, and one of captions or labels."""
+    with suppress(ValueError):
+        resolve_columns(_header(table, columns), columns, table)
+        return True
+    return False
+
+
+def _header(table: Path, columns: dict[str, str]) -> list[str]:
+    """Return the names of a table's columns; none of a damaged one, which is refused when it is read."""
     header: list[str] = []
     with suppress(ValueError, csv.Error, RecursionError):
         if (suffix := table.suffix.lower()) == ".parquet":
@@ -182,7 +194,7 @@ def has_labels(table: Path, columns: dict[str, str]) -> bool:
                 first = file.readline()
             delimiter = "\t" if suffix == ".tsv" else _delimiter(table, columns)
             header = list(json.loads(first)) if suffix == ".jsonl" else next(csv.reader([first], delimiter=delimiter))
-    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in header)
+    return header
 
 
 def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -162,8 +162,11 @@ def test_blank_captions_keep_their_place(corpus, tmp_path):
 
 
 def test_what_is_no_evaluation_folder(corpus, tmp_path):
-    with pytest.raises(ValueError, match="no evaluation folder at or under"):
+    with pytest.raises(ValueError, match="no images in"):
         find_folders(tmp_path)
+    (tmp_path / "photos.zip").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"photos\.zip must be a folder, a \.tar or a table"):
+        find_folders(tmp_path / "photos.zip")
     with pytest.raises(ValueError, match="is no evaluation folder"):
         EvaluationFolder(tmp_path)
     folder = EvaluationFolder(folder_of(tmp_path / "pets", corpus, labelled(corpus, 3)))

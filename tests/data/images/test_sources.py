@@ -155,7 +155,7 @@ def test_folders_that_are_no_classes(tree, tmp_path):
         ("", "is empty: write the column names"),
         ("image,caption\n", "has no rows"),
         ("image;caption\n1.png;a\n", "has semicolons between its columns"),
-        ("1.png,a\n", "or write a first line that names the columns"),
+        ("1.png,a\n", "must have a column image"),
     ],
 )
 def test_tables_of_another_kind(captioned, content, message):
@@ -180,7 +180,7 @@ def test_tables(captioned, ending):
         assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
         assert labels_read(pictures) == {n: n % 3 for n in range(12)}
         assert pictures.classnames == KINDS
-    with pytest.raises(ValueError, match="none of them is called caption"):
+    with pytest.raises(ValueError, match="must have a column caption"):
         find_images(table)
     with pytest.raises(ValueError, match="rename one to 'kin'"):
         find_images(table, columns={"label": "kin"})
@@ -557,6 +557,9 @@ def test_rows_of_an_image_are_one_image(captioned, tmp_path, ending):
     rows = [{"file": f"{n}.png", "caption": f"{word} {n}"} for word in ("one", "two", "three") for n in range(4)]
     if ending not in ("embedded", "saved"):
         rows[4]["file"], rows[5]["file"] = "./0.png", str(captioned / "1.png")
+        (captioned / "copy.png").write_bytes((captioned / "2.png").read_bytes())
+        (captioned / "link.png").hardlink_to(captioned / "3.png")
+        rows[6]["file"], rows[7]["file"] = "copy.png", "link.png"
     source = write_rows(captioned, rows, ending)
     expected = {n: [f"one {n}", f"two {n}", f"three {n}"] for n in range(4)}
     assert captions_evaluated(find_folders(source)[0]) == (expected, 4)
@@ -578,6 +581,17 @@ def test_an_image_that_coco_has_twice_is_one_image(captioned):
     images = [{"filename": f"{n % 2}.png", "split": "test", "sentences": [{"raw": f"caption {n}"}]} for n in range(4)]
     (captioned / "c.json").write_text(json.dumps({"images": images}))
     assert captions_evaluated(find_folders(captioned / "c.json")[0]) == (both, 2)
+
+
+def test_equal_images_with_texts_beside_them_are_one_image(captioned):
+    for n in (0, 1):
+        (captioned / f"{n}.txt").write_text(f"one {n}")
+        (captioned / f"copy{n}.png").write_bytes((captioned / f"{n}.png").read_bytes())
+        (captioned / f"copy{n}.txt").write_text(f"two {n}")
+    for n in range(2, 12):
+        (captioned / f"{n}.png").unlink()
+    expected = {n: [f"one {n}", f"two {n}"] for n in (0, 1)}
+    assert captions_evaluated(find_folders(captioned)[0]) == (expected, 2)
 
 
 def test_a_row_without_a_caption_is_counted_and_its_image_keeps_the_others(captioned):
@@ -613,6 +627,29 @@ def test_packed_for_training_classes_are_mixed(tree, tmp_path):
     assert len(set(labels)) > 1
     kind = ImageText(ImageMember(to_float), CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
     assert kind.image.keys[0] == "jpg"
+
+
+@pytest.mark.parametrize("header", ["image,caption", "image_name| comment_number| comment"])
+@pytest.mark.parametrize("given", ["table", "folder"])
+def test_captions_as_flickr_has_them(captioned, tmp_path, header, given):
+    between = "," if "," in header else "| 0| "
+    rows = [f"{n}.png{between}{word} {n} ." for n in range(12) for word in ("one", "two")]
+    table = (captioned if given == "folder" else tmp_path) / "captions.txt"
+    table.write_text("\n".join([header, *rows]))
+    source = captioned if given == "folder" else f"{table}@{captioned}"
+    expected = {n: [f"one {n} .", f"two {n} ."] for n in range(12)}
+    assert captions_evaluated(find_folders(source)[0]) == (expected, 12)
+    data = ImageTextData(str(source), 4, [str(source)], num_workers=0, tokenizer=lambda texts: torch.zeros(len(texts)))
+    assert sum(len(batch["image"]) for batch in data.train_dataloader()) == 24
+    make("folder", str(tmp_path / "shards"), source=str(source), num_workers=1)
+    assert len(ShardSet(tmp_path / "shards").first()) == 12
+
+
+def test_a_text_that_is_a_caption_is_no_table(captioned):
+    for n in range(12):
+        (captioned / f"{n}.png").rename(captioned / f"{n or 'captions'}.png")
+        (captioned / f"{n or 'captions'}.txt").write_text(f"image, caption {n}")
+    assert len(find_images(captioned)) == 12
 
 
 @pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
