@@ -58,10 +58,9 @@ def read_conversation(record: dict[str, Any], images: int) -> Messages:
     """Return the messages of a row with that many images; see `read_row`."""
     try:
         if "texts" in record:
-            roles = ("user", ASSISTANT)
-            texts = [(role, pair[role].replace(PLACEHOLDER, "")) for pair in record["texts"] for role in roles]
-            texts[:1] = [(role, PLACEHOLDER * images + text) for role, text in texts[:1]]
-            record = {**record, "messages": [{"role": role, "content": text} for role, text in texts]}
+            record = {**record, "messages": [turn for pair in record["texts"] for turn in _read_pair(pair)]}
+            for first in record["messages"][:1]:
+                first["content"] = PLACEHOLDER * images + first["content"]
         messages = [{**turn, "content": _parts(turn["content"])} for turn in read_turns(record)]
     except (LookupError, TypeError, AttributeError):
         raise BadSample("a message that is not text, or parts of images and text") from None
@@ -75,6 +74,13 @@ def read_conversation(record: dict[str, Any], images: int) -> Messages:
     if len(placed) != images:
         raise BadSample("image without placeholder" if len(placed) < images else "placeholder without image")
     return messages
+
+
+def _read_pair(pair: dict[str, Any]) -> Messages:
+    """Return a question and its answer, which has all else that the pair has but where it comes from."""
+    user, answer = (pair[role].replace(PLACEHOLDER, "") for role in ("user", ASSISTANT))
+    more = {key: value for key, value in pair.items() if key not in ("user", ASSISTANT, "source")}
+    return [{"role": "user", "content": user}, {"role": ASSISTANT, "content": answer, **more}]
 
 
 def _parts(content: Any) -> list[dict[str, str]]:

@@ -163,10 +163,12 @@ def test_layouts_give_the_same_messages():
     assert read_conversation(with_system, 0)[1]["content"] == parts("Why?\n")
 
 
-@pytest.mark.parametrize("layout", ["messages", "conversations"])
+@pytest.mark.parametrize("layout", ["messages", "conversations", "texts"])
 def test_all_that_a_row_has_is_written_or_refused(layout):
     names = ("role", "content") if layout == "messages" else ("from", "value")
     turns = [{names[0]: "user", names[1]: "Why?"}, {names[0]: "assistant", names[1]: "so", "reasoning_content": "hm"}]
+    if layout == "texts":
+        turns = [{"user": "Why?", "assistant": "so", "reasoning_content": "hm", "source": "x"}]
     with pytest.raises(BadSample, match="'reasoning_content'"):
         Conversation(make_processor(CHATML), TOKENS, 200).decode(row(**{layout: turns}))
     with pytest.raises(BadSample, match="'tools'"):

@@ -17,16 +17,18 @@ from diffvision.data.text.templates import check_template, render
 from diffvision.data.text.tokenizers import Tokenizer, read_config, read_special_token
 
 CHATML = """\
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') + '<|im_end|>\n' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 PLAIN = """\
-{%- for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
+{%- for message in messages %}{{ message.content or '' }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}
 {%- endfor %}"""
 QUESTION = """\
 {%- for message in messages %}
-{%- if message.role == 'user' %}{{ 'Question: ' + message.content + '\n' + 'Answer:' }}
-{%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
-{%- else %}{{ message.content + '\n\n' }}{% endif %}
+{%- if message.role == 'user' %}{{ 'Question: ' + (message.content or '') + '\n' + 'Answer:' }}
+{%- elif message.role == 'assistant' %}{{ ' ' + (message.content or '') + eos_token }}
+{%- else %}{{ (message.content or '') + '\n\n' }}{% endif %}
 {%- endfor %}"""
 TEMPLATES = {"chatml": CHATML, "question": QUESTION, "plain": PLAIN}
 """ChatML; and for models of plain text, with the end of a document after each answer, "Question: ...", a line "Answer:"
@@ -44,6 +46,7 @@ _SETTINGS = "chat_template_kwargs"
 CONTEXT = ("tools", "documents", "functions", _SETTINGS)
 """The keys of a row, beside its messages, that chat templates take."""
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
+_OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt; no template has them
 _LINKS = {("tool", "tool_call_id"), ("tool", "name")}  # (role, key) that a template may leave out: results follow calls
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
@@ -280,15 +283,16 @@ def read_messages(record: Any) -> Messages:
 
     These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
     (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
-    is text of the answer within `<think>`; and `prompt` with `response` or `completion`. A `system` beside them is the
-    first message. A content may be null where the message has other keys, such as tool_calls.
+    is text of the answer within `<think>`; and `prompt` with `response` or `completion`. A `system` or
+    `system_prompt` beside them is the first message. A content may be null where the message has something else, such
+    as tool_calls.
 
     Raises:
         BadSample: it has none of them, or a message is not text.
     """
     turns = read_turns(record)
     for turn in turns:
-        content, has_more = turn.get("content"), bool(turn.keys() - {"role", "content"})
+        content, has_more = turn.get("content"), any(turn[key] for key in turn.keys() - {"role", "content"})
         if not isinstance(turn["role"], str) or not (isinstance(content, str) or (content is None and has_more)):
             raise BadSample("a message whose role or content is not text")
     return turns
@@ -311,11 +315,13 @@ def read_turns(record: Any) -> Messages:
         answer = "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None
         turns = [{"role": "user", "content": row["problem"]}, {"role": ASSISTANT, "content": answer}]
     elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
+        if unread := next((key for key in _OF_PROMPTS if row.get(key)), None):
+            raise BadSample(f"{unread!r} beside a prompt, which is not read: write the row as messages")
         more = {key: row[key] for key in _OF_ANSWERS if row.get(key)}
         turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key], **more}]
     else:
         raise BadSample(f"a row of another layout: it needs {_LAYOUTS}")
-    system = {"role": "system", "content": row.get("system")}
+    system = {"role": "system", "content": row.get("system") or row.get("system_prompt")}
     return [system, *turns] if system["content"] and system not in turns else turns
 
 

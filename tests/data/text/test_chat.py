@@ -117,7 +117,7 @@ def test_white_space_at_special_tokens_is_that_of_the_whole_text(scheme, rstrip)
 
 def test_templates_may_mark_what_is_generated():
     """As transformers' `return_assistant_tokens_mask` needs it."""
-    content = "{{ message.content }}"
+    content = "{{ message.content or '' }}"
     marked = TEMPLATES["plain"].replace(content, "{% generation %}" + content + "{% endgeneration %}")
     assert marked != TEMPLATES["plain"]
     whole, learned = written(Chat(chat_tokenizer(), marked, "marked"), CONVERSATION[1:3])
@@ -218,9 +218,25 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
     assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], **row}))
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_our_templates_refuse_a_call_without_a_text_by_name(name):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    with pytest.raises(BadSample, match="'tool_calls'"):
+        Chat(chat_tokenizer(), TEMPLATES[name], name).encode(json.dumps({"messages": messages}))
+
+
 def test_reasoning_beside_an_answer_is_the_answer_s():
     row = {"prompt": "q", "response": "a", "reasoning_content": "so", "source": "x"}
     assert read_messages(row)[1] == {"role": "assistant", "content": "a", "reasoning_content": "so"}
+
+
+@pytest.mark.parametrize("key", ["input", "instruction", "context", "history"])
+def test_a_part_of_the_prompt_beside_it_is_refused_by_name(key):
+    row = {"prompt": "q", "response": "a"}
+    for given in ("b", [["b", "c"]]):
+        with pytest.raises(BadSample, match=f"'{key}'"):
+            read_messages({**row, key: given})
+    assert read_messages({**row, key: "", "id": 3}) == read_messages(row)
 
 
 def test_a_system_beside_messages_is_the_first_message():
@@ -229,6 +245,7 @@ def test_a_system_beside_messages_is_the_first_message():
     assert read_messages({"messages": messages, "system": "s"}) == [first, *messages]
     assert read_messages({"messages": [first, *messages], "system": "s"}) == [first, *messages]
     assert read_messages({"prompt": "q", "response": "a", "system": "s"}) == [first, *messages]
+    assert read_messages({"prompt": "q", "response": "a", "system_prompt": "s"}) == [first, *messages]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +254,7 @@ def test_a_system_beside_messages_is_the_first_message():
         ("{", "damaged JSON"),
         ('{"prompt": "a", "response": "b", "tools": "[{"}', "damaged JSON"),
         ('{"messages": [{"role": "user", "content": null}]}', "a message whose role or content is not text"),
+        ('{"messages": [{"role": "user", "content": null, "tool_calls": []}]}', "a message whose role or content"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
