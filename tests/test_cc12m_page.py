@@ -146,10 +146,10 @@ def write_mmvp(folder):
 
 
 def write_recipes(folder):
-    """Write the miniature's settings: a small model, 25 steps an epoch, two ranks on the CPU."""
+    """Write the miniature's settings: a small model, not compiled, 25 steps an epoch, two ranks on the CPU."""
     for name, model in (("clip", "CLIP-debug"), ("diffclip", "DiffCLIP-debug")):
         trainer = {"max_epochs": EPOCHS, "accelerator": "cpu", "devices": 2, "precision": "32-true"}
-        module = {"init_args": {"model": model, "optimizer": {"warmup_epochs": 0.5}}}
+        module = {"init_args": {"model": model, "compile": False, "optimizer": {"warmup_epochs": 0.5}}}
         content = {"model": module, "data": {"init_args": {"batch_size": 16, "num_workers": 0}}, "trainer": trainer}
         (folder / f"mini_{name}.yaml").write_text(yaml.safe_dump(content))
 
