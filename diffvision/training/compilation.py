@@ -13,7 +13,7 @@ from torch import nn
 
 # Graphs of one function. After 8 Dynamo would go on eagerly: too few for FSDP2's blocks, whose lambda_init differ.
 RECOMPILE_LIMIT = 256
-FIXED = (2, 15)  # the version of torch from which gradients are right (pytorch issue 193061)
+FIXED = (2, 15)  # the version of torch from which gradients need no options (pytorch issues 193061 and 198333)
 STARTS = "the first step compiles the model, which takes minutes: model.compile=false trains without"
 _OF_TORCH = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._subclasses")
 
@@ -38,13 +38,19 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
 
 
 def inductor_options() -> dict[str, bool] | None:
-    """Return options for the installed version of torch.
+    """Return the options with which the installed version of torch computes right gradients on CUDA.
 
-    From 2.10 to 2.14, where a norm's backward pass and a sum over the batch are one CUDA kernel, some gradients are
-    never written (pytorch issues 193061 and 190796).
+    From 2.10 to 2.14, where a norm's backward pass and a sum over the batch are one kernel, some gradients are never
+    written (pytorch issues 193061 and 190796). In 2.13 and 2.14 the backward pass may draw another dropout mask than
+    the forward pass did (198333).
     """
     major, minor = torch.__version__.split(".")[:2]
-    return {"triton.mix_order_reduction": False} if (int(major), int(minor)) < FIXED else None
+    version, options = (int(major), int(minor)), {}
+    if version < FIXED:
+        options["triton.mix_order_reduction"] = False
+    if (2, 13) <= version < FIXED:
+        options["align_random_eager"] = True
+    return options or None
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Time, memory and kernels of a training step, eager and compiled: ours, plain models, and those of other packages.
 
-    python scripts/benchmarks/gpu_steps.py [--device cuda] [--seconds 190] [--jobs N] [--quick] --output DIR
+    python scripts/benchmarks/gpu_steps.py [--device cuda] [--minutes 3] [--jobs N] [--quick] --output DIR
 
 writes DIR/steps.json after each model. A step is forward, backward and AdamW (fused on CUDA), in bfloat16 autocast over
 float32 weights, on random data that lie on the device. A process has one model; several compile at once, and one is
-timed while the others wait. A step's time is the median of 8, each synchronised, after 3 others. Peak memory is all
+timed while the others wait. A step's time is the median of 8, each synchronised, after 4 others. Peak memory is all
 that torch allocated. A second call measures what DIR lacks. `--quick` has tiny models, to try the script itself.
 """
 
@@ -34,6 +34,7 @@ import bench_language
 import bench_models
 from benchmark import arguments, parse, synchronize, training_step, write
 from diffvision.models import language
+from diffvision.training.compilation import inductor_options
 from machine import environment
 
 WARM, STEPS, KERNELS = 3, 8, 8
@@ -154,7 +155,8 @@ def measure(setting: Setting, name: str, args: argparse.Namespace) -> None:
     about = {"role": role, "parameters": sum(p.numel() for p in model.parameters())}
     for mode in missing(results, setting, name):
         if mode == "compiled":
-            loss = torch.compile(loss, backend="eager" if args.quick else "inductor")
+            given = {"backend": "eager"} if args.quick else {"options": inductor_options()}
+            loss = torch.compile(loss, fullgraph=True, dynamic=False, **given)  # as `fit` compiles a model
         step = training_step(model, loss, args)
         results[mode] = dict(about)
         try:

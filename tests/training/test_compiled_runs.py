@@ -16,7 +16,7 @@ from diffvision.data.datasets.digits import make_digits
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.compilation import STARTS, compile_in_place, explain_failures
+from diffvision.training.compilation import STARTS, compile_in_place, explain_failures, inductor_options
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import protect
 from diffvision.training.fit import fit
@@ -172,7 +172,9 @@ def test_two_compiled_processes_are_one(backend, kind, graphs, tmp_path):
     ("version", "options"),
     [
         ("2.10.0+cu128", {"triton.mix_order_reduction": False}),
-        ("2.14.1", {"triton.mix_order_reduction": False}),
+        ("2.12.1", {"triton.mix_order_reduction": False}),
+        ("2.13.0", {"triton.mix_order_reduction": False, "align_random_eager": True}),
+        ("2.14.1", {"triton.mix_order_reduction": False, "align_random_eager": True}),
         ("2.15.0+cu132", None),
         ("3.0.0", None),
     ],
@@ -185,8 +187,9 @@ def test_torch_that_computes_wrong_gradients_is_told_not_to(version, options, mo
     assert given == {"fullgraph": True, "dynamic": False, "options": options}
 
 
-def test_torch_has_the_option():
-    nn.Linear(2, 2).compile(options={"triton.mix_order_reduction": False})  # an unknown one is an error
+def test_torch_has_the_options():
+    options = inductor_options() or {"triton.mix_order_reduction": False, "align_random_eager": True}
+    nn.Linear(2, 2).compile(options=options)  # an unknown one is an error
 
 
 ARGUMENTS = [
