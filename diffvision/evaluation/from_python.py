@@ -37,7 +37,7 @@ def evaluate(
         model: a name, a path or another spec of `diffvision.open_model`, or a model that it has opened; a list of
             several. A module that was built elsewhere is given with what belongs to it:
             diffvision.Model(name="mine", host="open_clip", module=module, transform=transform, tokenizer=tokenizer).
-        data: evaluation folders, or folders that hold some, or folders of images, read in place.
+        data: evaluation folders, folders that hold some, shards, or images, read in place.
         checkpoint: of a name: a file of weights, or a tag of pretrained ones.
         tasks: names of evaluations, as a list or separated by commas; by default zero_shot, retrieval, composition,
             pairs and objects.

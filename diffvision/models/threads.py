@@ -31,7 +31,7 @@ def few_threads(device: str | torch.device, *models: nn.Module) -> Iterator[None
     if torch.device(device).type != "cpu" or threads == 1 or _is_set(threads) or not all(map(is_small, models)):
         yield
         return
-    _say(f"1 thread, because the model is small: OMP_NUM_THREADS={threads} would take {threads}")
+    _say(f"using 1 CPU thread, because the model is small; for {threads} set OMP_NUM_THREADS={threads}")
     torch.set_num_threads(1)
     try:
         yield

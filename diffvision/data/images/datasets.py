@@ -76,13 +76,22 @@ def read_parquet(
         every: the files of all splits; names of classes are numbered with theirs.
     """
     load = _datasets().Dataset.from_parquet
+    from pyarrow.parquet import read_schema
+
+    # Before `datasets`, which logs an error of its own.
+    columns_of: dict[Path, set[str]] = {}
+    for file in files:
+        with _name_damaged(file):
+            columns_of[file] = set(read_schema(file).names)
+        if columns_of[file] != columns_of[files[0]]:
+            raise ValueError(f"{source} must have tables with the same columns, got others in {file}: give one of them")
     try:
         rows = load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
     except Exception as error:  # those of `datasets` and pyarrow, which do not name the file
         for file in files:
             _read_whole(file)
         raise ValueError(
-            f"{source}: its tables differ in their columns ({_first_sentence(error)}): give one of them"
+            f"{source}: its tables cannot be read together ({_first_sentence(error)}): give one of them"
         ) from None
     return _read_dataset(source, rows, columns, root, every)
 

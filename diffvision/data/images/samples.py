@@ -35,7 +35,7 @@ from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
 from diffvision.mistakes import did_you_mean
-from diffvision.words import words
+from diffvision.words import fold, words
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -253,8 +253,8 @@ class ImageText(_ImageKind):
 
 
 def digest(caption: str) -> int:
-    """Return a number that captions with the same `words` share."""
-    text = " ".join(words(caption)).encode()
+    """Return a number that captions with the same `words` share, and without words those with the same text."""
+    text = (" ".join(words(caption)) or fold(caption).strip()).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 

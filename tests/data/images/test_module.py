@@ -236,6 +236,7 @@ def test_captions_that_differ_in_case_punctuation_and_space_have_one_digest():
     same = {digest(caption) for caption in ("A dog, running!", "a  dog running", " A DOG - running.\n")}
     assert len(same) == 1
     assert digest("a dog ran") not in same
+    assert len({digest(caption) for caption in (":)", " :)\n", ":(", "‼", "⁉", "\udcff")}) == 5
 
 
 def test_overfitting_repeats_one_batch_augmented_alike(corpus, tmp_path):

@@ -201,7 +201,7 @@ def test_a_table_in_utf_16_is_named_and_not_printed(table, encoding, ending):
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut", "columns"])
-def test_a_parquet_that_cannot_be_read_is_named(table, damage):
+def test_a_parquet_that_cannot_be_read_is_named(table, damage, caplog):
     rows = [{"file": "1.png", "caption": "a"}] * 50
     other = table(rows, "parquet").rename(table("").with_name("a.parquet"))
     path = table([{"path": "1.png", "label": 1}] if damage == "columns" else rows, "parquet")
@@ -211,6 +211,7 @@ def test_a_parquet_that_cannot_be_read_is_named(table, damage):
     with pytest.raises(ValueError, match=str(path.parent if damage == "columns" else path)) as error:
         find_images(path.parent)
     assert len(str(error.value).replace(str(path.parent), "")) < 120
+    assert caplog.messages == []
     train, test = other.rename(other.with_name("train.parquet")), path.rename(path.with_name("test.parquet"))
     if damage != "columns":
         with pytest.raises(ValueError, match=test.name):
