@@ -56,7 +56,8 @@ class Formatter(DefaultHelpFormatter):
 
     def _format_usage(self, usage: Any, actions: Iterable[Any], groups: Any, prefix: str | None) -> str:
         needed = [action for action in actions if action.required]
-        return f"{super()._format_usage(usage, needed, groups, prefix).rstrip()} [options]\n\n"
+        text = super()._format_usage(usage, needed, groups, prefix).replace(" [options]", "")  # those of parents
+        return f"{text.rstrip()} [options]\n\n"
 
     def _metavar_formatter(self, action: Any, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
         if len(str(action.metavar)) > 40:  # choices, which the help has too
@@ -84,7 +85,8 @@ class Refusing:
             super().error(message, ex)  # type: ignore[misc]
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        raise Mistake(see_help(shorten_message(message, parser, self.classes), program)) from ex
+        text = shorten_message(message, parser, self.classes)
+        raise Mistake(text if text.endswith("--help") else see_help(text, program)) from ex
 
     def classes(self, setting: str) -> Iterable[str]:
         """Return the names of the classes that a setting takes; the message for a mistyped one names the nearest."""

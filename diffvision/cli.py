@@ -79,6 +79,13 @@ TABLES = (
 
 GROUPS = ("data",)  # first words of commands of two
 SEVERAL = ("model", "models", "runs")  # names of first arguments that may be several
+LEAST = {
+    **dict.fromkeys(
+        ("batch_size", "copies", "documents", "evaluated", "max_tokens", "per_shard", "steps", "tokens"), 1
+    ),
+    **dict.fromkeys(("num_workers", "rounds", "seed"), 0),
+}
+"""A parameter of a command -> its least value."""
 MAKE = "data make"
 JSON = "--json"
 TRAINER_COMMANDS = {
@@ -135,12 +142,6 @@ def _make(argv: list[str]) -> int:
 def _train(argv: list[str]) -> int:
     from diffvision.training.recipes import resolve_recipes
 
-    if any(arg in ("-h", "--help") for arg in argv):
-        from diffvision.training.help import text
-
-        print(text(argv[0]))
-        return 0
-
     try:
         argv = resolve_recipes(argv)
     except (ValueError, OSError) as error:
@@ -148,9 +149,6 @@ def _train(argv: list[str]) -> int:
         return 2
 
     def fit() -> None:
-        from diffvision.training.settings import check
-
-        check(argv)
         from diffvision.training.fit import fit  # which imports Lightning
 
         fit(argv)
@@ -201,7 +199,7 @@ def _command(name: str, args: list[str]) -> Any:
     args = _models_first(name, command, args)
     about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
     with output, limit_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(_with_checks(name, command), args=limited, as_positional=True, **about)
+        return auto_cli(_with_types(command), args=limited, as_positional=True, **about)
 
 
 def command_names() -> list[str]:
@@ -222,16 +220,16 @@ def function_of(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _with_checks(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command's function that checks its arguments first, with the signature that jsonargparse reads.
+def _with_types(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command's function that checks its numbers, with the signature that jsonargparse reads.
 
     From the function itself jsonargparse would read the type of the result too, and import PyTorch for it.
     """
 
     def checked(**values: Any) -> Any:
-        from diffvision.arguments import check
-
-        check(name, values)
+        for name in values.keys() & LEAST.keys():
+            if values[name] is not None and values[name] < LEAST[name]:
+                raise ValueError(f"{name} must be at least {LEAST[name]}, got {values[name]}")
         return command(**values)
 
     checked.__doc__, checked.__annotations__ = command.__doc__, parameter_types(command)

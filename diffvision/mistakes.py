@@ -141,7 +141,8 @@ def _nearest_option(flag: str, parser: ArgumentParser) -> str:
     positionals = [action.dest for action in parser._get_positional_actions()]
     if (name := flag.removeprefix("--")) in positionals:
         return f": {name} is given without a flag, in the order {' '.join(positionals)}"
-    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    options = [option for option in parser._option_string_actions if option.startswith("--") and option != "--help"]
+    options += getattr(parser, "settings", list)()
     head, dot, rest = flag.partition(".")
     heads = {option.partition(".")[0] for option in options}
     if not dot or head in heads or _last_part(flag) in map(_last_part, options):

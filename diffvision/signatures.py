@@ -1,17 +1,15 @@
-"""Settings and their types, read from source without importing it; and private names that a package must have."""
+"""Signatures of functions, read from source without importing it; and private names that a package must have."""
 
 import ast
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
-
-from diffvision.plugins import entry_points
 
 _PLAIN = (bool, int, float, str, dict, list, tuple, Path, NoneType)
 _TYPES = {kind.__name__: kind for kind in (*_PLAIN, Iterable, Mapping, Sequence)} | {
@@ -24,37 +22,6 @@ def parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of a function's parameters; not of its result, which type checkers alone may import."""
     hints = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
     return get_type_hints(SimpleNamespace(__annotations__=hints), getattr(function, "__globals__", None))
-
-
-def list_choices(hint: Any) -> list[str]:
-    """Return the values of a Literal, also of one that may be None."""
-    parts = [hint, *get_args(hint)]
-    return [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
-
-
-def read_settings(path: str) -> dict[str, Any]:
-    """Return the names of a class's settings with their types, and those of dataclasses in them, as in "optimizer.lr".
-
-    Args:
-        path: of the class, such as "diffvision.training.ContrastiveModule".
-
-    Returns:
-        name -> a type of plain values; Any where the source has another, or none. Empty if there is no such class.
-    """
-    module, _, name = path.rpartition(".")
-    found = _find_definition(module, name)
-    return {} if found is None else dict(_read_class(*found))
-
-
-def read_names(module: str, table: str = "__all__") -> list[str]:
-    """Return the strings in a list, or the keys of a dictionary or a `plugins.PluginTable`, that a module defines."""
-    found = _find_definition(module, table)
-    node = found[1] if found is not None else None
-    if isinstance(node, ast.Call):
-        group, rows, *_ = node.args
-        return [*read_names(module, ast.unparse(rows)), *entry_points(ast.literal_eval(group))]
-    keys = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.List | ast.Tuple) else []
-    return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
 def read_signature(path: str) -> tuple[inspect.Signature, str]:
@@ -85,31 +52,6 @@ def read_signature(path: str) -> tuple[inspect.Signature, str]:
         for one, kind, default in zip(every, kinds, defaults, strict=True)
     ]
     return inspect.Signature(parameters), ast.get_docstring(found[1]) or ""
-
-
-def read_type(path: str) -> Any:
-    """Return the type of that name, such as "diffvision.training.fault_tolerance.Resume", or Any."""
-    module, _, name = path.rpartition(".")
-    return _keep_plain(_Names(module)[name])
-
-
-def _read_class(module: str, node: ast.ClassDef | ast.FunctionDef | ast.expr) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a class and their types, read from its source."""
-    if not isinstance(node, ast.ClassDef):
-        return
-    for statement in node.body:
-        if isinstance(statement, _FUNCTIONS) and statement.name == "__init__":
-            arguments = statement.args
-            annotated = [(one.arg, one.annotation) for one in [*arguments.args[1:], *arguments.kwonlyargs]]
-            break
-    else:
-        fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
-        annotated = [(ast.unparse(one.target), one.annotation) for one in fields]
-    for name, annotation in annotated:
-        yield name, _read_annotation(annotation, module)
-        nested = _find_definition(module, annotation.id) if isinstance(annotation, ast.Name) else None
-        if nested is not None:
-            yield from ((f"{name}.{inner}", kind) for inner, kind in _read_class(*nested))
 
 
 def _read_literal(value: ast.expr, module: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import os
 import re
@@ -29,9 +31,10 @@ from diffvision.analysis.curves import METRICS
 
 # Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.conversations import VisionLanguageData  # noqa: F401
+from diffvision.data.datasets import missing_data
 from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
-from diffvision.mistakes import did_you_mean
+from diffvision.mistakes import did_you_mean, is_missing
 from diffvision.models.files import refuse_urls
 from diffvision.models.threads import few_threads
 from diffvision.training.callbacks import (  # noqa: F401
@@ -56,6 +59,7 @@ from diffvision.training.fault_tolerance import (
 )
 from diffvision.training.language import LanguageModule  # noqa: F401
 from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
+from diffvision.training.optim import OptimizerSettings
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, make_table
@@ -63,6 +67,7 @@ from diffvision.training.vision_language import VisionLanguageModule  # noqa: F4
 
 HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
+PATHS = ("train", "evaluations", "evaluation")  # settings of data that take files and folders
 RUNS = "runs"
 TRAINER_DEFAULTS = {
     "default_root_dir": RUNS,
@@ -116,6 +121,16 @@ class Parser(Refusing, LightningArgumentParser):
     def classes(self, setting: str) -> set[str]:
         base = CLASSES.get(setting)
         return set() if base is None else {cls.__name__ for cls in _subclasses(base)}
+
+    def settings(self) -> list[str]:
+        """Return the options of our modules and their data, which are named for a mistyped one."""
+        ours = [
+            f"--{owner}.{name}"
+            for owner in ("model", "data")
+            for cls in _subclasses(CLASSES[owner])
+            for name in (inspect.signature(cls).parameters if cls.__module__.startswith("diffvision.") else ())
+        ]
+        return ours + [f"--model.optimizer.{one.name}" for one in dataclasses.fields(OptimizerSettings)]
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
@@ -184,11 +199,13 @@ class FitCLI(LightningCLI):
             self.ckpt_path, settings["ckpt_path"] = settings["ckpt_path"], None
 
     def before_instantiate_classes(self) -> None:
-        """Refuse impossible numbers, and take num_classes from the data where it is left open."""
+        """Refuse impossible numbers and missing data, and take num_classes from the data where it is left open."""
         settings = self.config[self.subcommand] if self.subcommand else self.config
         if self.subcommand:
             settings["ckpt_path"] = self.ckpt_path
         _refuse_numbers(settings["trainer"])
+        if self.subcommand == "fit":
+            _refuse_missing(settings.get("data"))
         self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
         if self.counted is not None and (classes := self.counted.count_classes()) is not None:
             settings["model"]["init_args"]["num_classes"] = classes
@@ -327,6 +344,15 @@ def _refuse_numbers(settings: Any) -> None:
         value = settings.get(name)
         if isinstance(value, int | float) and not is_possible(value):
             raise ValueError(f"trainer.{name} is {value}: {remedy}")
+
+
+def _refuse_missing(data: Any) -> None:
+    """Raise a FileNotFoundError for data that are not there, if they are given as the path of a file or folder."""
+    for name in PATHS:
+        value = None if data is None else data["init_args"].get(name)
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and is_missing(path):
+                raise missing_data(f"data.{name}", path)
 
 
 def _load_tensors_only(config: Any) -> None:

@@ -86,7 +86,6 @@ def test_two_runs_in_one_process(data, tmp_path):
     [
         ({"max_epocs": 3}, Mistake, r"did you mean --trainer\.max_epochs"),
         ({"batch_size": 3}, Mistake, r"did you mean --data\.batch_size"),
-        ({"model": "CLIP-debgu"}, ValueError, "the nearest names are CLIP-debug"),
         ({"model": {"modle": 1}}, Mistake, "ContrastiveModule takes no modle; did you mean model"),
         ({"data": "nowhere"}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
         ({"data": 3}, TypeError, "data is an object of int: give a path or settings"),
