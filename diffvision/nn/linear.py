@@ -59,11 +59,11 @@ class Linear(nn.Linear):
 
 
 def join(x: Tensor, *layers: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weight and bias of linear maps of x as one, or None where they have to be called one by one.
+    """Concatenate the weights and biases of several linear maps of x, or return None if each map must be called.
 
-    The gradient of x is then one product, where one of each would be added. The copy of the weights costs less than
-    calls do on a GPU, and on a CPU up to `SMALL`. Graphs fuse as they like. A layer that is wrapped, quantised or
-    watched by hooks is called.
+    One product then replaces several, and the gradient of x is one product instead of a sum of several. On a GPU
+    copying the weights costs less than the calls that it saves; on a CPU only up to `SMALL` weights. Maps that are
+    wrapped, quantised or have hooks are called, and so are all maps in a graph, which torch.compile fuses itself.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not isinstance(x, Tensor):
         return None

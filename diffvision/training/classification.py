@@ -20,7 +20,7 @@ from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
 from diffvision.opening.images import refuse_misfit
 from diffvision.training.compilation import compile_in_place
-from diffvision.training.module import TrainingModule, of_any_size, plain
+from diffvision.training.module import TrainingModule, mark_batch_dynamic, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups
 from diffvision.training.sharding import gather_weights, release_weights
 
@@ -160,7 +160,7 @@ class ClassificationModule(TrainingModule):
 
     def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count correct predictions and sum the loss."""
-        logits, label = self.model(of_any_size(batch["image"])).float(), batch["label"]
+        logits, label = self.model(mark_batch_dynamic(batch["image"])).float(), batch["label"]
         ranked = logits.topk(min(5, self.num_classes)).indices == label[:, None]
         loss = F.cross_entropy(logits, label, reduction="sum")
         self.add_sums(dataloader_idx, len(label), ranked[:, 0].sum(), ranked.sum(), loss)

@@ -30,7 +30,7 @@ from diffvision.opening.weights import PREPROCESS
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
-from diffvision.training.module import TrainingModule, of_any_size, plain
+from diffvision.training.module import TrainingModule, mark_batch_dynamic, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
 from diffvision.training.progress import follow
 from diffvision.training.sharding import gather_weights, release_weights, to_whole
@@ -369,7 +369,7 @@ class ContrastiveModule(TrainingModule):
         batch uses negatives from this batch only.
         """
         if not isinstance(batch, EvaluationFolder):
-            inputs = of_any_size(batch["image"]), of_any_size(batch["text"])
+            inputs = mark_batch_dynamic(batch["image"]), mark_batch_dynamic(batch["text"])
             loss = self.loss_of(self.model(*inputs), self.batch_loss)
             self.add_sums(dataloader_idx, pairs := len(batch["image"]), loss * pairs)
             return

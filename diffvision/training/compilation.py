@@ -1,6 +1,6 @@
 """torch.compile in training: its settings, and what a failure says.
 
-A module is compiled as a whole or not at all: what cannot be traced is an error, never a part that runs eagerly.
+A module is compiled whole: code that cannot be traced is an error, and never runs eagerly in silence.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# Graphs of one function. After 8 Dynamo would go on eagerly: too few for FSDP2's blocks, whose lambda_init differ.
+# Graphs of one function. Dynamo's limit of 8 is too low for FSDP2's blocks, each of which has its own lambda_init.
 RECOMPILE_LIMIT = 256
-FIXED = (2, 15)  # the version of torch from which gradients need no options (pytorch issues 193061 and 198333)
-STARTS = "the first step compiles the model, which takes minutes: model.compile=false trains without"
-_OF_TORCH = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._subclasses")
+CORRECT_SINCE = (2, 15)  # the version of torch from which gradients need no options (pytorch issues 193061 and 198333)
+COMPILING_NOTICE = "the first step compiles the model, which takes minutes: model.compile=false trains without"
+_COMPILER_PACKAGES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._subclasses")
 
 
 def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
     """Compile a module's forward pass in place; the keys of its state_dict stay.
 
-    There is a graph for each batch size, with and without gradients, in training and in evaluation. Only the sizes of a
-    batch that `of_any_size` marked are variables. So a resumed run makes the graphs of the run that was interrupted.
+    There is one graph for each batch size, with and without gradients, in training and in evaluation; batches that
+    `mark_batch_dynamic` marked share one. Because no size becomes a variable on the way, a resumed run makes the same
+    graphs as the run that was interrupted.
 
-    Under DDP a graph's gradients are reduced after its backward pass. torch would split graphs at DDP's buckets so that
-    both overlap (`optimize_ddp`), but cannot split those with checkpointed blocks.
+    Under DDP gradients are reduced after a graph's backward pass. `optimize_ddp`, which splits graphs at DDP's buckets
+    so that both overlap, is off because it cannot split graphs with checkpointed blocks.
 
     Args:
         module: a model, or a part of it.
-        fullgraph: whether the graph must be whole; not for FSDP2's blocks, whose hooks run between graphs.
+        fullgraph: refuse graph breaks; False for FSDP2's blocks, whose hooks run between graphs.
     """
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -45,10 +46,11 @@ def inductor_options() -> dict[str, bool] | None:
     the forward pass did (198333).
     """
     major, minor = torch.__version__.split(".")[:2]
-    version, options = (int(major), int(minor)), {}
-    if version < FIXED:
+    version = (int(major), int(minor))
+    options = {}
+    if version < CORRECT_SINCE:
         options["triton.mix_order_reduction"] = False
-    if (2, 13) <= version < FIXED:
+    if (2, 13) <= version < CORRECT_SINCE:
         options["align_random_eager"] = True
     return options or None
 
@@ -63,7 +65,7 @@ def explain_failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith(_OF_TORCH):
+        if not type(error).__module__.startswith(_COMPILER_PACKAGES):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

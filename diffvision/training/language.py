@@ -22,7 +22,7 @@ from diffvision.models.files import FOLDER
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.cross_entropy import SoftTargets
 from diffvision.training.distillation import Distillation, Teacher
-from diffvision.training.module import of_any_size
+from diffvision.training.module import mark_batch_dynamic
 from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings
 
@@ -173,7 +173,7 @@ class LanguageModule(NextTokenModule):
         """Return final hidden states [B, N, dim] and their targets [B, N]; attention stays inside documents."""
         inputs, targets, documents = shift(batch)
         ends = batch.get("ends")
-        packed = documents if documents is None or ends is None else ops.Documents(documents, of_any_size(ends))
+        packed = documents if documents is None or ends is None else ops.Documents(documents, mark_batch_dynamic(ends))
         return self.model.hidden(inputs, documents=packed), targets
 
     def soft_targets(self, batch: TokenBatch) -> SoftTargets | None:

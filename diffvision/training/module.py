@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diffvision.data.batches import named
 from diffvision.evaluation.suite import EVALUATIONS
-from diffvision.training.compilation import STARTS
+from diffvision.training.compilation import COMPILING_NOTICE
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
 from diffvision.training.progress import ProgressLine
@@ -143,7 +143,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         for scheduler in self.schedules():
             scheduler.begin(self.trainer)
         if self.hparams.get("compile"):
-            rank_zero_info(STARTS)
+            rank_zero_info(COMPILING_NOTICE)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
@@ -324,10 +324,10 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 
-def of_any_size(batch: Tensor) -> Tensor:
-    """Return a batch for which a compiled model makes one graph for all sizes, as that of a loader's last batch.
+def mark_batch_dynamic(batch: Tensor) -> Tensor:
+    """Mark a batch so that a compiled model makes one graph for all batch sizes, and return it.
 
-    Training has batches of one size, for which a graph of that size is the fastest.
+    It is for validation, whose last batch is smaller. In training a graph of one size is faster.
     """
     torch._dynamo.maybe_mark_dynamic(batch, 0)
     return batch

@@ -14,7 +14,7 @@ from diffvision.nn import ATTENTION, build_attention
 from diffvision.ops.attention import choice, flex, varlen
 from diffvision.ops.attention.choice import supported_backends, takes_blocks
 from diffvision.ops.attention.problem import Problem
-from diffvision.training.module import of_any_size
+from diffvision.training.module import mark_batch_dynamic
 
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
 PACKED = Problem(2, 4, 2, 512, 512, 64, 128, True, True, dtype=torch.bfloat16, device="cuda", packed=True)
@@ -146,7 +146,7 @@ def test_a_model_with_documents_is_one_graph():
     tokens = torch.randint(model.config.vocab_size, (2, 9))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for numbers, stance in ((NUMBERS, "default"), (NUMBERS // 2, "fail_on_recompile")):
-        documents = ops.Documents(numbers, of_any_size(ops.document_ends(numbers)))  # as in training
+        documents = ops.Documents(numbers, mark_batch_dynamic(ops.document_ends(numbers)))  # as in training
         with torch.compiler.set_stance(stance):
             out = compiled(tokens, documents=documents)
         torch.testing.assert_close(out, model(tokens, documents=numbers))

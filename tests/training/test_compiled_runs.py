@@ -16,7 +16,7 @@ from diffvision.data.datasets.digits import make_digits
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.compilation import STARTS, compile_in_place, explain_failures, inductor_options
+from diffvision.training.compilation import COMPILING_NOTICE, compile_in_place, explain_failures, inductor_options
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import protect
 from diffvision.training.fit import fit
@@ -249,9 +249,9 @@ def test_a_run_says_once_that_its_first_step_compiles(digits, monkeypatch, caplo
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     with caplog.at_level("INFO"):
         fit([*ARGUMENTS, *digits])
-        assert caplog.text.count(STARTS) == 1
+        assert caplog.text.count(COMPILING_NOTICE) == 1
         fit([*ARGUMENTS, *digits, "--model.compile=false"])
-    assert caplog.text.count(STARTS) == 1
+    assert caplog.text.count(COMPILING_NOTICE) == 1
 
 
 def test_other_errors_of_a_compiled_run_stay():

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule, create_loss
-from diffvision.training.module import of_any_size
+from diffvision.training.module import mark_batch_dynamic
 from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
 
 
@@ -45,7 +45,7 @@ def test_a_compiled_model_is_one_graph_for_training_and_one_for_evaluation(kind,
     model.eval()
     with torch.inference_mode():
         for size in (8, 8, 3, 5, 2):
-            model(*map(of_any_size, inputs(kind, size)))
+            model(*map(mark_batch_dynamic, inputs(kind, size)))
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     torch.compiler.reset()
@@ -68,7 +68,7 @@ def test_model_and_loss_of_a_step_are_one_graph_for_batches_of_any_size(kind):
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     for size in (8, 8, 3, 5, 2):
         batch = inputs(kind, size) if kind == "clip" else (*inputs(kind, size), torch.arange(size))
-        loss = compiled(*map(of_any_size, batch))
+        loss = compiled(*map(mark_batch_dynamic, batch))
         loss.backward()
         torch.testing.assert_close(loss, step(*batch), rtol=1e-6, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1

@@ -72,7 +72,7 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Return `diff_attention` of queries, keys and values that fit each other, as those that a layer makes."""
+    """Compute `diff_attention` without checking queries, keys and values, which a layer has made."""
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     if lam.numel() != 1 or lam.dim() > 4:
         _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))

@@ -16,7 +16,7 @@ _OTHERS = {
 
 @torch.compiler.assume_constant_result  # a number, because comparing a tuple in a graph fails in torch 2.11
 def compute_capability(index: int | None = None) -> int:
-    """Return that of a device, 90 for 9.0, by default the current one's; without a GPU, as for fake tensors, 80."""
+    """Return a GPU's compute capability as a number, 90 for 9.0; 80 without a GPU, as for fake tensors."""
     return _compute_capability(index)
 
 
