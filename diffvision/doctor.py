@@ -1,4 +1,4 @@
-"""The check of an installation: versions, devices, the attention backend of the usual shapes, known conflicts.
+"""The check of an installation: versions, devices, and the attention backend of the usual shapes.
 
 PyTorch, timm and the like are imported inside its functions, so versions are reported even if one of them is missing.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from diffvision.tables import show
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 DEVELOPMENT = ("dev", "docs")  # extras of contributors
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"  # of a clone
-MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")
 
 
 class Need(NamedTuple):
@@ -179,42 +177,6 @@ def check_versions(packages: Mapping[str, Need], installed: Mapping[str, str | N
     return findings
 
 
-def check_conflicts(installed: Mapping[str, str | None]) -> list[Finding]:
-    """Return a finding for each known conflict among the installed versions (package -> version)."""
-    findings = []
-    if installed.get("lightning") in MALICIOUS_LIGHTNING:
-        findings.append(
-            Finding(
-                True, f"lightning {installed['lightning']} was a malicious release: remove it, and rotate your secrets"
-            )
-        )
-    if _at_least(installed, "webdataset", "0.2.87"):
-        findings.append(
-            Finding(
-                False,
-                "open_clip_train 3.3 fails with webdataset above 0.2.86 (KeyError): use `diffvision fit`, or run "
-                "it in a separate environment; do not install open_clip_torch[training] here, which pins webdataset",
-            )
-        )
-    if _at_least(installed, "numpy", "2.4"):
-        findings.append(
-            Finding(
-                False,
-                "CLIP_benchmark 1.6 and open_clip_train's zero-shot fail with numpy 2.4 (TypeError: only 0-dimensional "
-                "arrays): use `diffvision evaluate`, or numpy below 2.4 in a separate environment",
-            )
-        )
-    spec = importlib.util.find_spec("flash_attn")
-    if spec is not None and spec.origin is None:
-        findings.append(
-            Finding(
-                False,
-                "flash_attn is a namespace without flash_attn_func (flash-attn-4 makes one): no FlashAttention 2 here",
-            )
-        )
-    return findings
-
-
 def check_private_names() -> list[Finding]:
     """Return a finding for each package, of Lightning and jsonargparse, that lacks private names that `fit` needs."""
     try:
@@ -230,7 +192,7 @@ def check_private_names() -> list[Finding]:
 
 
 def doctor() -> int:
-    """Print installed and needed versions, devices, backends and known conflicts.
+    """Print installed and needed versions, devices and backends.
 
     Returns:
         1 if diffvision cannot work, else 0.
@@ -240,7 +202,7 @@ def doctor() -> int:
     except importlib.metadata.PackageNotFoundError:
         packages = {}
     installed = find_versions(packages)
-    findings = check_versions(packages, installed) + check_conflicts(installed) + check_private_names()
+    findings = check_versions(packages, installed) + check_private_names()
     if not packages:
         findings = [Finding(True, "diffvision is not installed, only its files are here: pip install -e .")]
     attention = Attention([], [], {})
@@ -291,8 +253,3 @@ def _tables(
         kind = ("broken: ", "red") if finding.broken else ("note: ", "yellow")
         yield Text.assemble(kind, finding.text)
     yield Text("not ready", "red") if any(finding.broken for finding in findings) else Text("ready", "green")
-
-
-def _at_least(installed: Mapping[str, str | None], name: str, floor: str) -> bool:
-    version = installed.get(name)
-    return version is not None and Version(version) >= Version(floor)

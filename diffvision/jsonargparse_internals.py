@@ -17,7 +17,6 @@ from diffvision.signatures import missing_names, require_names
 TESTED = ">=4.53,<5"  # as pyproject.toml has it
 
 NAMES = (
-    "jsonargparse._common.check_import_path(path)",
     "jsonargparse._common.parsing_settings",
     "jsonargparse._loaders_dumpers.get_yaml_default_loader()",
     "jsonargparse._loaders_dumpers.yaml_default_loader",
@@ -38,13 +37,6 @@ def require() -> None:
         ValueError: it lacks some.
     """
     require_names("jsonargparse", TESTED, missing(), "limits the imports of a configuration")
-
-
-def check_import(path: str) -> None:
-    """Raise jsonargparse's error for a class path that the settings of the moment do not allow."""
-    from jsonargparse import _common
-
-    _common.check_import_path(path)
 
 
 @contextmanager

@@ -91,17 +91,6 @@ def test_unmet_needs_are_reported():
     assert "of diffvision[hf]" in text
 
 
-def test_conflicts_are_found():
-    def conflicts(**changed):
-        return doctor.check_conflicts({**HEALTHY, **changed})
-
-    assert broken(conflicts()) == []
-    assert any("malicious" in text for text in broken(conflicts(lightning="2.6.3")))
-    assert any("open_clip_train" in text for text in notes(conflicts(webdataset="1.0.2")))
-    assert any("CLIP_benchmark" in text for text in notes(conflicts(numpy="2.4.6")))
-    assert not any("CLIP_benchmark" in text for text in notes(conflicts(numpy="2.3.5")))
-
-
 @pytest.mark.parametrize("missing", ["diffvision", "torch"])
 def test_a_missing_package_is_reported_and_nothing_else_is_tried(missing, monkeypatch, capsys):
     def absent(name, real):

@@ -57,7 +57,7 @@ def compare(
     from diffvision.comparison.page import write
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.evaluation.inference import InferenceSettings
+    from diffvision.evaluation.options import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, split_names
     from diffvision.opening.specs import as_text
     from diffvision.tables import show

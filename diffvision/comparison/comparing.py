@@ -25,9 +25,8 @@ from diffvision.comparison.measuring import (
     shared_window,
 )
 from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
-from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED_RULE, RESAMPLES, RULE, difference
-from diffvision.evaluation.options import Options
+from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.samples import Metrics, PerSample, means
 from diffvision.models.threads import few_threads
 from diffvision.opening import Model, check_spec, open_model

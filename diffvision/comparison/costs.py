@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.comparison.result import Cost
 from diffvision.evaluation.features import autocast
-from diffvision.evaluation.inference import InferenceSettings
+from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output import bar
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model

@@ -14,11 +14,10 @@ from diffvision.comparison.entries import Entry
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples
 from diffvision.evaluation.language.suite import prepare
-from diffvision.evaluation.options import Options
+from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.output import bar
 from diffvision.evaluation.prompts import check_prompts, prompts_of
 from diffvision.evaluation.samples import Metrics, means

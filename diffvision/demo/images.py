@@ -22,7 +22,7 @@ from diffvision.demo.pictures import collect_examples
 from diffvision.demo.report import Run, comparison
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.inference import InferenceSettings
+from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output import write_bytes
 from diffvision.evaluation.suite import evaluate
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -29,9 +28,7 @@ from diffvision.evaluation.output import write_bytes
 Rows = dict[str, Tensor]
 FORMAT = 5
 SUFFIX = ".safetensors"
-DEFAULT_BYTES = 20 * 10**9
 _PLAIN = (bool, int, float, str, tuple)  # not None: some modules replace it with a value when they first run
-_SET_NAME = re.compile(r"[0-9a-f]{32}")  # names of the directories that this cache makes
 
 
 class Cache:
@@ -39,19 +36,18 @@ class Cache:
 
     Args:
         directory: the folder of the pieces, created if it does not exist.
-        max_bytes: limit on the size of all pieces; the least recently used sets are removed to stay within it.
 
     Attributes:
         found, made: pieces that this object has read and written.
     """
 
-    def __init__(self, directory: str | Path, max_bytes: int = DEFAULT_BYTES) -> None:
-        self.directory, self.max_bytes = Path(directory), max_bytes
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
         self.found = self.made = 0
         self._writing = True
 
     def __str__(self) -> str:
-        size = sum(file.stat().st_size for _, files in self._sets() for file in files)
+        size = sum(file.stat().st_size for file in self.directory.glob(f"*/*{SUFFIX}"))
         return f"cache {self.directory}: {self.found} pieces found, {self.made} made; it holds {size:,} bytes"
 
     def load(self, identity: str, name: str) -> tuple[Rows, Any] | None:
@@ -65,7 +61,6 @@ class Cache:
                 about = file.metadata() or {}
             if about.get("sha256") != _checksum(rows, identity, name, about.get("note", "")):
                 raise ValueError("its checksum is not that of what was saved")
-            os.utime(path.parent)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -86,7 +81,6 @@ class Cache:
         try:
             if path.parent.is_symlink():
                 raise OSError(f"{path.parent.name} in it is a link to another directory")
-            self._make_room(len(content), keep=path.parent)
             if path.is_dir():
                 shutil.rmtree(path)
             write_bytes(path, content)
@@ -98,27 +92,6 @@ class Cache:
 
     def _path(self, identity: str, name: str) -> Path:
         return self.directory / identity / f"{name}{SUFFIX}"
-
-    def _sets(self) -> list[tuple[Path, list[Path]]]:
-        """Return the sets' directories, the least recently used first, and the files in each."""
-        if not self.directory.is_dir():
-            return []
-        named = [path for path in self.directory.iterdir() if _SET_NAME.fullmatch(path.name)]
-        folders = [path for path in named if path.is_dir() and not path.is_symlink()]
-        return [(path, list(path.iterdir())) for path in sorted(folders, key=lambda path: path.stat().st_mtime)]
-
-    def _make_room(self, needed: int, keep: Path) -> None:
-        """Delete the sets unused longest until there is room."""
-        sets = self._sets()
-        used = sum(file.stat().st_size for _, files in sets for file in files)
-        for directory, files in sets:
-            if used + needed <= self.max_bytes:
-                return
-            if directory != keep:
-                used -= sum(file.stat().st_size for file in files)
-                shutil.rmtree(directory)
-        if used + needed > self.max_bytes:
-            raise OSError(f"it would hold more than {self.max_bytes:,} bytes")
 
 
 def in_pieces(

@@ -66,7 +66,7 @@ def run(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
-    from diffvision.evaluation.inference import InferenceSettings
+    from diffvision.evaluation.options import InferenceSettings
     from diffvision.evaluation.output import bar, check_folder, split_names
     from diffvision.evaluation.prompts import check_prompts
     from diffvision.evaluation.samples import means

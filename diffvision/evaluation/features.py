@@ -28,8 +28,7 @@ from diffvision.evaluation.cache import (
     without_addresses,
 )
 from diffvision.evaluation.distributed import gather_rows, rank_and_world
-from diffvision.evaluation.inference import InferenceSettings
-from diffvision.evaluation.options import Precision
+from diffvision.evaluation.options import InferenceSettings, Precision
 from diffvision.models.modes import evaluating
 
 IMAGES, CLASSES = 1024, 64  # of a piece of the cache, about

@@ -14,10 +14,9 @@ from diffvision.evaluation.classification import classification
 from diffvision.evaluation.composition import composition
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
-from diffvision.evaluation.inference import InferenceSettings
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.objects import objects
-from diffvision.evaluation.options import Options
+from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.output import check_file, check_folder, write_json
 from diffvision.evaluation.pairs import pairs
 from diffvision.evaluation.retrieval import retrieval

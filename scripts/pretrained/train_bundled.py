@@ -189,11 +189,10 @@ def measure(pair: Pair, checkpoint: Path, work: Path) -> dict[str, float]:
     from diffvision.data.images.folders import find_folders
     from diffvision.evaluation import suite
     from diffvision.evaluation.features import Features
-    from diffvision.evaluation.inference import InferenceSettings
     from diffvision.evaluation.intervals import with_intervals
     from diffvision.evaluation.language.command import run
     from diffvision.evaluation.language.options import LanguageOptions
-    from diffvision.evaluation.options import Options
+    from diffvision.evaluation.options import InferenceSettings, Options
     from diffvision.opening import open_model
 
     data = str(work / pair.data / pair.evaluated)

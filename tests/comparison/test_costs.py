@@ -6,7 +6,7 @@ import torch
 from diffvision import open_model
 from diffvision.comparison.costs import costs, count_flops, one_sample
 from diffvision.comparison.result import Cost
-from diffvision.evaluation.inference import InferenceSettings
+from diffvision.evaluation.options import InferenceSettings
 
 
 def test_flops_by_hand():

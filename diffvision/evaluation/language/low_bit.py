@@ -1,8 +1,8 @@
 """Attention in few bits: what kernels and caches really round, and which models suffer from it.
 
-The paper (arXiv 2410.05258, figure 8) rounds attention logits. No kernel does: kernels round queries and keys (the
-product is summed in 32 bits), probabilities and values; caches round keys and values. Here each of them is rounded in
-turn in a model that computes in float32 otherwise. docs/results/low_bit.md has the reading.
+The paper (arXiv 2410.05258, figure 8) rounds attention logits, as `quantization` does here. No kernel does: kernels
+round queries and keys (the product is summed in 32 bits), probabilities and values; caches round keys and values. Here
+each of them is rounded in turn in a model that computes in float32 otherwise. docs/results/low_bit.md has the reading.
 
 Two factors decide how well a differential model fares next to a plain one: how much smaller its logits are after
 training, and how much the difference of its maps amplifies errors, for what cancels in it is signal and not error.
@@ -12,22 +12,178 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
-from diffvision.evaluation.language.options import Granularity, check_schemes
-from diffvision.evaluation.language.quantization import quantised, row_losses
-from diffvision.evaluation.language.rounding import GROUP, by_block, by_group, smoothed, to_float8, to_integers
-from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.evaluation.language.options import Granularity
+from diffvision.evaluation.language.perplexity import exponential
+from diffvision.evaluation.language.scoring import Progress, device_of, token_losses, unseen
 from diffvision.evaluation.samples import PerSample, each
 from diffvision.models.modes import evaluating
 
 QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks
+GROUP = 32  # numbers that share a scale in a quantised cache (KIVI's default)
+_SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale
+
+# ---- rounding ----------------------------------------------------------------------------------------------------
+# Rounds and scales back in one step: the result is what a kernel computes with, apart from the order of its sums.
+
+
+def to_integers(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
+    """Round to 2 ** bits - 1 even levels from -a to a, a the largest absolute value along `dims`.
+
+    Halves are rounded away from zero, as SageAttention's kernels do.
+
+    Args:
+        x: any shape.
+        bits: of a signed integer, such as 8 (levels -127 to 127).
+        dims: axes along which numbers share a scale.
+    """
+    highest = 2 ** (bits - 1) - 1
+    step = (x.abs().amax(dim=dims, keepdim=True) / highest).clamp(min=torch.finfo(x.dtype).tiny)
+    levels = x / step
+    return (levels + levels.sign() / 2).trunc().clamp(-highest, highest) * step
+
+
+def to_float8(x: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """Round to float8 (e4m3), the largest absolute value along `dims` scaled to 448, the largest that it has."""
+    highest = torch.finfo(torch.float8_e4m3fn).max
+    scale = (x.abs().amax(dim=dims, keepdim=True) / highest).clamp(min=torch.finfo(x.dtype).tiny)
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def by_block(x: Tensor, bits: int, rows: int) -> Tensor:
+    """Round each block of rows to integers with one scale, as SageAttention does with q (128 rows) and k (64).
+
+    Args:
+        x: [..., N, D]; the last block may have fewer rows.
+        bits: as `to_integers`.
+        rows: tokens a block.
+    """
+    return torch.cat([to_integers(block, bits, (-2, -1)) for block in x.split(rows, dim=-2)], dim=-2)
+
+
+def smoothed(k: Tensor) -> Tensor:
+    """Subtract the mean over tokens from keys [..., N, D], each map's and head's its own.
+
+    A row of logits changes by one number, which softmax does not see; what the channels have in common is not rounded
+    (SageAttention, arXiv 2410.02367).
+    """
+    return k - k.mean(dim=-2, keepdim=True)
+
+
+def by_group(x: Tensor, bits: int, dim: int) -> Tensor:
+    """Round each group of `GROUP` numbers along an axis to 2 ** bits levels from its least to its largest.
+
+    KIVI (arXiv 2402.02750) groups tokens for keys, one channel at a time, and channels for values, one token at a time.
+
+    Args:
+        x: any shape; the last group may be smaller.
+        bits: of an unsigned integer.
+        dim: the axis.
+    """
+
+    def rounded(group: Tensor) -> Tensor:
+        least, largest = group.aminmax(dim=dim, keepdim=True)
+        step = ((largest - least) / (2**bits - 1)).clamp(min=torch.finfo(x.dtype).tiny)
+        return least + ((group - least) / step).round() * step
+
+    return torch.cat([rounded(group) for group in x.split(GROUP, dim=dim)], dim=dim)
+
+
+# ---- quantised logits (arXiv 2410.05258, figure 8) ---------------------------------------------------------------
+
+
+def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granularity = "layer") -> Tensor:
+    """Round logits to the nearest of 2 ** bits - 1 even levels from -a to a (dynamic absmax).
+
+    a is the largest absolute value that any query may attend to.
+
+    Args:
+        logits: [B, H, P, M, N].
+        allowed: boolean, broadcastable to the logits.
+        bits: 2 to 24.
+        granularity: what shares an a: "layer", all of a sequence's logits in a layer; "head", one map of one head;
+            "row", one query of it. The paper does not say which it used.
+
+    Raises:
+        ValueError: bits out of range; unknown granularity.
+    """
+    if not 2 <= bits <= 24:
+        raise ValueError(f"bits is {bits}: give 2 to 24 (a float32 holds no more)")
+    if granularity not in _SHARED:
+        raise ValueError(f"granularity is {granularity!r}: choose one of {', '.join(_SHARED)}")
+    largest = (logits.abs() * allowed).amax(dim=_SHARED[granularity], keepdim=True)
+    step = (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(logits.dtype).tiny)
+    return (logits / step).round().clamp(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1) * step
+
+
+@contextmanager
+def quantised_attention(model: nn.Module, bits: int, granularity: Granularity = "layer") -> Iterator[None]:
+    """Have the model attend by quantised logits within the block.
+
+    The padding of a batch of unequal rows counts towards a row's largest logit: give rows of one length, or a batch of
+    one.
+
+    Args:
+        model: as `analysis.capture.captured`.
+        bits: as `quantised`.
+        granularity: as `quantised`.
+    """
+
+    def quantise(call: Call) -> Scores:
+        scores = call.scores()
+        return scores._replace(logits=quantised(scores.logits, scores.allowed, bits, granularity))
+
+    with captured(model, quantise):
+        yield
+
+
+def quantization(
+    model: nn.Module,
+    rows: Tensor,
+    *,
+    bits: Sequence[int] = (16, 8, 6, 4),
+    granularity: Granularity = "layer",
+    also: Mapping[str, Callable[[Any], float]] | None = None,
+    batch_size: int = 8,
+    progress: Progress = unseen,
+) -> dict[str, float]:
+    """Return the loss with attention logits as they are, and at each number of bits.
+
+    Args:
+        model: as `analysis.capture.captured`.
+        rows: int64 [S, N], which the model reads whole.
+        bits: as `quantised`.
+        granularity: as `quantised`.
+        also: further numbers to take of the model under each of these, such as its needle accuracy. Its batches must
+            have rows of one length.
+
+    Returns:
+        {"nll/full": nats a token, "perplexity/full": ..., "nll/16": ..., "<name of also>/16": ..., ...}.
+    """
+    metrics: dict[str, float] = {}
+    for count in progress([None, *bits], "quantised attention"):
+        attention = nullcontext() if count is None else quantised_attention(model, count, granularity)
+        with evaluating(model), attention:
+            nll = row_losses(model, rows, batch_size).mean().item()
+            others = {name: take(model) for name, take in (also or {}).items()}
+            values = {"nll": nll, "perplexity": exponential(nll), **others}
+        metrics |= {f"{name}/{count or 'full'}": value for name, value in values.items()}
+    return metrics
+
+
+def row_losses(model: nn.Module, rows: Tensor, batch_size: int) -> Tensor:
+    """Return the model's loss of each of rows [S, N], nats a token, float64 [S]."""
+    return torch.cat([token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)])
+
+
+# ---- schemes -----------------------------------------------------------------------------------------------------
 
 
 class Int8Maps(Scores):
@@ -151,6 +307,13 @@ SCHEMES: dict[str, Scheme] = {
     "cache_4": _cache(4),
     "cache_2": _cache(2),
 }
+
+
+def check_schemes(names: Sequence[str]) -> None:
+    """Raise a ValueError for a name that is not in `SCHEMES`."""
+    for name in names:
+        if name not in SCHEMES:
+            raise ValueError(f"unknown scheme {name!r}: choose among {', '.join(SCHEMES)}")
 
 
 def low_bit(

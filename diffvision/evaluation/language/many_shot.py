@@ -7,6 +7,7 @@ demonstrations, arranged at random or alternately by class.
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections import defaultdict
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffvision.evaluation.language.choices import constrained_choices
+from diffvision.data.datasets.mapping_text import KINDS, TEMPLATE, draw_mapping
 from diffvision.evaluation.language.documents import json_lines
 from diffvision.evaluation.language.needle import start_tokens
-from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.language.scoring import Progress, logits_at, padded_batches, unseen
+from diffvision.models.modes import evaluating
 
 
 class Example(NamedTuple):
@@ -258,3 +260,97 @@ def _examples(path: Path) -> list[Example]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def label_mapping_tasks(
+    count: int, *, classes: int = 4, queries: int = 16, demonstrations: int = 256, seed: int = 0
+) -> list[Task]:
+    """Return tasks that need no dataset: the made-up name that each kind of word has in a context.
+
+    The words that are asked for are never among the demonstrations, so the answer must come from the kind of the word.
+
+    Args:
+        count: how many tasks.
+        classes: kinds of words in each, 2 to as many as there are.
+        queries: words that are asked for in each, all different; they are in none of its demonstrations.
+        demonstrations: pairs to draw demonstrations from, of the other words of the kinds; these words repeat.
+
+    Raises:
+        ValueError: classes out of range; more queries than leave each kind a word for the demonstrations.
+    """
+    if not 2 <= classes <= len(KINDS):
+        raise ValueError(f"classes is {classes}: give 2 to {len(KINDS)}, the kinds of words there are")
+    most = classes * (min(len(words.split()) for words in KINDS.values()) - 1)
+    if queries > most:
+        raise ValueError(
+            f"queries is {queries}, over the {most} words of {classes} classes that no demonstration shows: give at "
+            f"most {most}, or more mappings"
+        )
+    asked_of_each = -(-queries // classes)
+    tasks = []
+    for number in range(count):
+        draw = random.Random(f"mapping {seed} {number}")
+        names = draw_mapping(draw, classes)
+        kinds = list(names)
+        words = {kind: KINDS[kind].split() for kind in kinds}
+        for kind in kinds:
+            draw.shuffle(words[kind])
+        asked = [(kinds[index % classes], index // classes) for index in range(queries)]
+        shown = [kinds[index % classes] for index in range(max(demonstrations, classes))]
+        tasks.append(
+            Task(
+                [Example(draw.choice(words[kind][asked_of_each:]), names[kind]) for kind in shown],
+                [Example(words[kind][index], names[kind]) for kind, index in asked],
+                TEMPLATE,
+                f"mapping {seed}/{number}",
+            )
+        )
+    return tasks
+
+
+def constrained_choices(
+    model: Any, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[int]], *, batch_size: int = 8
+) -> list[int]:
+    """Return the choice that constrained greedy decoding writes after each prompt.
+
+    At every step it takes the likeliest of the tokens that still lead to a choice.
+
+    Args:
+        prompts: tokens, at least one each.
+        choices: tokens of each choice.
+
+    Raises:
+        ValueError: two choices are equal, or one begins another, so that decoding could not tell them apart.
+    """
+    kept = sorted(tuple(choice) for choice in choices)
+    for first, second in itertools.pairwise(kept):
+        if second[: len(first)] == first:
+            raise ValueError(
+                f"the choice of tokens {list(first)} begins the choice {list(second)}: end each with a token that is "
+                "in none of them, such as a line's end"
+            )
+    written: list[list[int]] = [[] for _ in prompts]
+    left = [list(range(len(choices))) for _ in prompts]
+    while pending := [number for number, choices_left in enumerate(left) if len(choices_left) > 1]:
+        allowed = {n: sorted({choices[c][len(written[n])] for c in left[n]}) for n in pending}
+        unsure = [n for n in pending if len(allowed[n]) > 1]
+        picked = {n: allowed[n][0] for n in pending if len(allowed[n]) == 1}
+        picked |= _likeliest(model, {n: [*prompts[n], *written[n]] for n in unsure}, allowed, batch_size)
+        for n, token in picked.items():
+            left[n] = [c for c in left[n] if choices[c][len(written[n])] == token]
+            written[n].append(token)
+    return [choices_left[0] for choices_left in left]
+
+
+def _likeliest(
+    model: Any, rows: dict[int, list[int]], allowed: dict[int, list[int]], batch_size: int
+) -> dict[int, int]:
+    """Return for each row the likeliest of its allowed tokens after its last token."""
+    keys, picked = list(rows), {}
+    with evaluating(model):
+        for numbers, tokens, lengths in padded_batches([rows[key] for key in keys], batch_size):
+            logits = logits_at(model, tokens, lengths[:, None] - 1)[:, 0].cpu()
+            for row, number in enumerate(numbers):
+                candidates = allowed[keys[number]]
+                picked[keys[number]] = candidates[int(logits[row, candidates].argmax())]
+    return picked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,21 +10,6 @@ from diffvision.data.shards.report import Limits
 
 Granularity = Literal["layer", "head", "row"]
 """What shares a scale in quantised logits."""
-SCHEMES = (
-    "logits_8",
-    "logits_6",
-    "logits_4",
-    "qk_int8",
-    "qk_int8_smooth",
-    "qk_int4",
-    "qk_int4_smooth",
-    "pv_int8",
-    "pv_fp8",
-    "cache_8",
-    "cache_4",
-    "cache_2",
-)
-"""Names of the schemes of low_bit, whose module imports PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +123,10 @@ class LanguageOptions:
 
             if unknown := [method for method in self.pruning_methods if method not in METHODS]:
                 raise ValueError(f"pruning_methods has {unknown[0]!r}: choose among {', '.join(METHODS)}")
-        check_schemes(self.schemes or ())
+        if self.schemes:
+            from diffvision.evaluation.language.low_bit import check_schemes  # imports PyTorch
+
+            check_schemes(self.schemes)
         if "{question}" not in self.template:
             raise ValueError(f"template must have {{question}}, got {self.template!r}")
 
@@ -171,10 +158,3 @@ def needle_pair(text: str) -> tuple[int, int]:
     if not (first.isdecimal() and second.isdecimal() and 1 <= int(second) <= int(first)):
         raise ValueError(f"needles has {text!r}: write NxR, N needles of which R are asked for, such as 4x2")
     return int(first), int(second)
-
-
-def check_schemes(names: Sequence[str]) -> None:
-    """Raise a ValueError for a name that is not in `SCHEMES`."""
-    for name in names:
-        if name not in SCHEMES:
-            raise ValueError(f"unknown scheme {name!r}: choose among {', '.join(SCHEMES)}")

@@ -22,16 +22,14 @@ from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
 from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of
 from diffvision.evaluation.language.figures import bars
-from diffvision.evaluation.language.label_mapping import label_mapping_tasks
-from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit
-from diffvision.evaluation.language.many_shot import Task, many_shot, order_robustness, read_task
+from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit, quantization
+from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness, read_task
 from diffvision.evaluation.language.mathematics import Question, mathematics, read_questions
 from diffvision.evaluation.language.needle import needle, needle_samples, start_tokens
 from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
-from diffvision.evaluation.language.quantization import quantization
 from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.records import fingerprint

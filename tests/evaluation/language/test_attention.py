@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from diffvision.analysis.capture import Scores, captured
+from diffvision.evaluation.language.low_bit import quantised, quantised_attention, quantization
 from diffvision.evaluation.language.outliers import Magnitudes, decoder_layers, outliers
-from diffvision.evaluation.language.quantization import quantised, quantised_attention, quantization
 from diffvision.models import language
 
 ROWS = torch.randint(512, (3, 20), generator=torch.Generator().manual_seed(0))

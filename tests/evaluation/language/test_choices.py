@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffvision.evaluation.language.choices import constrained_choices
+from diffvision.evaluation.language.many_shot import constrained_choices
 
 NEXT = [[0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.7, 0.2, 0.1]]  # 0 -> 1 -> 2 -> 0
 

@@ -5,10 +5,9 @@ import torch
 from language_fixtures import make_llama
 
 from diffvision.evaluation.language.cache_pruning import cache_pruning, sparsity
-from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention
+from diffvision.evaluation.language.low_bit import SCHEMES, low_bit, low_bit_attention, quantised_attention
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.pruning import Compress, pruned_attention
-from diffvision.evaluation.language.quantization import quantised_attention
 from diffvision.models.convert.transformers import from_hugging_face
 from diffvision.models.language import LanguageModel
 

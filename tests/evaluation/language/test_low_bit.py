@@ -7,19 +7,18 @@ import torch
 
 from diffvision.analysis.capture import Call, captured
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language import options as language_options
 from diffvision.evaluation.language.command import run
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
     Settings,
     attention_errors,
+    by_group,
     low_bit,
     low_bit_attention,
+    quantization,
     rounded_keys,
 )
 from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.quantization import quantization
-from diffvision.evaluation.language.rounding import by_group
 from low_bit_simulation import simulate
 
 ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))
@@ -180,7 +179,3 @@ def test_the_first_simulation_again(loading, bias):
         # Never better; worse by the factor.
         assert diff / plain > 0.95
         assert diff / plain == pytest.approx(means["cancellation"], rel=0.15)
-
-
-def test_the_options_name_every_scheme():
-    assert tuple(SCHEMES) == language_options.SCHEMES

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from diffvision.data.datasets import mapping_text
-from diffvision.evaluation.language.label_mapping import label_mapping_tasks
 from diffvision.evaluation.language.many_shot import (
     Example,
     Task,
     alternating,
     draw_demonstrations,
     encode_prompts,
+    label_mapping_tasks,
     label_tokens,
     many_shot,
     order_robustness,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffvision.evaluation.language.rounding import by_block, by_group, smoothed, to_float8, to_integers
+from diffvision.evaluation.language.low_bit import by_block, by_group, smoothed, to_float8, to_integers
 
 SEED = torch.Generator().manual_seed(0)
 
