@@ -168,7 +168,6 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch)
             "--data.init_args.batch_size=8",
             "--trainer.limit_train_batches=3",
             "--trainer.log_every_n_steps=1",
-            unit="samples",
             measure=measure,
         )
 

@@ -88,7 +88,7 @@ def train_on_digits(
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
     planned = [(model, seed) for seed in range(seeds) for model in models]
     measure = partial(evaluate_on_digits, data=data)
-    return trained(RECIPE, planned, directory, *folders, *arguments, unit="samples", measure=measure)
+    return trained(RECIPE, planned, directory, *folders, *arguments, measure=measure)
 
 
 def evaluate_on_digits(
@@ -121,5 +121,4 @@ def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:
 def table(runs: Sequence[Run]) -> Table:
     """Return the table that the demo prints: metrics of all models."""
     rows = {title: (key, 100.0, 1) for title, key in COLUMNS.items()}
-    models = dict.fromkeys(run.model for run in runs)
-    return comparison(runs, {m: m for m in models}, rows, title="Real digits, unseen in training", unit="samples")
+    return comparison(runs, rows, title="Real digits, unseen in training")

@@ -80,7 +80,7 @@ def _table(models: Mapping[str, Sequence[Run]]) -> list[Part]:
         "and paper, so one image is right and the others differ in one thing or more. Chance is 10% for zero-shot, "
         "50% for composition."
     )
-    return [results(models, GROUPS, speed_rows(models, "samples"), note=note)]
+    return [results(models, GROUPS, speed_rows(models), note=note)]
 
 
 def _explain(examples: ModelExamples, run: Run) -> Section:

@@ -1,4 +1,4 @@
-"""Functions that both demos share: the record of a run, and the tables that compare models, printed and as HTML."""
+"""The record of a run, and the tables that compare models, printed and as HTML."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class Run:
 
     Attributes:
         seconds: duration of the training steps, without evaluations.
-        speed: samples or tokens a second, the median over training.
+        speed: samples a second, the median over training.
         metrics: on data that training did not see.
-        shown: further content of the report: pictures of attention, or a generated text.
+        shown: further content of the report: pictures of attention.
     """
 
     model: str
@@ -36,35 +36,28 @@ class Run:
     shown: Any
 
 
-def of_model(runs: Sequence[Run], model: str) -> list[Run]:
-    """Return the model's runs, one per seed."""
-    return [run for run in runs if run.model == model]
-
-
 def by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Return the runs of each model, one per seed, in the order in which the models come first."""
-    return {model: of_model(runs, model) for model in dict.fromkeys(run.model for run in runs)}
+    models = dict.fromkeys(run.model for run in runs)
+    return {model: [run for run in runs if run.model == model] for model in models}
 
 
-def comparison(
-    runs: Sequence[Run], names: Mapping[str, str], rows: Mapping[str, tuple[str, float, int]], *, title: str, unit: str
-) -> rich.table.Table:
-    """Return the table that a demo prints: a column for each model; means, and over seeds the standard deviation.
+def comparison(runs: Sequence[Run], rows: Mapping[str, tuple[str, float, int]], *, title: str) -> rich.table.Table:
+    """Return the table that the demo prints: a column for each model; means, and over seeds the standard deviation.
 
     Args:
-        names: {model: title of its column}.
         rows: {title of the row: (metric, factor, decimals)}.
-        unit: "samples" or "tokens".
     """
+    models = by_model(runs)
     seeds = len({run.seed for run in runs})
     spread_note = f"; mean ± standard deviation of {seeds} seeds" if seeds > 1 else ""
-    table = rich.table.Table("", *names.values(), title=title + spread_note)
-    columns = [of_model(runs, model) for model in names]
+    table = rich.table.Table("", *models, title=title + spread_note)
+    columns = list(models.values())
     for row, (key, factor, digits) in rows.items():
         table.add_row(row, *(spread([factor * run.metrics[key] for run in each], digits) for each in columns))
     table.add_section()
     table.add_row("parameters", *(f"{each[0].parameters:,}" for each in columns))
-    table.add_row(f"{unit}/s", *(f"{median(run.speed for run in each):,.0f}" for each in columns))
+    table.add_row("samples/s", *(f"{median(run.speed for run in each):,.0f}" for each in columns))
     table.add_row("seconds", *(f"{mean(run.seconds for run in each):.0f}" for each in columns))
     return table
 
@@ -110,11 +103,11 @@ def results(
     return Table(heads, rows, note, models=list(models))
 
 
-def speed_rows(models: Mapping[str, Sequence[Run]], unit: str) -> list[list[str]]:
-    """Return rows of parameters, speed ("samples" or "tokens" a second) and seconds of training."""
+def speed_rows(models: Mapping[str, Sequence[Run]]) -> list[list[str]]:
+    """Return rows of parameters, speed and seconds of training."""
     return [
         ["parameters", *(f"{runs[0].parameters:,}" for runs in models.values())],
-        [f"{unit}/s in training", *(f"{median(run.speed for run in runs):,.0f}" for runs in models.values())],
+        ["samples/s in training", *(f"{median(run.speed for run in runs):,.0f}" for runs in models.values())],
         ["seconds of training", *(f"{mean(run.seconds for run in runs):,.0f}" for runs in models.values())],
     ]
 

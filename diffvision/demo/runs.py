@@ -96,9 +96,7 @@ def trained(
     planned: Sequence[tuple[str, int]],
     directory: Path,
     *arguments: str,
-    unit: str,
     measure: Measure,
-    processes: int | None = None,
 ) -> list[Run]:
     """Return runs, of which those that are not finished yet are trained and evaluated in processes, several at once.
 
@@ -110,12 +108,9 @@ def trained(
         planned: models' names and seeds.
         directory: the demo's folder.
         arguments: further arguments of `diffvision fit`.
-        unit: "samples" or "tokens", what the speed counts.
         measure: as in `finished_run`; a process must be able to import it.
-        processes: how many run at once; by default as many as there are cores, and four at most.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = processes or min(cores, 4)
     waiting = [run for run in planned if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
     spawn = multiprocessing.get_context("spawn")
     logs = {run: directory / f"{run[0]}-{run[1]}" / LOG for run in waiting}
@@ -125,11 +120,11 @@ def trained(
         percent = 0
         try:
             while waiting or any(process.is_alive() for process in training.values()):
-                while waiting and sum(process.is_alive() for process in training.values()) < processes:
+                while waiting and sum(process.is_alive() for process in training.values()) < min(cores, 4):
                     run = waiting.pop(0)
                     logs[run].parent.mkdir(parents=True, exist_ok=True)
                     logs[run].unlink(missing_ok=True)
-                    finish = partial(finished_run, config, *run, directory, *arguments, unit=unit, measure=measure)
+                    finish = partial(finished_run, config, *run, directory, *arguments, measure=measure)
                     training[run] = spawn.Process(target=_run_logged, args=(finish, logs[run]))
                     training[run].start()
                 time.sleep(0.5)
@@ -147,7 +142,7 @@ def trained(
                     process.terminate()
             for process in training.values():
                 process.join()
-    return [finished_run(config, *run, directory, *arguments, unit=unit, measure=measure) for run in planned]
+    return [finished_run(config, *run, directory, *arguments, measure=measure) for run in planned]
 
 
 def _run_logged(function: Callable[[], Any], log: Path) -> None:
@@ -192,9 +187,7 @@ def _percent(line: str) -> int:
     return int(match[1]) if match else 0
 
 
-def finished_run(
-    config: str, model: str, seed: int, directory: Path, *arguments: str, unit: str, measure: Measure
-) -> Run:
+def finished_run(config: str, model: str, seed: int, directory: Path, *arguments: str, measure: Measure) -> Run:
     """Return a model's run with one seed: as recorded, else resumed or begun, and evaluated.
 
     Args:
@@ -203,7 +196,6 @@ def finished_run(
         seed: of the weights and the order of samples.
         directory: the demo's folder.
         arguments: further arguments of `diffvision fit`.
-        unit: "samples" or "tokens", what the speed counts.
         measure: from the trained LightningModule, its name and the seed to its metrics and what else the report shows.
     """
     root = directory / f"{model}-{seed}"
@@ -221,7 +213,10 @@ def finished_run(
             "shown": shown,
         }
         write_json(file, record)
-    return _read_record(model, seed, root, unit)
+    record = _content(file)
+    curves = read_metrics(root / record["run"])
+    speed = statistics.median(curves["train/samples_per_second"].values)
+    return Run(model, seed, record["parameters"], record["seconds"], speed, record["metrics"], curves, record["shown"])
 
 
 def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence[str]) -> list[str]:
@@ -236,13 +231,6 @@ def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence
         f"--trainer.logger.init_args.save_dir={root}",
         *arguments,
     ]
-
-
-def _read_record(model: str, seed: int, root: Path, unit: str) -> Run:
-    record = _content(root / RECORD)
-    curves = read_metrics(root / record["run"])
-    speed = statistics.median(curves[f"train/{unit}_per_second"].values)
-    return Run(model, seed, record["parameters"], record["seconds"], speed, record["metrics"], curves, record["shown"])
 
 
 def _seconds(speeds: Curve, batch_size: int) -> float:
