@@ -9,7 +9,7 @@ _SYMBOLS = "#%\N{ARABIC PERCENT SIGN}\N{PER MILLE SIGN}&@\N{SECTION SIGN}"  # th
 _QUOTES = "`´"  # that Unicode counts as symbols
 _JOINERS = "\u200c\u200d"  # in words of some scripts, and in emoji
 _MINUS = re.compile(r"(?<![\w.])[-\N{MINUS SIGN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}](?=\.?\d)")
-_NO_POINT = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")
+_FULL_STOP = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")  # a point that is not a number's
 
 
 def words(text: str) -> list[str]:
@@ -19,8 +19,8 @@ def words(text: str) -> list[str]:
     punctuation, white space and how emoji are presented. Combining marks, emoji and symbols count, as do "#", "%", "&",
     "@", a number's sign and its decimal point: "C++" and "C#" are not "C".
     """
-    text = _NO_POINT.sub(" ", _MINUS.sub("\N{MINUS SIGN}", fold(text)))
-    return text.translate(_SPACED).split()
+    text = _FULL_STOP.sub(" ", _MINUS.sub("\N{MINUS SIGN}", fold(text)))
+    return text.translate(_REPLACEMENTS).split()
 
 
 def composed(text: str) -> str:
@@ -39,15 +39,16 @@ def is_punctuation(character: str) -> bool:
     return plain not in _SYMBOLS if kind[0] == "P" else plain in _QUOTES
 
 
-class _Spaced(dict[int, str]):
-    """What `str.translate` puts for a character, looked up once: a separator's space, and symbols as words."""
+class _Replacements(dict[int, str]):
+    """A table for `str.translate` that is filled as characters are looked up."""
 
     def __missing__(self, code: int) -> str:
-        self[code] = _spaced(chr(code))
+        self[code] = _replace(chr(code))
         return self[code]
 
 
-def _spaced(character: str) -> str:
+def _replace(character: str) -> str:
+    """Return a space for a character that separates words, and spaces around a symbol, which is a word by itself."""
     kind, name = unicodedata.category(character), unicodedata.name(character, "")
     if character in (".", *_JOINERS) or name.startswith("TAG "):  # of flags
         return character
@@ -58,4 +59,4 @@ def _spaced(character: str) -> str:
     return character if kind[0] in "LMN" else f" {character} "
 
 
-_SPACED = _Spaced()
+_REPLACEMENTS = _Replacements()

@@ -145,9 +145,11 @@ class Conversation:
     def encode(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation with parts as contents, and whether each is learned.
 
-        The context is that of `read_context`.
+        The ids are those of the processor's `apply_chat_template`, up to white space after the last answer.
 
-        They are those of the processor's `apply_chat_template`, up to white space after the last answer.
+        Args:
+            messages: what `read_row` returns.
+            context: what `read_context` returns.
 
         Raises:
             BadSample: it is longer than `length`, or the template fails.

@@ -34,10 +34,10 @@ _CELLS = 4_000_000  # of one table of draws
 
 @dataclass(frozen=True)
 class Difference:
-    """What a model has more than the first one.
+    """The difference between a model's metric and the first model's.
 
     Attributes:
-        value: the model's metric minus the first one's.
+        value: the model's metric minus the first model's.
         low, high: 95% interval; None where none can be given.
         method: "paired" (over samples), "seeds", or why there is no interval, such as "too few seeds (2 < 3)".
         p: of McNemar's exact test, where every sample is right or wrong and is a unit by itself.

@@ -20,6 +20,7 @@ from diffvision.opening.model import Model
 from diffvision.opening.specs import SUFFIXES, timm_tags
 from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of
 
+_REASON = 200  # characters of a host's error
 _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 # What each host takes. Of other values OpenCLIP says nothing but AssertionError, and timm KeyError.
 _OPEN_CLIP_CHOICES = {
@@ -260,7 +261,7 @@ def _load_state(module: nn.Module, state: dict[str, Tensor], path: Path | None) 
 
 @contextmanager
 def refuse_misfit(path: str | Path | None, model: str) -> Iterator[None]:
-    """Turn what a host raises about a file of weights of another model, errors of many classes, into a ValueError.
+    """Raise a ValueError where a host cannot load a file of weights into a model; hosts raise errors of many classes.
 
     Args:
         path: the file; errors without one, such as those about a tag, stay.
@@ -275,4 +276,4 @@ def refuse_misfit(path: str | Path | None, model: str) -> Iterator[None]:
         reason = " ".join(lines[1:3] or lines)
         if isinstance(error, AttributeError) and "logit_bias" in read_checkpoint(path).state:
             reason = "it has a logit_bias, so set loss to siglip"
-        raise ValueError(f"checkpoint {path} does not fit the model {model}: {reason[:500]}") from error
+        raise ValueError(f"checkpoint {path} does not fit the model {model}: {reason[:_REASON]}") from error

@@ -150,7 +150,7 @@ def _read_dataset(
         cells = list(rows[resolved["label"]])
         if isinstance(feature, datasets.ClassLabel):
             if (row := next((row for row, cell in enumerate(cells) if cell is None or cell < 0), None)) is not None:
-                raise ValueError(f"{source}, row {row} has no label, but {cells[row]}: take such rows out")
+                raise ValueError(f"{source}, row {row} must have a label, got {cells[row]}: remove such rows")
             labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
         else:
             texts = [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]

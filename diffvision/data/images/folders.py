@@ -252,8 +252,9 @@ class ShardEvaluationFolder(EvaluationFolder):
         is_labelled = has_labels and bool(self.classnames or not has_captions)
         if task in ("zero_shot", "retrieval"):
             is_labelled = has_labels if task == "zero_shot" else not has_captions
-        self.task, self._key = "zero_shot", find_label_key(samples)
-        if not is_labelled:
+        if is_labelled:
+            self.task, self._key = "zero_shot", find_label_key(samples)
+        else:
             self.task, self._key = "retrieval", find_caption_key(samples)
         absolute = Path(os.path.abspath(self.path))
         self.name = name or (absolute.parent if is_shard(absolute.name) else absolute).name

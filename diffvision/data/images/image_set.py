@@ -235,7 +235,7 @@ class ImageSet(SampleSource):
 
 
 class CaptionedImages(ImageSet):
-    """An `ImageSet` whose samples have their captions, each on its own, in the member `key`: `txt` or `json:FIELD`."""
+    """An `ImageSet` whose samples have all their captions in one member: a line each of `txt`, or `json:FIELD`."""
 
     def __init__(self, images: ImageCollection, key: str) -> None:
         super().__init__(images)

@@ -93,8 +93,8 @@ def read_label(cell: Any, where: str) -> str:
     value = cell.item() if isinstance(cell, np.generic) else cell
     text = composed(str(value).strip())
     if not isinstance(value, str | int | float) or is_blank(text) or is_missing(text) or _parse_list(text):
-        rename = "" if is_blank(text) else ", or rename the class if it is one"
-        raise ValueError(f"{where} has no label, but {cell!r:.40}: write one, take the row out{rename}")
+        rename = "" if is_blank(text) else ", or rename the class"
+        raise ValueError(f"{where} must have a label, got {cell!r:.40}: write one, remove the row{rename}")
     return text
 
 

@@ -335,7 +335,10 @@ def read_context(record: Any) -> dict[str, Any]:
     """
     row = record if isinstance(record, dict) else {}
     given = {key: row[key] for key in CONTEXT if row.get(key)}
-    context = {key: _record(value) if isinstance(value, str) else value for key, value in given.items()}
+    try:
+        context = {key: json.loads(value) if isinstance(value, str) else value for key, value in given.items()}
+    except (ValueError, RecursionError):
+        raise BadSample(f"{' or '.join(given)} in a row, which is not JSON") from None
     settings = context.pop(_SETTINGS, None) or {}
     if not isinstance(settings, dict):
         raise BadSample(f"{_SETTINGS} is not a JSON object")

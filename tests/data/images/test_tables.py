@@ -106,20 +106,20 @@ def test_a_missing_label_is_refused(table, cell, ending):
     if ending == "parquet" and isinstance(cell, float | list | dict):
         pytest.skip("a column has one type")
     path = table([{"file": "1.png", "label": "cat"}, {"file": "2.png", "label": cell}], ending)
-    with pytest.raises(ValueError, match="has no label"):
+    with pytest.raises(ValueError, match="must have a label"):
         find_images(path)
 
 
 def test_a_missing_label_in_a_csv_or_of_a_number_is_refused(table):
-    with pytest.raises(ValueError, match="line 3 has no label"):
+    with pytest.raises(ValueError, match="line 3 must have a label"):
         find_images(table("file,label\n1.png,0\n2.png,nan\n"))
-    with pytest.raises(ValueError, match="row 1 has no label"):
+    with pytest.raises(ValueError, match="row 1 must have a label"):
         find_images(table([{"file": "1.png", "label": 1.0}, {"file": "2.png", "label": None}], "parquet"))
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"file": datasets.Value("string"), "label": datasets.ClassLabel(names=["cat", "dog"])})
     rows = datasets.Dataset.from_dict({"file": ["1.png", "2.png"], "label": [1, -1]}, features=features)
     rows.to_parquet(str(table("", "csv").with_suffix(".parquet")))
-    with pytest.raises(ValueError, match="row 1 has no label"):
+    with pytest.raises(ValueError, match="row 1 must have a label"):
         find_images(table("", "csv").with_suffix(".parquet"))
 
 

@@ -252,7 +252,7 @@ def test_a_system_beside_messages_is_the_first_message():
     ("row", "reason"),
     [
         ("{", "damaged JSON"),
-        ('{"prompt": "a", "response": "b", "tools": "[{"}', "damaged JSON"),
+        ('{"prompt": "a", "response": "b", "tools": "[{"}', "tools in a row, which is not JSON"),
         ('{"messages": [{"role": "user", "content": null}]}', "a message whose role or content is not text"),
         ('{"messages": [{"role": "user", "content": null, "tool_calls": []}]}', "a message whose role or content"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
