@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class ImageCollection:
         """A digest of names, captions and labels, wherever the source lies."""
         digest = hashlib.sha256()
         for part in (self.names, self.captions, None if self.labels is None else self.labels.tolist(), self.classnames):
-            digest.update(json.dumps(part).encode())
+            digest.update(json.dumps(None if part is None else list(part)).encode())
         return digest.hexdigest()[:16]
 
     def by_image(self) -> ImageCollection:
@@ -102,7 +102,7 @@ class ImageCollection:
         """
         rows: dict[Hashable, list[int]] = {}
         for row, key in enumerate(self.read.keys(by_content=self.labels is None)):
-            is_usable = self.captions is None or _is_usable(self.captions[row])
+            is_usable = self.captions is None or _is_usable(self.captions, row)
             rows.setdefault((key,) if is_usable else row, []).append(row)
         if len(rows) == len(self):
             return self
@@ -116,7 +116,7 @@ class ImageCollection:
                     raise ValueError(f"{self.source}: {self.names[other]} must have one label, got {several}")
             labels = labels[first]
         if captions is not None:
-            captions = [tuple(caption for row in of_image for caption in captions[row]) for of_image in rows.values()]
+            captions = MergedCaptions(captions, [*rows.values()])
         names = [self.names[row] for row in first]
         return replace(self, names=names, read=SelectedRows(self.read, first), captions=captions, labels=labels)
 
@@ -141,12 +141,25 @@ def _encode(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-def _is_usable(captions: Captions) -> bool:
-    """Return whether evaluation can read captions, of which at least one must not be blank."""
+def _is_usable(captions: Sequence[Captions], row: int) -> bool:
+    """Return whether evaluation can read the captions of a row, of which at least one must not be blank."""
     try:
-        return bool([clean_caption(caption) for caption in captions if not is_blank(caption)])
+        return bool([clean_caption(caption) for caption in captions[row] if not is_blank(caption)])
     except BadSample:
         return False
+
+
+class MergedCaptions(Sequence):
+    """The captions of several rows of each image together; to read some may raise `BadSample`."""
+
+    def __init__(self, captions: Sequence[Captions], rows: Sequence[Sequence[int]]) -> None:
+        self.captions, self.rows = captions, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, image: Any) -> Any:
+        return tuple(caption for row in self.rows[image] for caption in self.captions[row])
 
 
 class SelectedRows:

@@ -127,15 +127,17 @@ def make_folder(
         per_shard: samples per shard.
         num_workers: processes.
     """
-    if captions is None and columns is None and is_shard_source(source):
+    is_shards = captions is None and columns is None and is_shard_source(source)
+    if is_shards:
         images = _read_shards(source, split or "train")
     else:
         images = find_images(source, split, table=captions, columns=columns)
-        images = images if images.captions is None else images.by_image()
     if words is not None or max_repeats is not None:
         if images.captions is None:
             raise ValueError(f"{images.source} has no captions: leave words and max_repeats out")
         images = replace(images, captions=FilteredCaptions(images.captions, words, max_repeats))
+    if images.captions is not None and not is_shards:
+        images = images.by_image()
     packed = pack(images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers)
     summary = f"{packed.summary()}\n  of {images.described}"
     if packed.several:

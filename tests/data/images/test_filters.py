@@ -72,6 +72,17 @@ def test_an_image_keeps_its_captions_if_one_passes(tmp_path):
     assert "caption_key json:caption" in summary
 
 
+def test_rows_of_an_image_are_filtered_each(tmp_path):
+    for n in range(2):
+        (tmp_path / f"{n}.png").write_bytes(Corpus.png(n))
+    rows = ["0.png,cat", "0.png,a big cat", "1.png,A big cat!", "1.png,a red dog", "1.png,a dog"]
+    (tmp_path / "captions.csv").write_text("\n".join(["file,caption", *rows]))
+    summary = make_folder(tmp_path / "out", tmp_path, num_workers=1, words=[2, 9], max_repeats=1)
+    assert kept(tmp_path / "out") == ["a big cat", "a red dog\na dog"]
+    assert "1 x caption too short" in summary
+    assert "1 x caption repeated" in summary
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"words": [5, 2]}, {"words": [5]}, {"words": [-1, 2]}, {"max_repeats": 0}],
