@@ -155,7 +155,7 @@ def measure(setting: Setting, name: str, args: argparse.Namespace) -> None:
     about = {"role": role, "parameters": sum(p.numel() for p in model.parameters())}
     for mode in missing(results, setting, name):
         if mode == "compiled":
-            given = {"backend": "eager"} if args.quick else {"options": inductor_options()}
+            given: dict[str, Any] = {"backend": "eager"} if args.quick else {"options": inductor_options()}
             loss = torch.compile(loss, fullgraph=True, dynamic=False, **given)  # as `fit` compiles a model
         step = training_step(model, loss, args)
         results[mode] = dict(about)
