@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from torch import device
-
-    from diffvision.evaluation.cache import Cache
+from typing import Any, Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What a model computes in."""
@@ -81,7 +76,7 @@ class InferenceSettings:
 
     batch_size: int = 64
     num_workers: int = 0
-    device: device | str | None = None
+    device: Any = None  # a torch.device or its name; jsonargparse would import torch for the type
     precision: Precision = "fp32"
     progress: Callable[[Any, str], Iterable] | None = None
-    cache: Cache | None = None
+    cache: Any = None  # a `Cache`
