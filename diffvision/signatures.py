@@ -15,7 +15,6 @@ _PLAIN = (bool, int, float, str, dict, list, tuple, Path, NoneType)
 _TYPES = {kind.__name__: kind for kind in (*_PLAIN, Iterable, Mapping, Sequence)} | {
     name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional", "Tuple", "Union")
 }
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
