@@ -142,7 +142,7 @@ def test_compiles_whole_and_exports(backend):
 def test_sdpa_never_takes_the_math_path_on_a_cpu_without_dropout():
     """Unequal sizes would: the profile names the kernel that ran."""
     q, k, v, lam = (t.detach().float() for t in tensors(m=33, n=33))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         diff_attention(q, k, v, lam, causal=True, backend="sdpa")
     names = {event.name for event in profile.events()}
     assert any("flash_attention_for_cpu" in name for name in names)
@@ -182,7 +182,7 @@ def test_a_backend_of_an_earlier_version_is_refused_with_another(name):
 def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():
     q, k, v, lam = tensors()
     with attention_backend("blocked"):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             diff_attention(q, k, v, lam)
         assert "diffvision::diff_attention_blocked" in {event.name for event in profile.events()}
         with pytest.raises(ValueError, match="'blocked' cannot take this call"):

@@ -126,7 +126,8 @@ def test_calls_prepared_for_a_card_are_the_formula_s(monkeypatch, capability, ke
             torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
 
 
-def test_cudnn_is_disabled_for_a_call_alone_and_stays_off_where_it_was(calls):
+def test_cudnn_is_disabled_for_a_call_alone_and_stays_off_where_it_was(calls, monkeypatch):
+    monkeypatch.setattr(sdpa, "_VERSION", (2, 11))  # from which on its gradients under a mask may be NaN
     q, mask = heads(4, 9, 16).requires_grad_(), torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda")
     softmax_attention(q, q, q, mask=mask)
     softmax_attention(q, q, q)

@@ -106,7 +106,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 def check_finite(state: Mapping[str, Tensor], what: str) -> None:
     """Raise a ValueError if a state_dict holds numbers that are not finite."""
-    if wrong := [name for name, value in state.items() if value.is_floating_point() and not value.isfinite().all()]:
+    floating = {name: value for name, value in state.items() if value.is_floating_point()}
+    # torch 2.10 has no isfinite of eight-bit numbers
+    if wrong := [n for n, v in floating.items() if not (v.float() if v.itemsize == 1 else v).isfinite().all()]:
         raise ValueError(
             f"{len(wrong)} tensors of {what} are not finite, first {wrong[0]} ({state[wrong[0]].dtype}): save the "
             "weights in float32, or take an earlier checkpoint"
