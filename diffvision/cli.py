@@ -1,7 +1,7 @@
 """The command line. The arguments, types and help of a command come from the signature of its function.
 
-The modules of `COMMANDS` import PyTorch, timm and the like inside their functions, so that help and mistakes
-are answered at once. `fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
+The modules of `COMMANDS` import PyTorch, timm and the like inside their functions, so that help is answered at once.
+`fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
 """
 
 import importlib
@@ -10,9 +10,8 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
-
-from diffvision.signatures import parameter_types
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
 
 
 class Command(NamedTuple):
@@ -79,13 +78,15 @@ TABLES = (
 
 GROUPS = ("data",)  # first words of commands of two
 SEVERAL = ("model", "models", "runs")  # names of first arguments that may be several
+PATHS = ("data", "runs", "source", "images", "image", "demonstrations", "queries", "prompts")
+"""Arguments that take files or folders."""
 LEAST = {
     **dict.fromkeys(
         ("batch_size", "copies", "documents", "evaluated", "max_tokens", "per_shard", "steps", "tokens"), 1
     ),
     **dict.fromkeys(("num_workers", "rounds", "seed"), 0),
 }
-"""A parameter of a command -> its least value."""
+"""An argument -> its least value."""
 MAKE = "data make"
 JSON = "--json"
 TRAINER_COMMANDS = {
@@ -123,16 +124,15 @@ def main(argv: list[str] | None = None) -> int:
 def _make(argv: list[str]) -> int:
     from textwrap import fill
 
-    from diffvision.data.datasets import datasets
-    from diffvision.mistakes import see_help
-    from diffvision.signatures import read_signature
+    from diffvision.data.datasets import datasets, read_interface
+    from diffvision.errors import see_help
 
     if argv and argv[0] not in ("-h", "--help"):
         return _run_and_report(lambda: _command(f"{MAKE} {argv[0]}", argv[1:]))
     if argv:
         print(f"usage: diffvision {MAKE} DATASET DIRECTORY [options]\n")
         for name, function in datasets().items():
-            summary, *_ = read_signature(function)[1].splitlines() or [""]
+            summary, *_ = (inspect.getdoc(read_interface(function)) or "").splitlines() or [""]
             print(fill(f"  {name:<15} {summary}", 80, subsequent_indent=" " * 18))
         return 0
     print(f"diffvision: error: {see_help(f'{MAKE} needs a dataset', f'diffvision {MAKE}')}", file=sys.stderr)
@@ -140,8 +140,13 @@ def _make(argv: list[str]) -> int:
 
 
 def _train(argv: list[str]) -> int:
+    from diffvision.errors import see_help
     from diffvision.training.recipes import resolve_recipes
 
+    if len(argv) == 1:
+        text = f"{argv[0]} needs a recipe, such as --config clip/debug.yaml, or a class, as --model ContrastiveModule"
+        print(f"diffvision: error: {see_help(text, f'diffvision {argv[0]}')}", file=sys.stderr)
+        return 2
     try:
         argv = resolve_recipes(argv)
     except (ValueError, OSError) as error:
@@ -167,7 +172,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _no_command(name: str) -> int:
-    from diffvision.mistakes import did_you_mean, see_help
+    from diffvision.errors import did_you_mean, see_help
 
     group, _, word = name.partition(" ")
     inside = [other for other in COMMANDS if other.startswith(f"{group} ")]
@@ -188,7 +193,7 @@ def _command(name: str, args: list[str]) -> Any:
     """Parse the arguments by the signature of a command's function, and call it."""
     from jsonargparse import auto_cli
 
-    from diffvision.allow import Parser, limit_imports
+    from diffvision.allowlist import Parser, limit_imports
     from diffvision.tables import as_json
 
     command = function_of(name)
@@ -199,7 +204,7 @@ def _command(name: str, args: list[str]) -> Any:
     args = _models_first(name, command, args)
     about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
     with output, limit_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(_with_types(command), args=limited, as_positional=True, **about)
+        return auto_cli(_checked(command), args=limited, as_positional=True, **about)
 
 
 def command_names() -> list[str]:
@@ -220,22 +225,27 @@ def function_of(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _with_types(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command's function that checks its numbers, with the signature that jsonargparse reads.
+def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command's function that checks paths and numbers first, with the signature that jsonargparse reads.
 
     From the function itself jsonargparse would read the type of the result too, and import PyTorch for it.
     """
 
     def checked(**values: Any) -> Any:
-        for name in values.keys() & LEAST.keys():
+        from diffvision.data.datasets import check_paths
+
+        for name in LEAST.keys() & values.keys():
             if values[name] is not None and values[name] < LEAST[name]:
                 raise ValueError(f"{name} must be at least {LEAST[name]}, got {values[name]}")
+        check_paths({name: values[name] for name in PATHS if name in values})
         return command(**values)
 
-    checked.__doc__, checked.__annotations__ = command.__doc__, parameter_types(command)
     signature = inspect.signature(command)
-    typed = [one.replace(annotation=checked.__annotations__[one.name]) for one in signature.parameters.values()]
-    vars(checked)["__signature__"] = signature.replace(parameters=typed, return_annotation=signature.empty)
+    hints = {one.name: one.annotation for one in signature.parameters.values()}
+    types = get_type_hints(SimpleNamespace(__annotations__=hints), getattr(command, "__globals__", None))
+    parameters = [one.replace(annotation=types[one.name]) for one in signature.parameters.values()]
+    checked.__doc__, checked.__annotations__ = command.__doc__, types
+    vars(checked)["__signature__"] = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return checked
 
 
@@ -293,7 +303,7 @@ def _one_text(value: str) -> str:
 def _run_and_report(call: Callable[[], Any]) -> int:
     """Run a command and return its exit status; bad input and Ctrl-C are one line instead of a traceback."""
     from diffvision.data.shards.report import BadDataError
-    from diffvision.mistakes import Mistake
+    from diffvision.errors import Mistake
 
     try:
         result = call()

@@ -178,17 +178,15 @@ def check_versions(packages: Mapping[str, Need], installed: Mapping[str, str | N
 
 
 def check_private_names() -> list[Finding]:
-    """Return a finding for each package, of Lightning and jsonargparse, that lacks private names that `fit` needs."""
+    """Return a finding if the installed Lightning lacks private names that `fit` needs."""
     try:
-        from diffvision import jsonargparse_internals
         from diffvision.training.fault_tolerance import lightning_internals
     except ImportError:
-        return []  # one of them is not installed, which `check_versions` reports
-    return [
-        Finding(True, f"{name} lacks {', '.join(lacking)}: `diffvision fit` refuses; install {name}{internals.TESTED}")
-        for name, internals in (("lightning", lightning_internals), ("jsonargparse", jsonargparse_internals))
-        if (lacking := internals.missing())
-    ]
+        return []  # it is not installed, which `check_versions` reports
+    if not (lacking := lightning_internals.missing()):
+        return []
+    remedy = f"`diffvision fit` refuses; install lightning{lightning_internals.TESTED}"
+    return [Finding(True, f"lightning lacks {', '.join(lacking)}: {remedy}")]
 
 
 def doctor() -> int:

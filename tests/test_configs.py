@@ -61,7 +61,6 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     words = command(path)
     assert str(path) in words
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffvision.training.fit.PATHS", ())  # the data are not there
     with torch.device("meta"):
         # fp32 on a CPU, which is all that there is here
         pretrained = (

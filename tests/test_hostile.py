@@ -240,7 +240,7 @@ def test_allow_adds_a_prefix_for_that_command_alone(module, shards, trace, capsy
         sys.modules.pop(module)
     refused(run_of(shards, f"--trainer.callbacks={module}.Watcher"), capsys, "--allow stranger_module")
     for wrong in ("*", "", "no-name", "jsonargparse"):
-        with pytest.raises(ValueError, match="--allow is"):
+        with pytest.raises(ValueError, match="--allow must be"):
             fit([*run_of(shards), f"--allow={wrong}"])
 
 

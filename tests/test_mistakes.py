@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from diffvision import cli
-from diffvision.mistakes import did_you_mean, nearest
+from diffvision.errors import did_you_mean, nearest
 
 CLIP = (
     "--model ContrastiveModule --model.model CLIP-debug --data ImageTextData --data.train . --data.batch_size 2 "
@@ -28,7 +28,7 @@ MISTAKES = [
     ("data check x --num_wokers 3", "--num_workers"),
     ("data check x --workers 3", "--num_workers"),
     ("data tokenizer x y --vocab_sise 3", "--vocab_size"),
-    ("data tokenize x y --tokenizer z", "source directory tokenizer"),
+    ("data tokenize x y --tokenizer z", "--tokenizer"),
     ("evaluate CLIP-debug --data x --batchsize 3", "--batch_size"),
     ("evaluate CLIP-debug --data x --options.recal_k [1]", "--options.recall_k"),
     ("evaluate-language x --task needle", "--tasks"),
@@ -45,15 +45,15 @@ MISTAKES = [
     ("fit --confg x", "--config"),
     ("validate RECIPE --ckptpath x", "--ckpt_path"),
     # wrong values
-    ("demo --seeds two", "seeds is 'two'"),
-    ("data make digits out --copies x", "copies is 'x'"),
+    ("demo --seeds two", "seeds must be int, got 'two'"),
+    ("data make digits out --copies x", "copies must be int, got 'x'"),
     ("data make digit out", "digits"),
     ("convert x out --to opnclip", "openclip?"),
-    ("adapt x out --method v3", "v2, dex, v1"),
+    ("adapt x out --method v3", "v2, dex or v1"),
     ("export x out --to onx", "onnx?"),
-    ("evaluate CLIP-debug --data x --precision fp8", "fp32, bf16, fp16"),
-    ("evaluate CLIP-debug --data x --batch_size many", "batch_size is 'many'"),
-    ("generate x --prompt hi --temperature warm", "temperature is 'warm'"),
+    ("evaluate CLIP-debug --data x --precision fp8", "fp32, bf16 or fp16"),
+    ("evaluate CLIP-debug --data x --batch_size many", "batch_size must be int, got 'many'"),
+    ("generate x --prompt hi --temperature warm", "temperature must be float, got 'warm'"),
     ("models --filter diff_vit_bse", "diff_vit_base"),
     ("fit CLIP --trainer.precision 17", "bf16-mixed"),
     ("fit CLIP --trainer.precision bf16-mxed", "bf16-mixed?"),
@@ -62,13 +62,13 @@ MISTAKES = [
     ("fit CLIP --trainer.strategy ddpp", "ddp?"),
     ("fit CLIP --trainer.strategy DDPStrateg", "DDPStrategy?"),
     ("fit CLIP --trainer.devices x", "trainer.devices"),
-    ("fit CLIP --trainer.max_epochs many", "trainer.max_epochs is 'many'"),
-    ("fit CLIP --seed_everything x", "seed_everything is 'x'"),
-    ("fit CLIP --resume maybe", "auto, must, never"),
+    ("fit CLIP --trainer.max_epochs many", "trainer.max_epochs must be int or null, got 'many'"),
+    ("fit CLIP --seed_everything x", "seed_everything must be true, false or int, got 'x'"),
+    ("fit CLIP --resume maybe", "auto, must or never"),
     ("fit CLIP --model.loss siglap", "siglip?"),
     # classes and their settings
     ("fit --model ContrastivModule --data ImageTextData", "ContrastiveModule?"),
-    ("fit --model diffvision.training.ContrastivModule --data ImageTextData", "ContrastiveModule?"),
+    ("fit --model diffvision.training.ContrastivModule --data ImageTextData", "no attribute 'ContrastivModule'"),
     ("fit --model ContrastiveModule --data ImageTextDat", "ImageTextData?"),
     ("fit --model.lr 3", "ContrastiveModule"),
     ("fit CLIP --model.modle x", "model?"),
@@ -80,8 +80,15 @@ MISTAKES = [
     ("fit CLIP --trainer.logger CSVLoger", "CSVLogger?"),
     ("fit CLIP --trainer.logger CSVLogger --trainer.logger.save_dri x", "save_dir?"),
     ("fit CLIP --model.model DiffCLIP-ViT-B16", "DiffCLIP-ViT-B-16"),
+    ("fit CLIP --lr 1", "--model.optimizer.lr?"),
+    ("fit CLIP --model.lr 1", "optimizer.lr?"),
+    ("fit CLIP --model.optimizer.lr fast", "model.optimizer.lr must be float, got 'fast'"),
+    ("fit CLIP --model CLIP-debug", "--model.model CLIP-debug"),
+    ("fit CLIP --data photos", "--data.train photos"),
+    ("fit CLIP --model {class_path:[[", "model must be"),
+    ("fit CLIP --config many.yaml", "trainer.max_epochs must be int or null, got 'many'"),
     # missing values
-    ("fit CLIP --data.train", "--data"),
+    ("fit CLIP --data.train", "--data: expected one argument"),
     ("evaluate CLIP-debug --data", "expected one argument"),
     ("data", "make, check"),
     ("data make digits", "directory"),
@@ -95,7 +102,7 @@ MISTAKES = [
     ("fit --config empty.yaml", "empty.yaml is empty"),
     ("fit --config broken.yaml", "broken.yaml, line 3"),
     ("fit --config list.yaml", "list.yaml"),
-    ("fit --config misspelt.yaml", "max_epocs"),
+    ("fit --config misspelt.yaml", "did you mean --trainer.max_epochs?"),
     ("fit --config class.yaml", "StepGuard?"),
     ("evaluate-language x --tasks needle --options nope.yaml", "no configuration file nope.yaml"),
     # inputs, which are checked before a model is loaded
@@ -107,19 +114,20 @@ MISTAKES = [
     ("inspect last.ckpt --output new --image nope.jpg", "nope.jpg"),
     ("evaluate-language nowhere.ckpt --tasks perplexity --data nothing.txt", "nothing.txt"),
     ("evaluate-language diff-debug nowhere.ckpt --tasks perplexity --data words.txt", "nowhere.ckpt"),
-    # classes that were moved
-    ("fit --data diffvision.data.modules.ImageTextData", "did you mean diffvision.data.ImageTextData?"),
-    ("fit CLIP --trainer.callbacks+=diffvision.training.finite.StepGuard", "mean diffvision.training.StepGuard?"),
-    (
-        "fit CLIP --trainer.callbacks+=diffvision.training.preemption.Preemption",
-        "training.fault_tolerance.preemption.Preemption?",
-    ),
-    ("fit CLIP --config moved.yaml", "did you mean diffvision.training.StepGuard?"),
     # models and their preprocessing
     ("evaluate CLIP-debug --data photos --preprocess.mean 3", "preprocess.mean is 3: give three numbers"),
     ("evaluate CLIP-debug --data photos --preprocess.interpolation x", "choose one of bicubic, bilinear, random"),
     ("evaluate diff_vit_debug --data photos --preprocess.interpolation x", "nearest, box, hamming, lanczos"),
     ("evaluate CLIP-debug --data nowhere", "nowhere"),
+    ("evaluate CLIP-debug --data photos --batch_size 0", "batch_size must be at least 1, got 0"),
+    ("evaluate CLIP-debug --data photos --tasks zeroshot", "zero_shot"),
+    ("evaluate CLIP-debug --data photos --device cudda", "cudda"),
+    ("evaluate-language diff-debug --tasks bogus", "bogus"),
+    ("compare CLIP-debug nomodel --data photos", "nomodel"),
+    ("inspect CLIP-debug --versus nomodel --output new", "nomodel"),
+    ("data make digits out --copies 0", "copies must be at least 1, got 0"),
+    ("data make digits out --seed -1", "seed must be at least 0, got -1"),
+    ("fit --config clip/debug.yaml", "diffvision data make digits data/digits"),
     ("evaluate CLIP-debg --data photos", "CLIP-debug"),
     ("data check nowhere", "nowhere"),
     ("data make folder out --source nowhere", "nowhere"),
@@ -140,8 +148,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("model:\n  class_path: ContrastiveModule\n init_args: [\n")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "misspelt.yaml").write_text("trainer:\n  max_epocs: 3\n")
+    (tmp_path / "many.yaml").write_text("trainer:\n  max_epochs: many\n")
     (tmp_path / "class.yaml").write_text("trainer:\n  callbacks:\n  - class_path: StepGaurd\n")
-    (tmp_path / "moved.yaml").write_text("trainer:\n  callbacks:\n  - diffvision.training.checkpoints.StepGuard\n")
     (tmp_path / "words.txt").write_text("some words\n")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.datasets import datasets
+from diffvision.data.datasets import find_dataset, read_interface
 from diffvision.data.shards.sample import BadSource
-from diffvision.mistakes import did_you_mean
 from diffvision.progress import track
-from diffvision.signatures import read_signature
 from diffvision.tables import show
 
 __all__ = ["check", "make", "tokenize", "tokenizer", "write_manifest"]
@@ -49,23 +47,14 @@ def _function(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def find_dataset(name: str) -> str:
-    """Return "module:function" of a dataset; raise ValueError where there is none of that name."""
-    every = datasets()
-    if name not in every:
-        raise ValueError(f"no dataset is called {name!r}: choose one of {', '.join(every)}{did_you_mean(name, every)}")
-    return every[name]
-
-
 def make_command(name: str) -> Callable[..., int]:
     """Return `make` of one dataset, with the signature and the help of its function, whose module is not imported."""
 
     def command(directory: str | Path, **options: Any) -> int:
         return make(name, directory, **options)
 
-    signature, command.__doc__ = read_signature(find_dataset(name))
-    command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
-    vars(command)["__signature__"] = signature
+    interface = read_interface(find_dataset(name))
+    command.__doc__, vars(command)["__wrapped__"] = interface.__doc__, interface  # which `inspect.signature` follows
     return command
 
 

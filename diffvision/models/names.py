@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from diffvision.mistakes import nearest
+from diffvision.errors import nearest
 
 TABLE = Path(__file__).with_name("parameters.json")
 

@@ -21,7 +21,7 @@ def models(filter: str = "*") -> None:
     """
     from rich.table import Table
 
-    from diffvision.mistakes import nearest
+    from diffvision.errors import nearest
     from diffvision.tables import show
 
     counts = recorded()

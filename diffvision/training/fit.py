@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import logging
 import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from jsonargparse import Namespace
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -25,16 +25,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
-from diffvision import jsonargparse_internals
-from diffvision.allow import Refusing, limit_imports
+from diffvision.allowlist import Refusing, limit_imports
 from diffvision.analysis.curves import METRICS
 
 # Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.conversations import VisionLanguageData  # noqa: F401
-from diffvision.data.datasets import missing_data
+from diffvision.data.datasets import check_paths
 from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
-from diffvision.mistakes import did_you_mean, is_missing
+from diffvision.errors import did_you_mean, settings_of
 from diffvision.models.files import refuse_urls
 from diffvision.models.threads import few_threads
 from diffvision.training.callbacks import (  # noqa: F401
@@ -59,7 +58,6 @@ from diffvision.training.fault_tolerance import (
 )
 from diffvision.training.language import LanguageModule  # noqa: F401
 from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
-from diffvision.training.optim import OptimizerSettings
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, make_table
@@ -67,7 +65,6 @@ from diffvision.training.vision_language import VisionLanguageModule  # noqa: F4
 
 HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
-PATHS = ("train", "evaluations", "evaluation")  # settings of data that take files and folders
 RUNS = "runs"
 TRAINER_DEFAULTS = {
     "default_root_dir": RUNS,
@@ -84,6 +81,7 @@ CLASSES = {
     "trainer.strategy": Strategy,
 }
 """A setting that takes a class -> the base of such classes, so that a mistake is answered with the nearest name."""
+MEANT = {"model": "a model's name write --model.model", "data": "files write --data.train"}
 # Numbers that Lightning takes and that divide by zero, climb the gradient or train nothing -> which are possible.
 POSITIVE, LENGTH = "it must be 1 or more", "it must be 1 or more, or -1 for no limit"
 NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -108,6 +106,17 @@ LOGGERS = (
 )
 
 
+_load_yaml = get_loader("yaml")
+
+
+def _read_yaml(text: str) -> Any:
+    """Return the content of YAML; jsonargparse passes `null` on to a class's settings as Python writes it."""
+    return None if text == "None" else _load_yaml(text)
+
+
+set_loader("yaml", _read_yaml, exceptions=(yaml.YAMLError,))
+
+
 class Parser(Refusing, LightningArgumentParser):
     """Lightning's parser, which answers a mistake in one line.
 
@@ -118,19 +127,26 @@ class Parser(Refusing, LightningArgumentParser):
     def instantiate_classes(self, cfg: Any, **settings: Any) -> Any:
         return super().instantiate_classes(_in_root(cfg), **settings)
 
+    def shorten(self, message: str, options: Sequence[str]) -> str:
+        """Return a message as one line, with the setting that was meant where a name or a path is given for a class."""
+        text = super().shorten(message, options)
+        given = re.fullmatch("(model|data) must be the name of a class .*, got '(.+)'", text)
+        return text if given is None else f"{text}: for {MEANT[given[1]]} {given[2]}"
+
+    def options(self) -> list[str]:
+        """Return the options of the parser, and the settings of our modules and data, the most common first."""
+        ours = Counter(
+            f"--{owner}.{name}"
+            for owner in MEANT
+            for cls in _subclasses(CLASSES[owner])
+            if cls.__module__.startswith("diffvision.")
+            for name in settings_of(cls)
+        )
+        return [*super().options(), *(name for name, _ in ours.most_common())]
+
     def classes(self, setting: str) -> set[str]:
         base = CLASSES.get(setting)
         return set() if base is None else {cls.__name__ for cls in _subclasses(base)}
-
-    def settings(self) -> list[str]:
-        """Return the options of our modules and their data, which are named for a mistyped one."""
-        ours = [
-            f"--{owner}.{name}"
-            for owner in ("model", "data")
-            for cls in _subclasses(CLASSES[owner])
-            for name in (inspect.signature(cls).parameters if cls.__module__.startswith("diffvision.") else ())
-        ]
-        return ours + [f"--model.optimizer.{one.name}" for one in dataclasses.fields(OptimizerSettings)]
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
@@ -160,7 +176,6 @@ class FitCLI(LightningCLI):
     def __init__(self, args: list[str] | None = None, run: bool = True, callbacks: Sequence[pl.Callback] = ()) -> None:
         self.more_callbacks = list(callbacks)
         lightning_internals.require()
-        jsonargparse_internals.require()
         arguments = sys.argv[1:] if args is None else args
         with limit_imports(arguments) as limited, silence_lightning(), ExitStack() as self.stack:
             super().__init__(
@@ -199,13 +214,11 @@ class FitCLI(LightningCLI):
             self.ckpt_path, settings["ckpt_path"] = settings["ckpt_path"], None
 
     def before_instantiate_classes(self) -> None:
-        """Refuse impossible numbers and missing data, and take num_classes from the data where it is left open."""
+        """Refuse impossible numbers, and take num_classes from the data where it is left open."""
         settings = self.config[self.subcommand] if self.subcommand else self.config
         if self.subcommand:
             settings["ckpt_path"] = self.ckpt_path
         _refuse_numbers(settings["trainer"])
-        if self.subcommand == "fit":
-            _refuse_missing(settings.get("data"))
         self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
         if self.counted is not None and (classes := self.counted.count_classes()) is not None:
             settings["model"]["init_args"]["num_classes"] = classes
@@ -244,7 +257,9 @@ class FitCLI(LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Refuse what the module would refuse, before the run has a directory."""
+        """Refuse data that are not there, and what the module would refuse, before the run has a directory."""
+        given = (self.config["fit"].get("data") or {}).get("init_args") or {}
+        check_paths({f"data.{name}": given.get(name) for name in ("train", "evaluations", "evaluation")})
         if isinstance(self.model, TrainingModule):
             callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
             with warnings.catch_warnings():
@@ -344,15 +359,6 @@ def _refuse_numbers(settings: Any) -> None:
         value = settings.get(name)
         if isinstance(value, int | float) and not is_possible(value):
             raise ValueError(f"trainer.{name} is {value}: {remedy}")
-
-
-def _refuse_missing(data: Any) -> None:
-    """Raise a FileNotFoundError for data that are not there, if they are given as the path of a file or folder."""
-    for name in PATHS:
-        value = None if data is None else data["init_args"].get(name)
-        for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, str) and is_missing(path):
-                raise missing_data(f"data.{name}", path)
 
 
 def _load_tensors_only(config: Any) -> None:

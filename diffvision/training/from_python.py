@@ -95,9 +95,8 @@ def fit(
         owner = name if name in _TOP or "." in name else f"trainer.{name}"
         words += options({owner: value})
     words += [f"--allow={prefix}" for prefix in allow]
-    from diffvision.training.fit import fit as run_command
-
     args = resolve_recipes(["fit", *words])
+    from diffvision.training.fit import fit as run_command
 
     try:
         done = run_command(args, callbacks)

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from diffvision.mistakes import did_you_mean
+from diffvision.errors import did_you_mean
 from diffvision.training.sharding import find_blocks
 
 FUSED = ("cpu", "cuda")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from diffvision.mistakes import nearest
+from diffvision.errors import nearest
 
 _PACKAGE = Path(__file__).parent.parent
 _MAX_LEVELS = 100  # of a YAML file

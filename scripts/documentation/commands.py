@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import auto_cli, capture_parser
 
-from diffvision.allow import Parser
+from diffvision.allowlist import Parser
 from diffvision.cli import COMMANDS, MAKE, RUN, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
 from diffvision.training.fit import FitCLI
 

@@ -13,7 +13,7 @@ from torch import nn
 from diffvision.cli import main
 from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
-from diffvision.mistakes import Mistake
+from diffvision.errors import Mistake
 from diffvision.models.threads import VARIABLES, few_threads
 from diffvision.models.threads import _say as say
 from diffvision.training.clip import ContrastiveModule

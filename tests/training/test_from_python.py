@@ -11,7 +11,7 @@ import diffvision
 from diffvision.data.datasets.digits import png
 from diffvision.data.images.module import ImageLabelData
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
-from diffvision.mistakes import Mistake
+from diffvision.errors import Mistake
 from diffvision.training import fit as command
 from diffvision.training.from_python import _data_options, options
 
@@ -87,18 +87,18 @@ def test_two_runs_in_one_process(data, tmp_path):
         ({"max_epocs": 3}, Mistake, r"did you mean --trainer\.max_epochs"),
         ({"batch_size": 3}, Mistake, r"did you mean --data\.batch_size"),
         ({"model": {"modle": 1}}, Mistake, "ContrastiveModule takes no modle; did you mean model"),
-        ({"data": "nowhere"}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
+        ({"data": "nowhere"}, FileNotFoundError, "data must be a file or folder that exists, got 'nowhere'"),
         ({"data": 3}, TypeError, "data is an object of int: give a path or settings"),
         ({"data": {"transform": print}}, TypeError, r"data\.transform is an object of builtin_function_or_method"),
         ({"model": Callback()}, TypeError, "is an object of Callback: give names"),
-        ({"data": [".", "nowhere"]}, FileNotFoundError, "data is 'nowhere': there is no such file or folder"),
+        ({"data": [".", "nowhere"]}, FileNotFoundError, "data must be a file or folder that exists, got 'nowhere'"),
         ({"callbacks": [3]}, TypeError, "callbacks has an object of int: give Lightning callbacks"),
         (
             {"callbacks": Callback()},
             TypeError,
             "callbacks is an object of Callback: give a list of Lightning callbacks",
         ),
-        ({"resume": "maybe"}, Mistake, "it takes auto, must, never"),
+        ({"resume": "maybe"}, Mistake, "resume must be auto, must or never"),
     ],
 )
 def test_errors_are_exceptions_of_one_sentence(settings, kind, message, tmp_path, monkeypatch):

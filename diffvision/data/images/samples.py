@@ -34,7 +34,7 @@ from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
-from diffvision.mistakes import did_you_mean
+from diffvision.errors import did_you_mean
 from diffvision.words import fold, words
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")

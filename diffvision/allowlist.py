@@ -2,22 +2,19 @@
 
 Importing a module runs it, so an untrusted YAML file is a program. jsonargparse checks its list before each import that
 a value leads to (class paths in files, sub-configurations and flags, callables, `--model.help NAME`). This module sets
-that list for one command, and turns a refusal into a one-line error that names the setting and the remedy.
-jsonargparse's private names are in `jsonargparse_internals`; if they are missing, the list still holds, and only
-`--allow` is refused.
+that list, and turns a refusal into a one-line error that names the setting and the remedy. The list stays for the
+parsers of the process; a prefix of `--allow` holds for its own command alone.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
-from diffvision import jsonargparse_internals
-from diffvision.mistakes import Mistake, see_help, shorten_message
+from diffvision.errors import Mistake, one_line, see_help
 
 # No prefix wider than needed: torch.hub, torch.utils.cpp_extension and LambdaCallback run what they are given.
 ALLOWED = (
@@ -33,8 +30,11 @@ ALLOWED = (
     "torch.optim",
     "torchmetrics",
 )
-# jsonargparse tries these classes for settings without a class_path.
-NAMELESS = {"lightning.LightningModule": "model", "lightning.LightningDataModule": "data"}
+# jsonargparse tries these classes for settings without a class_path -> the setting, and an example of its class.
+NAMELESS = {
+    "lightning.LightningModule": ("model", "ContrastiveModule"),
+    "lightning.LightningDataModule": ("data", "ImageTextData"),
+}
 REFUSED = (
     "diffvision.__main__",  # to import it is to run it
     "lightning.pytorch.callbacks.LambdaCallback",
@@ -83,10 +83,22 @@ class Refusing:
             raise _Refused(message) from ex
         if not self.exit_on_error:
             super().error(message, ex)  # type: ignore[misc]
+        cause: BaseException | None = ex
+        while cause is not None:  # a file's, which the option that names it reports
+            if isinstance(cause, Mistake):
+                raise cause
+            cause = cause.__cause__
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        text = shorten_message(message, parser, self.classes)
-        raise Mistake(text if text.endswith("--help") else see_help(text, program)) from ex
+        raise Mistake(see_help(self.shorten(message, parser.options()), program)) from ex
+
+    def shorten(self, message: str, options: Sequence[str]) -> str:
+        """Return a message as one line; the options are those of the parser that raised it."""
+        return one_line(message, options, self.classes)
+
+    def options(self: Any) -> list[str]:
+        """Return the options of the parser; the message for a mistyped one names the nearest."""
+        return [f"--{name}" for name in self.get_defaults().keys()]  # noqa: SIM118
 
     def classes(self, setting: str) -> Iterable[str]:
         """Return the names of the classes that a setting takes; the message for a mistyped one names the nearest."""
@@ -108,54 +120,23 @@ def limit_imports(args: Sequence[str]) -> Iterator[list[str]]:
         The arguments without `--allow`, to be parsed.
 
     Raises:
-        ValueError: a value names something else (the message says where), a prefix is not a module's name, or the
-            installed jsonargparse does not enforce the limit.
+        ValueError: a value names something else (the message says where), or a prefix is not a module's name.
     """
     rest, allowed = _split_allowed(args)
-    with ExitStack() as changed:
-        if not jsonargparse_internals.missing():
-            changed.enter_context(jsonargparse_internals.restore_settings())
-            changed.enter_context(jsonargparse_internals.read_none_as_null())
-        elif allowed:  # without `kept_settings` the prefixes would stay allowed for later commands of the process
-            jsonargparse_internals.require()
-        _set_limit(allowed)
-        try:
-            yield rest
-        except (ValueError, ImportError) as error:
-            if (denied := _DENIED.search(str(error))) is None:
-                raise
-            raise _locate_refusal(denied[1], rest) from error
-
-
-def _set_limit(allowed: Sequence[str]) -> None:
-    """Set jsonargparse's list, and check that it is enforced: other versions may set it in another way."""
+    set_parsing_settings(
+        import_path_denylist=["*", *REFUSED],
+        import_path_allowlist=[*ALLOWED, *allowed],
+        instantiate_subclass_spec_in_any=False,  # otherwise a setting of type Any builds any allowed class
+        config_read_mode_fsspec_enabled=False,  # Lightning enables it, and --config then fetches any URL
+    )
     try:
-        set_parsing_settings(
-            import_path_denylist=["*", *REFUSED],
-            import_path_allowlist=[*ALLOWED, *allowed],
-            instantiate_subclass_spec_in_any=False,  # otherwise a setting of type Any builds any allowed class
-            config_read_mode_fsspec_enabled=False,  # Lightning enables it, and --config then fetches any URL
-        )
-    except TypeError:
-        holds = False
-    else:
-        holds = _is_denied("nobody.allows.this")
-    if not holds:
-        raise ValueError(
-            f"jsonargparse {version('jsonargparse')} does not limit what a configuration may import: install "
-            f"jsonargparse{jsonargparse_internals.TESTED}"
-        )
-
-
-def _is_denied(path: str) -> bool:
-    """Return whether jsonargparse refuses to import what a value names."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--name", type=Callable)
-    try:
-        parser.parse_args([f"--name={path}"])
-    except Exception as error:  # its class differs between versions, the message does not
-        return _DENIED.search(str(error)) is not None
-    return False
+        yield rest
+    except (ValueError, ImportError) as error:
+        if (denied := _DENIED.search(str(error))) is None:
+            raise
+        raise _locate_refusal(denied[1], rest) from error
+    finally:
+        set_parsing_settings(import_path_denylist=[prefix for prefix in allowed if prefix not in ALLOWED])
 
 
 def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -171,14 +152,15 @@ def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
             rest.append(word)
     for prefix in allowed:
         if not all(part.isidentifier() for part in prefix.split(".")) or prefix.partition(".")[0] == "jsonargparse":
-            raise ValueError(f"{FLAG} is {prefix!r}: give a package or module to trust, such as mypackage.models")
+            raise ValueError(f"{FLAG} must be a package or module to trust, such as mypackage.models, got {prefix!r}")
     return rest, allowed
 
 
 def _locate_refusal(path: str, args: Sequence[str]) -> ValueError:
     """Return the error for a class path that is not allowed, with the place where it was given."""
     if path in NAMELESS and not any(path in text for text in (*args, *map(_read_start, _find_files(args)))):
-        return without_class(NAMELESS[path])
+        setting, example = NAMELESS[path]
+        return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
     if _FILE.fullmatch(path) and not Path(path).exists():
         return ValueError(f"no configuration file {path}: give a file that exists")
     where = next((f"in {file}" for file in _find_files(args) if path in _read_start(file)), "")
@@ -187,12 +169,6 @@ def _locate_refusal(path: str, args: Sequence[str]) -> ValueError:
     return ValueError(
         f"add {FLAG} {prefix} if you trust class_path {path!r} {where}: it was not imported, as that runs it"
     )
-
-
-def without_class(setting: str) -> ValueError:
-    """Return the error for settings of the model or the data whose class is not given."""
-    example = {"model": "ContrastiveModule", "data": "ImageTextData"}[setting]
-    return ValueError(f"settings of {setting} are given without its class: name it, such as --{setting} {example}")
 
 
 def _find_files(args: Sequence[str]) -> list[Path]:
