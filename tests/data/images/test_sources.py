@@ -581,6 +581,8 @@ def test_an_image_that_coco_has_twice_is_one_image(captioned):
     images = [{"filename": f"{n % 2}.png", "split": "test", "sentences": [{"raw": f"caption {n}"}]} for n in range(4)]
     (captioned / "c.json").write_text(json.dumps({"images": images}))
     assert captions_evaluated(find_folders(captioned / "c.json")[0]) == (both, 2)
+    (captioned / "1.png").write_bytes((captioned / "0.png").read_bytes())  # another image of COCO's, as it counts
+    assert captions_evaluated(find_folders(captioned / "c.json")[0])[1] == 2
 
 
 def test_equal_images_with_texts_beside_them_are_one_image(captioned):
