@@ -258,10 +258,9 @@ class ShardLoader:
             begun = time.monotonic()
 
     def names(self, epoch: int, batch: int) -> list[str]:
-        """Return this rank's share of a batch, each sample as "shard: key"; a substitute's is the bad sample's."""
-        share = self.batch_size // self.world_size
-        start = batch * self.batch_size + self.rank * share
-        samples = self.order(0 if self.repeats else epoch).samples(start, start + share)
+        """Return a batch of all ranks, each sample as "shard: key"; a substitute's is the bad sample's."""
+        start = batch * self.batch_size
+        samples = self.order(0 if self.repeats else epoch).samples(start, start + self.batch_size)
         for sample in samples:
             with suppress(BadSample):
                 self.shards.members(sample)  # opens the index, which only workers may have done

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ class Step:
         batches: their numbers in the epoch.
         norm: of the gradient.
         losses: one for each backward pass on this rank.
-        batch: the last of its batches; None once it was forgotten.
-        bad: by tensor of that batch, which rows hold NaN or infinity; known once it was forgotten.
     """
 
     number: int
@@ -49,39 +47,6 @@ class Step:
     batches: list[int]
     norm: Tensor
     losses: list[Tensor]
-    batch: Any
-    bad: list[Tensor] = field(default_factory=list)
-
-    def forget_batch(self) -> None:
-        """Keep of the last batch only which of its rows hold NaN or infinity."""
-        if self.batch is not None:
-            self.bad, self.batch = find_bad_rows(self.batch), None
-
-    def bad_rows(self) -> list[int]:
-        """Return the samples of the last batch that hold NaN or infinity."""
-        self.forget_batch()
-        return sorted({row for flags in self.bad for row in flags.nonzero().flatten().tolist()})
-
-    def bad_losses(self) -> list[float]:
-        """Return the losses that are not finite."""
-        return [loss.item() for loss in self.losses if not torch.isfinite(loss).all()]
-
-    def blame(self) -> int:
-        """Return how likely this rank is the cause: 2 if its batch is not finite, 1 if only its loss, 0 otherwise."""
-        return 2 if self.bad_rows() else int(bool(self.bad_losses()))
-
-    def describe(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return this rank's loss and, if the loader knows them, the samples that are not finite, or all of them."""
-        losses = self.bad_losses()
-        description: dict[str, Any] = {"rank": trainer.global_rank, "loss": str(losses[0]) if losses else "finite"}
-        names = getattr(trainer.train_dataloader, "names", None)
-        if names is not None:
-            if rows := self.bad_rows():
-                last = names(self.epoch, self.batches[-1])
-                description["samples"] = [last[row] for row in rows]
-            else:
-                description["samples"] = [name for batch in self.batches for name in names(self.epoch, batch)]
-        return description
 
 
 class StepGuard(pl.Callback):
@@ -89,8 +54,8 @@ class StepGuard(pl.Callback):
 
     All ranks decide alike without a message between them: the gradients are those after the strategy's reduction, into
     which a rank whose loss is not finite has put NaN. A skipped step changes no weight, moment or running statistic.
-    The trainer's step and the schedule advance; a line in `skipped_steps.jsonl` next to the logs reports it, and
-    `train/skipped_steps` counts. Only the first process writes.
+    The trainer's step and the schedule advance; a line in `skipped_steps.jsonl` next to the logs names its batches and
+    samples, and `train/skipped_steps` counts. Only the first process writes.
 
     The device decides, and an optimizer that takes `found_inf` (torch's fused ones) skips by itself. What it decided
     is read, counted and reported on logging steps, at each checkpoint and at the end, so no step between them waits
@@ -119,7 +84,6 @@ class StepGuard(pl.Callback):
         self.skipped = self.in_a_row = 0
         self._losses: list[Tensor] = []  # of the current step: one for each backward pass
         self._batches: list[int] = []
-        self._batch: Any = None
         self._unread: list[Step] = []
         self._trainer: pl.Trainer | None = None
 
@@ -145,10 +109,6 @@ class StepGuard(pl.Callback):
     ) -> None:
         """Note the batch, to report it if its step is skipped."""
         self._batches.append(batch_idx)
-        self._batch = batch
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self._batch = None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Note the loss, and let one that is not finite spread to all ranks."""
@@ -170,20 +130,18 @@ class StepGuard(pl.Callback):
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self._statistics.keep_or_restore(finite)
         place = trainer.global_step, trainer.current_epoch, self._batches
-        self._unread.append(step := Step(*place, norm.detach(), self._losses, self._batch))
+        self._unread.append(Step(*place, norm.detach(), self._losses))
         self._losses, self._batches = [], []
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if skips := scaler is None and lightning_internals.takes_found_inf(optimizer):
             optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]  # as a gradient scaler does
-        if not skips or lightning_internals.may_read(trainer, step.number + 1) or len(self._unread) >= UNREAD:
+        if not skips or lightning_internals.may_read(trainer, trainer.global_step + 1) or len(self._unread) >= UNREAD:
             skipped = self.skipped
             self.read()
             if not skips and self.skipped > skipped:
                 for parameter in parameters:
                     parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
                 keep_settings(optimizer)
-        else:
-            step.forget_batch()
         pl_module.log("train/grad_norm", norm)
         pl_module.log("train/skipped_steps", torch.tensor(float(self.skipped)))
 
@@ -226,18 +184,17 @@ class StepGuard(pl.Callback):
     def _report(self, trainer: pl.Trainer, step: Step, norm: float, alone: bool) -> FloatingPointError | None:
         """Count and report a skipped step; return an error where it is one too many."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        blame = max(gather(trainer, own_blame := step.blame(), alone))
-        if scaler is not None and not blame and scaler.get_scale() >= LEAST_SCALE:
+        bad = not all(bool(loss.isfinite().all()) for loss in step.losses)
+        if scaler is not None and scaler.get_scale() >= LEAST_SCALE and not any(gather(trainer, bad, alone)):
             return None
-        description = step.describe(trainer) if own_blame == blame else None
-        blamed = [rank for rank in gather(trainer, description, alone) if rank]
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         self._rotation.step_skipped()
-        place = {"step": step.number, "epoch": step.epoch, "batches": step.batches}
-        self._append(trainer, {**place, "norm": str(norm), "in_a_row": self.in_a_row, "ranks": blamed})
-        where = f"step {step.number} (batch {step.batches[-1]} of epoch {step.epoch})"
-        which = ", ".join(f"{rank['loss']} on rank {rank['rank']}" for rank in blamed)
-        what = f"the gradient's norm is {norm} at {where}, the loss {which}"
+        record = {"step": step.number, "epoch": step.epoch, "batches": step.batches, "norm": str(norm)}
+        names = getattr(trainer.train_dataloader, "names", None)
+        if trainer.is_global_zero and names is not None:
+            record["samples"] = [name for batch in step.batches for name in names(step.epoch, batch)]
+        self._append(trainer, record | {"in_a_row": self.in_a_row})
+        what = f"the gradient's norm is {norm} at step {step.number} (batch {step.batches[-1]} of epoch {step.epoch})"
         if self.in_a_row <= self.max_skipped:
             rank_zero_warn(f"{what}: it is skipped ({self.in_a_row} in a row); {self._file} lists its samples")
             return None
@@ -295,13 +252,6 @@ def keep_settings(optimizer: torch.optim.Optimizer) -> None:
             group.update(before)
 
     handle = optimizer.register_step_post_hook(restore)
-
-
-def find_bad_rows(batch: Any) -> list[Tensor]:
-    """Return for each tensor of numbers in a batch which rows hold NaN or infinity, without a wait for the device."""
-    values = batch.values() if isinstance(batch, dict) else ()
-    floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim]
-    return [~v.isfinite().reshape(len(v), math.prod(v.shape[1:])).all(1) for v in floats]  # a tensor may be empty
 
 
 def spread_nan(loss: Tensor) -> None:
