@@ -30,7 +30,8 @@ def bars(*patterns: str, log: bool = False) -> Callable[[Results], Figure]:
         for ax, (pattern, found) in zip(axes, groups.items(), strict=True):
             draw_numbers(ax, found, log=log)
             ax.tick_params(axis="x", rotation=90 if len(found) > 6 else 0)
-            ax.set(title=pattern.strip("/*").replace("_", " "))
+            title = " ".join(part for part in pattern.split("/") if "*" not in part)
+            ax.set(title=title.replace("_", " "))
         return legend_below(figure, axes[0])
 
     return draw
