@@ -86,6 +86,10 @@ def load(
     path = Path(path)
     _check_device(map_location)
     values, state, about = (_read_directory if path.is_dir() else _read_lightning)(path, map_location)
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(LanguageConfig)}):
+        raise ValueError(
+            f"checkpoint {path} has settings that this version does not know ({', '.join(unknown)}): make it again"
+        )
     try:
         config = LanguageConfig(**values)
     except (TypeError, ValueError) as error:

@@ -374,8 +374,11 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
     write(depth=3)
     with pytest.raises(ValueError, match="has weights of depth 2, and"):
         language.load(tmp_path)
-    write(width=3)
+    write(dim="wide")
     with pytest.raises(ValueError, match="not one of a language model"):
+        language.load(tmp_path)
+    write(activation="silu")  # of an earlier version
+    with pytest.raises(ValueError, match=r"activation.*make it again"):
         language.load(tmp_path)
     write(diffvision="vision")
     with pytest.raises(ValueError, match='has no "diffvision"'):
