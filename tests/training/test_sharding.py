@@ -19,7 +19,6 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import protect
 from diffvision.training.fault_tolerance.checkpoints import verify
-from diffvision.training.fault_tolerance.rank_monitor import LostRank
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.sharding import find_blocks
 
@@ -206,9 +205,9 @@ def mixed_and_refused(directory):
     with pytest.warns(UserWarning, match="is skipped") if trainer.is_global_zero else nullcontext():
         trainer, losses = fit(make("vit"), directory / "spoiled", data=Samples(spoiled=12), **sharded())
     assert losses[-1]["train/skipped_steps"] == 2
-    with pytest.raises((ValueError, LostRank), match="EMA"):
+    with pytest.raises(ValueError, match="EMA"):
         fit(make("vit"), directory / "ema", EMA(), **sharded())
-    with pytest.raises((ValueError, LostRank), match="with the strategy"):
+    with pytest.raises(ValueError, match="with the strategy"):
         fit(make("vit"), directory / "refused", ckpt_path=str(directory / "one" / "step=2.ckpt"), **sharded())
 
 

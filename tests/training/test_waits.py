@@ -30,8 +30,7 @@ from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import finite
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.preemption import Preemption
-from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watch_launcher
-from diffvision.training.fault_tolerance.same_shards import SameShards
+from diffvision.training.fault_tolerance.ranks import Peers, SameShards
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.vision_language import VisionLanguageModule
@@ -193,14 +192,13 @@ def collectives_of(case, root):
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        callbacks=[FailureNews(peers), EMA(), Throughput(), SameShards(peers), Preemption(peers), count],
+        callbacks=[EMA(), Throughput(), SameShards(peers), Preemption(peers), count],
     )
     counts = []
     module.on_train_end = lambda: counts.extend(
         [counted(count.profiler) / 2, collectives_of_open_clip(module, row) if case == "contrastive" else None]
     )
-    with watch_launcher(), peers.report_errors():
-        trainer.fit(module, DataLoader([row] * 48, batch_size=4))
+    trainer.fit(module, DataLoader([row] * 48, batch_size=4))
     return counts
 
 
@@ -241,7 +239,7 @@ def losses_of(case, root, monitor=None):
     """Return one rank's own losses and the logged ones, of seven steps of which every third is logged."""
     torch.set_num_threads(1)
     module, row = CASES[case]()
-    peers, losses = Peers(), Losses()
+    losses = Losses()
     savers = [ModelCheckpoint(root, monitor=monitor, every_n_train_steps=1)] if monitor else []
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -254,13 +252,12 @@ def losses_of(case, root, monitor=None):
         enable_model_summary=False,
         enable_progress_bar=False,
         use_distributed_sampler=False,
-        callbacks=[FailureNews(peers), losses, *savers],
+        callbacks=[losses, *savers],
     )
     draws = torch.Generator().manual_seed(trainer.global_rank)
     row |= {"label": torch.tensor(trainer.global_rank)}
     rows = [row | {"image": torch.rand(row["image"].shape, generator=draws)} for _ in range(20)]
-    with watch_launcher(), peers.report_errors():
-        trainer.fit(module, DataLoader(rows, batch_size=4))
+    trainer.fit(module, DataLoader(rows, batch_size=4))
     return losses.own, losses.logged
 
 

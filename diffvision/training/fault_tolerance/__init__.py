@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
     from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
     from diffvision.training.fault_tolerance.protection import protect
-    from diffvision.training.fault_tolerance.rank_monitor import LostRank
     from diffvision.training.fault_tolerance.records import record_path
     from diffvision.training.fault_tolerance.resume import Ranks, Resume
 
 _MODULES = {
-    "LostRank": "rank_monitor",
     "Preempted": "preemption",
     "Ranks": "resume",
     "Resume": "resume",
@@ -34,7 +32,6 @@ _MODULES = {
     "spread_nan": "finite",
 }
 __all__ = [
-    "LostRank",
     "Preempted",
     "Ranks",
     "Resume",

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -298,12 +297,9 @@ def forks_ranks(launcher: Any) -> bool:
     return any(cls.__module__.endswith("launchers.multiprocessing") for cls in type(launcher).__mro__)
 
 
-def take_started_ranks(launcher: Any) -> list[subprocess.Popen]:
-    """Return the processes that a launcher has started as ranks, and stop the launcher from watching them."""
-    processes = getattr(launcher, "procs", [])
-    started = [process for process in processes if isinstance(process, subprocess.Popen)]
-    processes[:] = [process for process in processes if process not in started]
-    return started
+def forget_started_ranks(launcher: Any) -> None:
+    """Stop a launcher from watching the ranks that it has started: one that ends preempted would end all of them."""
+    getattr(launcher, "procs", []).clear()
 
 
 # --- modules ---

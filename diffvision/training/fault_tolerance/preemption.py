@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
 from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.fault_tolerance.rank_monitor import Peers
+from diffvision.training.fault_tolerance.ranks import Peers
 from diffvision.training.fault_tolerance.workers import shield_workers
 
 SAVED = "preempted.ckpt"
@@ -69,6 +69,7 @@ class Preemption(pl.Callback):
         if stage != "fit":
             return
         self._trainer = trainer
+        self.peers.join(trainer)
         environment = lightning_internals.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._requeues = environment.requeue_signal
@@ -101,14 +102,17 @@ class Preemption(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore()
+        self.peers.leave()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give signals their former effect; in a preempted run further ones are ignored until the process ends."""
         noted = set(self._before) - {signal.SIGINT}
         if isinstance(exception, Preempted):
+            lightning_internals.forget_started_ranks(trainer.strategy.launcher)
             ignore_until_the_end(noted)
             self._before = {number: handler for number, handler in self._before.items() if number not in noted}
         self._restore()
+        self.peers.leave()
 
     def _agree_on_signal(self) -> int:
         """Return the signal that any rank has received, the same on all; 0 for none.

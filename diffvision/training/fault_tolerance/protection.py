@@ -63,12 +63,11 @@ from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.last_state import LastState
 from diffvision.training.fault_tolerance.preemption import Preemption, forward_signals
-from diffvision.training.fault_tolerance.rank_monitor import FailureNews, Peers, watch_launcher
+from diffvision.training.fault_tolerance.ranks import Peers, SameShards, end_with_first_rank
 from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare
 from diffvision.training.fault_tolerance.run_state import RunState
-from diffvision.training.fault_tolerance.same_shards import SameShards
 
-_OURS = (FailureNews, LastState, RunState, SameShards, Preemption)
+_OURS = (LastState, RunState, SameShards, Preemption)
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def protect(
     ckpt_path: str | None = None,
     settings: dict[str, Any] | None = None,
 ) -> Iterator[str | None]:
-    """Protect a fit: whole checkpoints, exact resuming, signals, failed ranks, the same shards on every rank.
+    """Protect a fit: whole checkpoints, exact resuming, signals, the same shards on every rank.
 
         with protect(trainer, module, resume="auto") as checkpoint:
             trainer.fit(module, data, ckpt_path=checkpoint)
@@ -105,9 +104,9 @@ def protect(
         ValueError: there is nothing to resume from, or something that must not be resumed from; the strategy would save
             sharded checkpoints; or the installed Lightning is of another version than those that were tested.
         OSError: a directory cannot be written to, or another run holds it.
-        LostRank: another process of the run has failed.
     """
     lightning_internals.require()
+    end_with_first_rank()
     refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
@@ -118,8 +117,6 @@ def protect(
         [callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers
     )
     with (
-        watch_launcher(),
-        peers.report_errors(),
         forward_signals(trainer),
         prepare(trainer, module, state, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,
     ):
@@ -129,13 +126,13 @@ def protect(
 def order_callbacks(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
     """Return callbacks with ours among them, in the order that each needs.
 
-    News of a failure come first. The last state is saved before other callbacks change it. The state is restored after
+    The last state is saved before other callbacks change it. The state is restored after
     all others have begun, and before checkpoints are saved. Signals are acted on when the others are done with a step.
     Lightning moves ModelCheckpoints behind them all.
     """
     savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    return [FailureNews(peers), LastState(), *others, state, *savers, SameShards(peers), Preemption(peers)]
+    return [LastState(), *others, state, *savers, SameShards(peers), Preemption(peers)]
 
 
 def warn_of_old_last(savers: list[ModelCheckpoint]) -> None:
