@@ -18,7 +18,6 @@ A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the 
                                 DataReport        count the batch
                                 RunSummary        keep the loss, where batches are to be overfitted
                                 Preemption        the ranks agree on signals: save, end
-                                StepGuard         forget the batch
                                 ModelCheckpoint   save, on the steps that it was told
     the loggers write the step's metrics
 

@@ -77,7 +77,7 @@ def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fi
             pass
         names = [type(callback).__name__ for callback in trainer.callbacks]
         ours = ["RunState", "ModelCheckpoint", "SameShards", "Preemption"]
-        assert names == ["FailureNews", "LastState", "EarlyStopping", *ours]
+        assert names == ["LastState", "EarlyStopping", *ours]
     assert isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
 
 
