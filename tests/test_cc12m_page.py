@@ -192,9 +192,10 @@ def test_every_command_of_the_page_on_a_miniature(tmp_path, bash):
     (script,) = [block for block in blocks("bash") if "#SBATCH" in block]
     (loggers,) = [block for block in blocks("bash") if "WandbLogger" in block]
     (tmp_path / "train.sh").write_text(script.replace(*next(item for item in MINIATURE.items() if "$1" in item[0])))
-    printed = [bash(block) for block in blocks("bash") if block not in (script, loggers)]
+    for block in blocks("bash"):
+        if block not in (script, loggers):
+            bash(block)
     assert len(list((tmp_path / "data" / "cc12m").glob("*.tar"))) == SHARDS
-    assert f"1 of {SHARDS * PER_SHARD}" in " ".join("".join(printed).split())
 
     fit = script[script.index("diffvision fit") :].rstrip()
     config = bash(f"set -- clip 0\n{fit} \\\n{' '.join(loggers.splitlines())} --print_config")
