@@ -241,9 +241,10 @@ def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**values)
 
     signature = inspect.signature(command)
-    hints = {one.name: one.annotation for one in signature.parameters.values()}
+    given = signature.parameters.values()
+    hints = {one.name: Any if one.annotation is one.empty else one.annotation for one in given}
     types = get_type_hints(SimpleNamespace(__annotations__=hints), getattr(command, "__globals__", None))
-    parameters = [one.replace(annotation=types[one.name]) for one in signature.parameters.values()]
+    parameters = [one.replace(annotation=types[one.name]) for one in given]
     checked.__doc__, checked.__annotations__ = command.__doc__, types
     vars(checked)["__signature__"] = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return checked

@@ -216,7 +216,7 @@ def _infinite(folder):
 
 
 def _none(folder):
-    return "x.safetensors", "source is '{}/x.safetensors'"
+    return "x.safetensors", "got '{}/x.safetensors'"
 
 
 def _empty(folder):

@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -50,13 +51,14 @@ def find_dataset(name: str) -> str:
 def read_interface(path: str) -> Callable[..., Any]:
     """Return a dataset's function without its body and result, for its help, which needs no import of its module.
 
+    A module is imported nevertheless where the types or defaults of the function's parameters need it.
+
     Args:
-        path: "module:function". Annotations are of plain values, paths and literals; defaults may be constants of the
-            module.
+        path: "module:function".
     """
     module, _, name = path.partition(":")
     spec = find_spec(module)
-    tree = ast.parse(Path("" if spec is None else spec.origin or "").read_bytes())
+    tree = ast.parse(Path(spec.origin).read_bytes() if spec is not None and spec.origin is not None else b"")
     names: dict[str, Any] = {"Any": Any, "Literal": Literal, "Path": Path}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
@@ -64,7 +66,10 @@ def read_interface(path: str) -> Callable[..., Any]:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             node.body, node.decorator_list, node.returns = node.body[:1], [], None
             _make_options(node.args)
-            exec(compile(ast.Module([node], []), module, "exec"), names)
+            try:
+                exec(compile(ast.Module([node], []), module, "exec"), names)
+            except NameError:  # of a type that the module imports
+                return getattr(import_module(module), name)
             return names[name]
     raise ValueError(f"there is no function {path}: correct the entry point, or install its package again")
 

@@ -184,7 +184,7 @@ def test_the_command(images, tmp_path, capsys):
     assert "8 samples, left out 5" in printed
     assert "2 x missing caption, first" in printed
     assert main(["data", "make", "folder", str(tmp_path / "out2")]) == 2
-    assert "are required: --source" in capsys.readouterr().err
+    assert "are required: source" in capsys.readouterr().err
     with pytest.raises(
         ValueError,
         match="no dataset is called 'cifar'",
