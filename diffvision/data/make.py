@@ -1,4 +1,4 @@
-"""The commands `data make`, `check`, `stats`, `tokenizer` and `tokenize`: they print what is computed elsewhere."""
+"""The commands `data make`, `check`, `tokenizer` and `tokenize`: they print what is computed elsewhere."""
 
 import importlib
 from collections.abc import Callable

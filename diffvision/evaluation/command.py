@@ -46,8 +46,8 @@ def run(
             file with one per line, or a list.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
-        cache: folder that features are kept in as they are computed (at most 20 GB): an evaluation that was ended
-            resumes from there, and one of the same model and images reuses them.
+        cache: folder that features are kept in as they are computed, without a limit of size: an evaluation that was
+            ended resumes from there, and one of the same model and images reuses them.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...

@@ -13,7 +13,7 @@ from diffvision.plugins import entry_points
 
 __all__ = ["DATASETS", "datasets", "missing_data"]
 
-GROUP = "datasets"
+TABLE = "datasets"
 
 DATASETS = {
     "digits": "diffvision.data.datasets.digits:make_digits",
@@ -36,8 +36,8 @@ of `diffvision data make NAME`, and returns what it wrote as a text or None. Its
 
 
 def datasets() -> dict[str, str]:
-    """Return `DATASETS`, followed by the datasets of other packages: the entry points of `GROUP`."""
-    return {**DATASETS, **{name: entry.value for name, entry in entry_points(GROUP).items() if name not in DATASETS}}
+    """Return `DATASETS`, followed by the datasets that other packages add (`diffvision.plugins`)."""
+    return {**DATASETS, **{name: entry.value for name, entry in entry_points(TABLE).items() if name not in DATASETS}}
 
 
 def find_dataset(name: str) -> str:

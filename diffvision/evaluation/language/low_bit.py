@@ -210,7 +210,7 @@ class Settings:
     """What some schemes need besides the call.
 
     Args:
-        granularity: of the paper's logits, as `quantization.quantised`.
+        granularity: of the paper's logits, as in `quantised`.
         recent: tokens up to a query that a quantised cache keeps in full precision for it, at least; 0 or more.
     """
 
