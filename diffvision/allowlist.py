@@ -90,10 +90,10 @@ class Refusing:
             cause = cause.__cause__
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        raise Mistake(see_help(self.shorten(message, parser.options()), program)) from ex
+        raise Mistake(see_help(self.shorten(message, parser.options), program)) from ex
 
-    def shorten(self, message: str, options: Sequence[str]) -> str:
-        """Return a message as one line; the options are those of the parser that raised it."""
+    def shorten(self, message: str, options: Callable[[], Iterable[str]]) -> str:
+        """Return a message as one line; `options` returns those of the parser that raised it."""
         return one_line(message, options, self.classes)
 
     def options(self: Any) -> list[str]:
@@ -123,6 +123,7 @@ def limit_imports(args: Sequence[str]) -> Iterator[list[str]]:
         ValueError: a value names something else (the message says where), or a prefix is not a module's name.
     """
     rest, allowed = _split_allowed(args)
+    allowed = [prefix for prefix in allowed if _is_within(prefix, REFUSED) or not _is_within(prefix, ALLOWED)]
     set_parsing_settings(
         import_path_denylist=["*", *REFUSED],
         import_path_allowlist=[*ALLOWED, *allowed],
@@ -136,7 +137,11 @@ def limit_imports(args: Sequence[str]) -> Iterator[list[str]]:
             raise
         raise _locate_refusal(denied[1], rest) from error
     finally:
-        set_parsing_settings(import_path_denylist=[prefix for prefix in allowed if prefix not in ALLOWED])
+        set_parsing_settings(import_path_denylist=allowed)
+
+
+def _is_within(path: str, prefixes: Iterable[str]) -> bool:
+    return any(f"{path}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:

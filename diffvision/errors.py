@@ -64,12 +64,12 @@ def is_missing(path: str) -> bool:
     return _PATH.fullmatch(path) is not None and not Path(path).exists()
 
 
-def one_line(message: str, options: Iterable[str], classes: Callable[[str], Iterable[str]]) -> str:
+def one_line(message: str, options: Callable[[], Iterable[str]], classes: Callable[[str], Iterable[str]]) -> str:
     """Return a message of jsonargparse as one line: the setting, what it must be, what it got, and the nearest name.
 
     Args:
         message: it may nest the messages of the types and classes that were tried for a value.
-        options: of the parser.
+        options: returns those of the parser.
         classes: returns the names of the classes that a setting takes.
     """
     keys: list[str] = []
@@ -86,7 +86,7 @@ def one_line(message: str, options: Iterable[str], classes: Callable[[str], Iter
         if owner:
             module, _, cls = owner.rpartition(".")
             return f"{where}{cls} takes no {name}{did_you_mean(name, settings_of(getattr(import_module(module), cls)))}"
-        near = did_you_mean(unknown[1], [option for option in options if option != unknown[1]])
+        near = did_you_mean(unknown[1], [option for option in options() if option != unknown[1]])
         return f"{where}{' '.join(inner.split())}{near}"
     kinds = dict.fromkeys(_EXPECTED.findall(inner))
     got = re.findall(r"(?:Got|Given) value: (.*)", inner)

@@ -244,6 +244,11 @@ def test_allow_adds_a_prefix_for_that_command_alone(module, shards, trace, capsy
             fit([*run_of(shards), f"--allow={wrong}"])
 
 
+def test_what_is_allowed_anyway_stays_so_after_a_command(shards):
+    for words in (["--allow=diffvision.training"], []):
+        fit(run_of(shards, "--model=diffvision.training.ContrastiveModule", *words))
+
+
 def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
     hostile = tmp_path / "hostile.yaml"
     hostile.write_text(f"allow: {module}\nmodel:\n  class_path: {module}.Thing\n")

@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -127,7 +127,7 @@ class Parser(Refusing, LightningArgumentParser):
     def instantiate_classes(self, cfg: Any, **settings: Any) -> Any:
         return super().instantiate_classes(_in_root(cfg), **settings)
 
-    def shorten(self, message: str, options: Sequence[str]) -> str:
+    def shorten(self, message: str, options: Callable[[], Iterable[str]]) -> str:
         """Return a message as one line, with the setting that was meant where a name or a path is given for a class."""
         text = super().shorten(message, options)
         given = re.fullmatch("(model|data) must be the name of a class .*, got '(.+)'", text)

@@ -70,4 +70,10 @@ def test_results_of_a_process_killed_while_it_writes_them_are_whole():
 
 
 def test_a_folder_that_is_not_there_is_named():
-    refused("evaluate", "DiffCLIP-debug", "--data=numbers", "--num_workers=0", words="data must be a file or folder that exists, got 'numbers'")
+    refused(
+        "evaluate",
+        "DiffCLIP-debug",
+        "--data=numbers",
+        "--num_workers=0",
+        words="data must be a file or folder that exists, got 'numbers'",
+    )

@@ -9,8 +9,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from diffvision.data.images.decode import MAX_IMAGE_BYTES, clean_caption, is_blank
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
 
+_END = 1 << 12  # bytes that tell most files of one size apart
 _LISTED = 10  # classes, in a description
 Captions = tuple[str, ...]
 
@@ -212,14 +212,33 @@ class ImageFiles:
 
 
 def digest_equal_files(keys: Sequence[Hashable]) -> list[Hashable]:
-    """Return keys of which the paths of files with the same content are replaced by its digest."""
-    sizes = {key: os.path.getsize(key) for key in set(keys) if isinstance(key, str) and os.path.isfile(key)}
-    count = Counter(sizes.values())
-    digests: dict[Hashable, Hashable] = {}
-    for path in [path for path, size in sizes.items() if count[size] > 1]:  # only these can be equal
-        with suppress(OSError), open(path, "rb") as file:  # it is counted when it is read
-            digests[path] = hashlib.file_digest(file, "sha256").digest()
-    return [digests.get(key, key) for key in keys]
+    """Return keys of which the paths of files with the same content are replaced by a key of that content.
+
+    Whole files are read only where sizes and last bytes are equal: of millions of images most share a size.
+    """
+    paths = {key for key in keys if isinstance(key, str) and os.path.isfile(key)}
+    parts: dict[Hashable, tuple[Hashable, ...]] = dict.fromkeys(paths, ())
+    reads: tuple[Callable[[Any], Hashable], ...] = (os.path.getsize, _read_end, _digest)
+    for read in reads:
+        count = Counter(parts.values())
+        parts = {path: (*known, read(path)) if count[known] > 1 else known for path, known in parts.items()}
+    count = Counter(parts.values())
+    return [parts[key] if key in parts and count[parts[key]] > 1 else key for key in keys]
+
+
+def _read_end(path: str) -> Hashable:
+    """Return the last bytes of a file; a file that cannot be read equals no other, and is counted when it is read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - _END))
+            return file.read()
+    except OSError:
+        return path
+
+
+def _digest(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 class ImageSet(SampleSource):

@@ -44,7 +44,7 @@ _LAYOUTS = (
 )
 _SETTINGS = "chat_template_kwargs"
 CONTEXT = ("tools", "documents", "functions", _SETTINGS)
-"""The keys of a row, beside its messages, that chat templates take."""
+"""The keys of a row, besides its messages, that chat templates take."""
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
 _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt; no template has them
 _LINKS = {("tool", "tool_call_id"), ("tool", "name")}  # (role, key) that a template may leave out: results follow calls
@@ -284,7 +284,7 @@ def read_messages(record: Any) -> Messages:
     These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
     (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
     is text of the answer within `<think>`; and `prompt` with `response` or `completion`. A `system` or
-    `system_prompt` beside them is the first message. A content may be null where the message has something else, such
+    `system_prompt` next to them is the first message. A content may be null where the message has something else, such
     as tool_calls.
 
     Raises:
@@ -316,7 +316,7 @@ def read_turns(record: Any) -> Messages:
         turns = [{"role": "user", "content": row["problem"]}, {"role": ASSISTANT, "content": answer}]
     elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
         if unread := next((key for key in _OF_PROMPTS if row.get(key)), None):
-            raise BadSample(f"{unread!r} beside a prompt, which is not read: write the row as messages")
+            raise BadSample(f"{unread!r} next to a prompt, which is not read: write the row as messages")
         more = {key: row[key] for key in _OF_ANSWERS if row.get(key)}
         turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key], **more}]
     else:
@@ -326,7 +326,7 @@ def read_turns(record: Any) -> Messages:
 
 
 def read_context(record: Any) -> dict[str, Any]:
-    """Return what a row gives a chat template beside its messages.
+    """Return what a row gives a chat template besides its messages.
 
     This is what it has of `CONTEXT`, as JSON or as text of JSON; each of the settings by itself.
 

@@ -333,7 +333,7 @@ def low_bit(
         rows: int64 [S, N], which the model reads whole.
         schemes: names of `SCHEMES`.
         settings: of the schemes.
-        also: as `quantization.quantization`.
+        also: as in `quantization`.
         batch_size: rows at a time.
 
     Returns:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
-from diffvision.data.images.image_set import ImageSet
+from diffvision.data.images.image_set import ImageSet, digest_equal_files
 from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
 from diffvision.data.images.sources import find_images, is_image_source
@@ -594,6 +595,16 @@ def test_equal_images_with_texts_beside_them_are_one_image(captioned):
         (captioned / f"{n}.png").unlink()
     expected = {n: [f"one {n}", f"two {n}"] for n in (0, 1)}
     assert captions_evaluated(find_folders(captioned)[0]) == (expected, 2)
+
+
+def test_files_of_one_size_and_end_are_compared_whole(tmp_path):
+    contents = {"a": b"1" * 9000, "b": b"2" + b"1" * 8999, "c": b"1" * 9000, "d": b"1" * 8999, "e": b"2" * 9000}
+    paths = [str(tmp_path / name) for name in contents]
+    for path, content in zip(paths, contents.values(), strict=True):
+        Path(path).write_bytes(content)
+    first, b, third, d, e, row = digest_equal_files([*paths, 7])
+    assert first == third
+    assert [b, d, e, row] == [paths[1], paths[3], paths[4], 7]
 
 
 def test_a_row_without_a_caption_is_counted_and_its_image_keeps_the_others(captioned):
