@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks a machine with a GPU. All parts together take 12 minutes; in order of worth:
 #
-#     scripts/gpu_check.sh tests OUT   the GPU tests, in one process (4 minutes)
+#     scripts/gpu_check.sh tests OUT   the GPU tests, a process for each 8 GiB (4 minutes)
 #     scripts/gpu_check.sh fits OUT    `diffvision fit`: a compiled CLIP on JPEGs, with validation and resume; FSDP2 (4)
 #     scripts/gpu_check.sh steps OUT   training steps of models, eager and compiled (3)
 #     scripts/gpu_check.sh layer OUT   ways to compute one attention layer (1)
@@ -53,6 +53,10 @@ case $part in
         [ "$device" != cpu ] || tests=(tests/nn/test_autocast.py) selected="not gpu and not slow" # a CPU stands in there
         pytest=("$python" -m pytest -o addopts= --import-mode=importlib -v --tb=short -p no:benchmark -p no:cacheprovider
             -p gpu_results --results "$out/tests.jsonl" -m "$selected" "${tests[@]}")
+        if [ "$device" != cpu ]; then # a test takes less than 4 GiB, and a process one more for CUDA
+            memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits --id=0)
+            pytest+=(-n $((memory / 8192 < 8 ? memory / 8192 : 8)) --max-worker-restart 0)
+        fi
         # Where a test ends the process or loses the device, another process goes on behind it.
         results=1 # the machine's line
         while run INT "${pytest[@]}"; code=$?; [ $code -ne 0 ] && [ $code -ne 1 ] && [ $code -ne 124 ]; do

@@ -2,7 +2,8 @@
 
 FILE has a JSON per line: first the machine, then a line when a test starts and one with its outcome. A test that starts
 and has no outcome was running when its process ended. A later call on the same FILE leaves out the tests in it. Once a
-CUDA error has made the device unusable the session stops, for every later test would fail too.
+CUDA error has made the device unusable the session stops, for every later test would fail too. Under pytest-xdist the
+controller writes.
 """
 
 import json
@@ -23,18 +24,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Results(config.getoption("--results")))
+    config.pluginmanager.register(Results(config.getoption("--results"), hasattr(config, "workerinput")))
 
 
 class Results:
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.outcome: dict[str, object] = {}
+    def __init__(self, file: Path, is_worker: bool) -> None:
+        self.file, self.is_worker = file, is_worker
+        self.outcomes: dict[str, dict[str, object]] = {}  # of tests that run
         self.session: pytest.Session | None = None
         if not file.exists():
             self.write(environment("cuda" if torch.cuda.is_available() else "cpu"))
 
     def write(self, row: dict[str, object]) -> None:
+        if self.is_worker:
+            return
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -52,16 +55,16 @@ class Results:
         items[:] = [item for item in items if item.nodeid not in done]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.outcome = {"test": nodeid, "outcome": "passed", "seconds": 0.0}
+        self.outcomes[nodeid] = {"test": nodeid, "outcome": "passed", "seconds": 0.0}
         self.write({"test": nodeid, "outcome": "started"})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.outcome["seconds"] = round(self.outcome["seconds"] + report.duration, 2)  # type: ignore[operator]
+        outcome = self.outcomes[report.nodeid]
+        outcome["seconds"] = round(outcome["seconds"] + report.duration, 2)  # type: ignore[operator]
         if not report.passed:
-            self.outcome |= {"outcome": report.outcome, "why": report.longreprtext[-LENGTH:]}
+            outcome |= {"outcome": report.outcome, "why": report.longreprtext[-LENGTH:]}
         if report.when == "teardown":
-            self.outcome |= dict(report.user_properties)
-            self.write(self.outcome)
+            self.write(outcome | dict(report.user_properties))
         if report.failed and any(lost in report.longreprtext for lost in LOST) and self.session is not None:
             self.session.shouldstop = "the device is lost"
 
