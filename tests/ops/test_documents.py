@@ -293,7 +293,6 @@ def test_flex_is_the_choice_on_cuda_where_varlen_takes_none(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TRITON_DEFAULT")  # while FlexAttention compiles
 @pytest.mark.parametrize("half", [True, False])  # `varlen` and `flex`
 @pytest.mark.parametrize("variant", ["standard", "v1", "v1_dint"])
 def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(variant, half, seen, monkeypatch):
@@ -323,6 +322,7 @@ def test_a_model_s_step_on_a_gpu_has_no_mask_and_does_not_wait(variant, half, se
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not varlen._find(), reason="torch has no varlen attention with grouped heads")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_in_documents_on_a_gpu(compiled, monkeypatch):
     monkeypatch.setattr(ops.Documents, "mask", lambda _: pytest.fail("a mask was made"))
@@ -343,7 +343,6 @@ def test_dropout_in_documents_on_a_gpu(compiled, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TRITON_DEFAULT")  # while FlexAttention compiles
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("keys", "head_dim", "value_dim"), [(2, 64, 128), (1, 64, 64), (2, 20, 40), (2, 128, 256)])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -353,6 +352,7 @@ def test_documents_on_a_gpu(dtype, keys, head_dim, value_dim, compiled):
     shapes = [(2, 4, 2, 704, head_dim), (2, 2, keys, 704, head_dim), (2, 2, 704, value_dim)]
     leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
     lam = torch.full((1,), 0.5, device="cuda", requires_grad=True)
+    torch.compiler.reset()  # each case is a graph of one function, of which torch keeps eight
     function = torch.compile(ops.diff_attention, fullgraph=True) if compiled else ops.diff_attention
     outs = [function(*leaves, lam, mask=documents, causal=True)]
     outs.append(ops.diff_attention(*leaves, lam, mask=documents.mask(), causal=True, backend="eager"))

@@ -24,7 +24,6 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own reading
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:resumed from"),  # an ordinary loader does not save its position

@@ -196,7 +196,6 @@ def test_checkpointing_and_compiling_change_nothing(monkeypatch):
     assert module.state_dict().keys() == make().state_dict().keys()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 @pytest.mark.parametrize(
     "name",
     [pytest.param("diff-debug", marks=pytest.mark.slow), pytest.param("diffv2-debug", marks=pytest.mark.nightly)],
