@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from diffvision import ops
+from diffvision.ops.attention import difference as module
 from diffvision.ops.attention.difference import subtract
 
 HALF = [torch.bfloat16, torch.float16]
@@ -81,3 +83,61 @@ def test_vmap_and_its_gradients(in_dims):
         single = [t if dim is None else t.select(dim, index) for t, dim in zip(inputs, in_dims, strict=True)]
         for got, expected in zip(mapped, (difference(*single), *gradients(*single)), strict=True):
             torch.testing.assert_close(got[index], expected, rtol=0.01, atol=0.01)
+
+
+# What the output of an attention goes to, and so the layout of its gradient.
+LAYOUTS = {
+    "a projection": lambda out: out.transpose(1, 2).flatten(2).square().sum(),
+    "heads": lambda out: (out.contiguous().float() ** 2).sum(),
+    "a mean": lambda out: out.float().mean(2).square().sum(),
+    "transposed": lambda out: (out.mT.contiguous() ** 2).sum(),
+    "a sum": lambda out: out.sum(),
+}
+
+
+def attention(kind, q, k, v):
+    """V1 or plain attention of projections [B, N, H, 2, D] and [B, N, H, V]."""
+    q, k, v = q.permute(0, 2, 3, 1, 4), k.permute(0, 2, 3, 1, 4), v.transpose(1, 2)
+    if kind == "plain":
+        return ops.softmax_attention(q[:, :, 0], k[:, :, 0], v)
+    function = torch.compile(ops.diff_attention, backend="aot_eager") if kind == "compiled" else ops.diff_attention
+    return function(q, k, v, 0.5, backend="sdpa")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["v1", "compiled", "plain"])
+def test_a_kernel_s_gradient_has_one_layout(kind, layout, monkeypatch):
+    monkeypatch.setattr(module, "_is_at_risk", lambda out: out.itemsize == 2 and out.dim() == 4)
+    seen, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def looked_at(*args, **settings):
+        out = kernel(*args, **settings)
+        if out.dtype == torch.bfloat16:
+            out.register_hook(lambda grad: seen.append(grad.stride()))
+        return out
+
+    if kind != "compiled":  # a graph has no hooks: there the gradients are compared alone
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", looked_at)
+    leaves = [torch.randn(2, 5, 3, 2, 8), torch.randn(2, 5, 3, 2, 8), torch.randn(2, 5, 3, 16)]
+    half = [leaf.bfloat16().requires_grad_() for leaf in leaves]
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    grads = torch.autograd.grad(LAYOUTS[layout](attention(kind, *half)), half)
+    true = torch.autograd.grad(LAYOUTS[layout](attention("v1" if kind == "compiled" else kind, *exact)), exact)
+    assert seen == {"v1": 2, "compiled": 0, "plain": 1}[kind] * [(5 * 3 * 16, 16, 3 * 16, 1)]
+    for got, expected in zip(grads, true, strict=True):
+        assert (got.double() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["v1", "compiled", "plain"])
+def test_gradients_do_not_depend_on_what_a_kernel_saw_before(kind):
+    """cuDNN's plans are kept in a thread, and found by what all these calls have in common."""
+    leaves = [torch.randn(2, 33, 3, 2, 16), torch.randn(2, 33, 3, 2, 16), torch.randn(2, 33, 3, 32)]
+    half = [leaf.cuda().bfloat16().requires_grad_() for leaf in leaves]
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    for loss in LAYOUTS.values():
+        torch.compiler.reset()
+        grads = torch.autograd.grad(loss(attention(kind, *half)), half)
+        true = torch.autograd.grad(loss(attention("v1" if kind == "compiled" else kind, *exact)), exact)
+        for got, expected in zip(grads, true, strict=True):
+            assert (got.double().cpu() - expected).norm() < 0.05 * expected.norm()

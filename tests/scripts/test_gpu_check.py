@@ -193,9 +193,17 @@ def numbers(value):
         yield value
 
 
+def rates_and_sizes(settings):
+    """Return items per second and GiB of each step."""
+    for setting in settings.values():
+        for mode in (mode for model in setting["models"].values() for mode in model.values() if "median_ms" in mode):
+            yield from (1e3 * setting["count"] / mode["median_ms"], mode["peak_bytes"] / 2**30)
+
+
 def test_the_page_of_a_gpu_has_the_numbers_of_its_file():
     folder = ROOT / "docs/benchmarks"
-    found = list(numbers(json.loads((folder / "gpu-h200.json").read_text())))
+    earlier, later = (json.loads((folder / name).read_text()) for name in ("gpu-h200.json", "gpu-2026-11-28.json"))
+    found = [*numbers(earlier), *numbers(later), *rates_and_sizes(later["steps"]["settings"])]
     lines = (folder / "gpu.md").read_text().splitlines()
     rows = [
         line.split("|")[2:-1] for line in lines if line.startswith("| ") and "↓" not in line and "→ last" not in line

@@ -33,6 +33,36 @@ def widen(t: Tensor, size: int) -> Tensor:
     return t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1]))
 
 
+def in_one_layout(out: Tensor) -> Tensor:
+    """Return a map's output whose gradient will reach the kernel in the memory order [B, N, H, V], whatever follows.
+
+    cuDNN's backward pass keeps a plan that holds the strides of the output's gradient, and finds it by the sizes and
+    the strides of queries, keys and values alone (`run_cudnn_SDP_bprop` in torch's aten/src/ATen/native/cudnn/MHA.cpp,
+    with cuDNN 9.5.1 and later). A second gradient in another layout is then read with the strides of the first: on an
+    H100 and an H200, with torch 2.11, the gradients of a DINT layer were wrong by 12 to 72%.
+    """
+    return _OneLayout.apply(out) if _is_at_risk(out) and out.requires_grad else out
+
+
+def _is_at_risk(out: Tensor) -> bool:
+    return out.is_cuda and out.itemsize == 2 and out.dim() == 4
+
+
+def _by_token(grad: Tensor) -> Tensor:
+    """[B, H, N, V] in the memory order of a projection's input: no copy where it has it, as behind a layer's heads."""
+    return grad.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class _OneLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return _by_token(grad)
+
+
 def subtract(one: Tensor, two: Tensor, lam: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `one - lam * two` in a dtype; half precision is computed in float32 and rounded once.
 
@@ -43,6 +73,7 @@ def subtract(one: Tensor, two: Tensor, lam: Tensor, dtype: torch.dtype) -> Tenso
         dtype: of the result.
     """
     if one.dtype != dtype or dtype == lam.dtype or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        one, two = in_one_layout(one), in_one_layout(two)
         return torch.addcmul(one, two, lam, value=-1).to(dtype)
     return _Difference.apply(one, two, lam)
 
@@ -61,6 +92,7 @@ class _Difference(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         two, lam = ctx.saved_tensors
+        grad = _by_token(grad) if _is_at_risk(grad) else grad
         grad_lam = -(grad.to(lam.dtype) * two).sum_to_size(lam.shape) if ctx.needs_input_grad[2] else None
         return grad, (grad * -lam).to(grad.dtype), grad_lam
 

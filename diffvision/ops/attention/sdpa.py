@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffvision.ops.attention.difference import subtract, unbind_maps, widen
+from diffvision.ops.attention.difference import in_one_layout, subtract, unbind_maps, widen
 from diffvision.ops.attention.kernels import compute_capability, is_enabled, without_cudnn
 from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem, is_grouped
@@ -79,6 +79,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Te
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+    out = in_one_layout(out)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
