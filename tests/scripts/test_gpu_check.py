@@ -63,28 +63,30 @@ def test_each_part_passes_without_a_gpu(part, tmp_path):
     assert "failed" not in json.dumps(rows)
 
 
-def report(when="call", outcome="passed", text=""):
+def report(nodeid, when="call", outcome="passed", text=""):
     about = {"passed": outcome == "passed", "failed": outcome == "failed", "outcome": outcome, "longreprtext": text}
-    return SimpleNamespace(when=when, duration=0.1, user_properties=[("mib", 5.0)], **about)
+    return SimpleNamespace(nodeid=nodeid, when=when, duration=0.1, user_properties=[("mib", 5.0)], **about)
 
 
 def test_results_outlive_their_process_and_a_later_one_goes_on_behind_them(tmp_path):
     file, session = tmp_path / "tests.jsonl", SimpleNamespace(shouldstop=False, exitstatus=0)
-    results = gpu_results.Results(file)
+    results = gpu_results.Results(file, is_worker=False)
     results.pytest_sessionstart(session)
     results.pytest_runtest_logstart("a")
-    for phase in (report("setup"), report(), report("teardown")):
-        results.pytest_runtest_logreport(phase)
-    results.pytest_runtest_logstart("b")  # ends the process
-    later = gpu_results.Results(file)
+    results.pytest_runtest_logstart("b")  # beside it, and ends its process
+    for phase in ("setup", "call", "teardown"):
+        results.pytest_runtest_logreport(report("a", phase))
+    gpu_results.Results(file, is_worker=True).pytest_runtest_logstart("c")  # its controller writes
+    later = gpu_results.Results(file, is_worker=False)
     later.pytest_sessionstart(session)
     items = [SimpleNamespace(nodeid=name) for name in "abc"]
     later.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == ["c"]
     later.pytest_runtest_logstart("c")
-    later.pytest_runtest_logreport(report(outcome="failed", text="assert 1 == 2"))
+    later.pytest_runtest_logreport(report("c", outcome="failed", text="assert 1 == 2"))
     assert not session.shouldstop
-    later.pytest_runtest_logreport(report("teardown", "failed", "CUDA error: an illegal memory access was encountered"))
+    lost = "CUDA error: an illegal memory access was encountered"
+    later.pytest_runtest_logreport(report("c", "teardown", "failed", lost))
     assert session.shouldstop
     rows = later.read()
     assert {name: row["outcome"] for name, row in rows.items()} == {"a": "passed", "b": "started", "c": "failed"}
