@@ -143,7 +143,7 @@ def list_backends() -> list[tuple[str, str, str, str]]:
 
     usual = {
         "ViT-B/16 at 224, V1": Problem(1, 6, 6, 197, 197, 64, 128),
-        "ViT-B/16 at 224, V2": Problem(1, 12, 12, 197, 197, 64, 64, shared_keys=True),
+        "ViT-B/16 at 224, V2": Problem(1, 12, 12, 197, 197, 64, 64),
         "CLIP's text, V1": Problem(1, 4, 4, 77, 77, 64, 128, causal=True),
         "language, 1024 tokens, V1": Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True),
         "packed, 1024 tokens, V1": Problem(1, 6, 6, 1024, 1024, 64, 128, causal=True, packed=True),

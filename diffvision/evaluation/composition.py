@@ -19,7 +19,8 @@ ROUNDING = 1e-6
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return acc, the share of images that are closest to the first of their captions, over all and by kind; and ties.
 
-    acc is CLIP_benchmark's, see `selection_accuracy`: an exact tie counts as right. ties is the share of images whose
+    acc is CLIP_benchmark's, where it is also `text_acc`; its `image_acc` is always 1 with one image to choose from. An
+    exact tie counts as right. ties is the share of images whose
     first caption is no further than `ROUNDING` from the best of the others, so that rounding or the order decided.
     """
     pairs = features.pairs(folder, options.split)
@@ -33,17 +34,11 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
     return {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": each(is_first_tied(scores))}
 
 
-def selection_accuracy(images: Tensor, texts: Tensor, owner: Tensor) -> float:
-    """Return the share of images [N, D] that score highest with the first of their captions, by inner product.
-
-    Text t of texts [T, D] is a caption of image `owner[t]`; `owner` [T] is ascending. An exact tie counts as right,
-    as in CLIP_benchmark, where this is `acc` and `text_acc`. Its `image_acc` is always 1 with one image to choose from.
-    """
-    return is_first_best(caption_scores(images, texts, owner)).sum().item() / len(images)
-
-
 def caption_scores(images: Tensor, texts: Tensor, owner: Tensor) -> list[Tensor]:
-    """Return the scores of each image with its captions, [captions] each; arguments as `selection_accuracy`."""
+    """Return the scores of each image of images [N, D] with its captions, [captions] each, by inner product.
+
+    Text t of texts [T, D] is a caption of image `owner[t]`; `owner` [T] is ascending.
+    """
     counts = owner.bincount(minlength=len(images)).tolist()
     return [(image[None] @ captions.T)[0] for image, captions in zip(images, texts.split(counts), strict=True)]
 

@@ -123,11 +123,6 @@ class Features:
         with self._evaluating():
             return self._encode_images(torch.stack([self.transform(image) for image in images]))
 
-    def of_texts(self, texts: list[str]) -> Tensor:
-        """Return features [B, D] of a batch of texts, computed by this process alone."""
-        with self._evaluating():
-            return self._encode_texts(texts)
-
     def _encode_split(
         self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], dtypes: Mapping[str, torch.dtype]
     ) -> Rows:

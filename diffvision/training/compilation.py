@@ -36,6 +36,40 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.optimize_ddp = False
     module.compile(fullgraph=fullgraph, dynamic=False, options=inductor_options())
+    separate = Separate()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(separate)
+
+
+class Separate:
+    """A hook of parameters that copies a gradient which lies in the memory of another one's.
+
+    For a batch of one a graph returns the gradient of a ViT's class token as a view of that of its positions, and
+    autograd keeps both as they are. What is done in place then, accumulating or clipping, is done to one of them twice.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, nn.Parameter] = {}  # address -> whose gradient lies there
+        self._addresses: dict[nn.Parameter, int] = {}
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        address = _address(parameter)
+        owner = self._owners.get(address)
+        if owner is parameter:
+            return
+        if owner is not None and owner.grad is not None and _address(owner) == address:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone()
+            address = _address(parameter)
+        if self._owners.get(earlier := self._addresses.get(parameter, 0)) is parameter:
+            del self._owners[earlier]
+        self._owners[address], self._addresses[parameter] = parameter, address
+
+
+def _address(parameter: nn.Parameter) -> int:
+    assert parameter.grad is not None
+    return parameter.grad.untyped_storage().data_ptr()
 
 
 def inductor_options() -> dict[str, bool] | None:

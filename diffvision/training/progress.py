@@ -58,8 +58,9 @@ class ProgressLine(ProgressBar):
 
     Metrics are those of the last logging step, and on a CPU of the last step: to read others would wait for the GPU.
     The time left is that of the remaining steps and validations, each as long as the recent ones of this process. In a
-    terminal the line is redrawn in place and other output appears above it, in a notebook below it. Elsewhere a line
-    is printed at most every `seconds` on logging steps and in evaluations, and after each validation and epoch.
+    terminal the line is redrawn in place, other output appears above it, and each epoch leaves a line there. In a
+    notebook other output appears below it. Elsewhere a line is printed at most every `seconds` on logging steps and in
+    evaluations, and after each validation and epoch.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
@@ -103,10 +104,13 @@ class ProgressLine(ProgressBar):
             self._show(trainer, metrics=may_read(trainer, step) and is_shared_step(trainer, step))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the line, unless a validation has just shown it."""
+        """Show the line, unless a validation has just shown it; leave one of the epoch above it in a terminal."""
         _ = trainer.callback_metrics  # computed at an epoch's end, in collectives, so every rank asks for them
         if self._screen is not None or self._step != trainer.global_step:
             self._show(trainer, metrics=True)
+        if isinstance(self._screen, Screen) and not getattr(trainer, "overfit_batches", 0):  # else an epoch is a step
+            head = describe_position(trainer, total_steps(trainer))
+            print(format_line(head, None, None, self._parts, self._screen.width).plain)
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         if self._screen is not None:

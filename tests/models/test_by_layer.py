@@ -16,17 +16,13 @@ from diffvision.models.architecture import architecture, difference
 from diffvision.models.by_layer import as_text, matched_heads, variants_by_layer
 from diffvision.models.convert.command import convert
 from diffvision.models.language.generation import generate
-from diffvision.nn import ATTENTION, Attention, AttentionLayer, DiffAttention, DiffAttentionV2
+from diffvision.nn import ATTENTION, Attention, DiffAttention, DiffAttentionV2
 
 LOWER = "1*standard"
 
 
 def count(module):
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def layers_of(model):
-    return [layer for layer in model.modules() if isinstance(layer, AttentionLayer)]
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ LIMITS = {
 TAKEN = {
     "grad on CUDA": {"device": "cuda", "grad": True},
     "value size of its own": {"value_dim": 5},
-    "masked, causal, grouped, shared": {"masked": True, "causal": True, "kv_heads": 2, "shared_keys": True},
+    "masked, causal, grouped": {"masked": True, "causal": True, "kv_heads": 2},
     "bfloat16": {"dtype": torch.bfloat16},
 }
 

@@ -220,11 +220,9 @@ def test_a_file_and_a_dumb_terminal_are_not_redrawn(kind, monkeypatch):
     assert Screen.opened() is None
 
 
-def test_plain_lines_now_and_then(monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(terminal.Screen, "opened", lambda: None)
-    run = trainer(
+def a_run(**given):
+    """The trainer of a run that logs every other step, before its first."""
+    return trainer(
         current_epoch=0,
         global_step=0,
         log_every_n_steps=2,
@@ -238,7 +236,15 @@ def test_plain_lines_now_and_then(monkeypatch, capsys):
         callbacks=[],
         is_global_zero=True,
         num_val_batches=[4],
+        **given,
     )
+
+
+def test_plain_lines_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.Screen, "opened", lambda: None)
+    run = a_run()
     bar = ProgressLine()
     bar.setup(run, None, "fit")
     bar.on_train_start(run, None)
@@ -256,6 +262,25 @@ def test_plain_lines_now_and_then(monkeypatch, capsys):
     steps = [text.split(" step ")[1].split(" ")[0] for text in printed.splitlines()]
     assert steps == ["4/786", "8/786", "12/786", "13/786"]
     assert printed.splitlines()[-1].endswith(" left  loss 2.00")
+
+
+@pytest.mark.parametrize("overfits", [False, True])
+def test_an_epoch_leaves_its_metrics_in_a_terminal(overfits, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    run = a_run(overfit_batches=overfits)
+    bar = ProgressLine()
+    bar.setup(run, None, "fit")
+    bar.on_train_start(run, None)
+    run.global_step = 131
+    run.progress_bar_metrics["zero_shot/digits/acc1"] = 0.25
+    bar.on_train_epoch_end(run, None)
+    bar.on_train_end(run, None)
+    left = [line.rpartition(CLEAR)[2] for line in out.getvalue().split("\n")[:-1]]
+    assert left == ([] if overfits else ["epoch 1/6 step 131/786  loss 2.00  acc1 0.250"])
 
 
 def test_other_ranks_are_silent(capsys):

@@ -19,7 +19,6 @@ class Problem(NamedTuple):
     keys: int
     head_dim: int  # D, one map's head
     value_dim: int  # V
-    shared_keys: bool = False  # both maps read one key (V2)
     causal: bool = False
     masked: bool = False
     dropout: float = 0.0
@@ -41,7 +40,6 @@ def describe(
         keys=k.shape[3],
         head_dim=q.shape[4],
         value_dim=v.shape[3],
-        shared_keys=k.shape[2] == 1,
         causal=causal,
         masked=mask is not None,
         dropout=dropout,
