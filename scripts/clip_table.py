@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,7 +29,6 @@ from diffvision.comparison.entries import Entry, Group, group_seeds, model_setti
 from diffvision.comparison.page import csv_text
 from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, moments, plain_table
 from diffvision.evaluation.output import check_file, write_bytes
-from diffvision.models.files import read_json
 from diffvision.tables import show
 
 DIFFERENCE = "difference [95% CI]"
@@ -159,8 +159,8 @@ def _metrics(entry: Entry, parts: Sequence[str]) -> tuple[dict[str, float], str]
     if twice:
         raise ValueError(f"{twice[0]} is not what another file of the folder has: leave one of them")
     for name, file in read.items():
-        saved, _ = _saved(Path(entry.model).with_name(f"{name}.json"))
-        if saved > file.stat().st_mtime:
+        checkpoint = Path(entry.model).with_name(name)
+        if checkpoint.is_file() and checkpoint.stat().st_mtime > file.stat().st_mtime:
             raise ValueError(f"{name} is newer than {file}: evaluate {entry.spec} again, into an empty folder")
     return metrics, next(iter(read), "")
 
@@ -277,14 +277,16 @@ def _notes(pair: Sequence[Group], rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _last_step(entry: Entry) -> int:
-    """Return the last step of a run that a checkpoint's record names, or 0."""
-    return max((_saved(file)[1] for file in Path(entry.model).parent.glob("*.ckpt.json")), default=0)
+    """Return the last step of the checkpoints next to a run's."""
+    return max(map(_step, Path(entry.model).parent.glob("*.ckpt")), default=0)
 
 
-def _saved(record: Path) -> tuple[float, int]:
-    """Return when a checkpoint was saved, in seconds since 1970, and its step; zeros without a record."""
-    newest = read_json(record)["records"][-1] if record.is_file() else {}
-    return newest.get("saved", 0.0), newest.get("step", 0)
+def _step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint; 0 for a file that is none."""
+    try:
+        return int(torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"])
+    except Exception:  # a file that is no checkpoint can fail torch's reader in any way
+        return 0
 
 
 # ---- writers -------------------------------------------------------------------------------------------------------

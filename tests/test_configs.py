@@ -148,7 +148,7 @@ def test_debug_recipes_train_evaluate_and_save(name, settings, metric, digits, t
     assert wanted <= set(columns)
     assert any(c.startswith("lambda/") and "blocks.0.attn" in c for c in columns)
     assert (run / "config.yaml").is_file()
-    stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    stored = torch.load(run / "checkpoints" / "final.ckpt", weights_only=True)
     assert stored["diffvision"]["model"] == cli.model.name
     assert (run / "checkpoints" / "best.ckpt").is_file()
 
@@ -177,7 +177,7 @@ def test_the_language_recipe_trains_validates_and_saves(tmp_path, monkeypatch):
     run = Path(cli.trainer.log_dir)
     columns = (run / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train/loss", "train/grad_norm", "train/tokens_per_second", "lambda", "val/perplexity"} <= set(columns)
-    model = language.load(run / "checkpoints" / "last.ckpt")
+    model = language.load(run / "checkpoints" / "final.ckpt")
     assert model.config == cli.model.model.config
 
 

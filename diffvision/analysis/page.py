@@ -11,7 +11,7 @@ A page is a title, a lead paragraph and sections; a section is a title and parts
     sections = [
         Section("Results", [Text("Two seeds of each, `--seeds 2`."), table]),
         Section("Training", [Row([curves, other])]),  # next to each other where there is room
-        Section("Next", [Code("diffvision inspect runs/a/last.ckpt")]),
+        Section("Next", [Code("diffvision inspect runs/a/final.ckpt")]),
     ]
     Path("page.html").write_text(html_page("CLIP and DiffCLIP", "One recipe, two models.", sections), encoding="utf-8")
 

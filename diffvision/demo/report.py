@@ -184,4 +184,4 @@ def next_commands(text: str, *commands: str) -> Section:
 
 def last_checkpoint(run: Path) -> Path:
     """Return the checkpoint that a run's training ended with."""
-    return max(run.rglob("last.ckpt"), default=run / "last.ckpt")
+    return max(run.rglob("final.ckpt"), default=run / "final.ckpt")

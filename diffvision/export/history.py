@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.opening.runs import run_config, setting
-from diffvision.training.fault_tolerance import record_path
 
 RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results
 _SECRET = re.compile(r"(?i)(^|_)(token|secret|password|api_?key|credentials?)$")
@@ -98,10 +99,10 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def _step(checkpoint: Path) -> int | None:
-    """Return the step of the record next to a checkpoint."""
+    """Return the step of a checkpoint of Lightning; None for another file."""
     try:
-        step = json.loads(record_path(checkpoint).read_text(encoding="utf-8"))["records"][0]["step"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        step = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"]
+    except Exception:  # a file that is no checkpoint can fail torch's reader in any way
         return None
     return step if isinstance(step, int) else None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diffvision.training.clip import ContrastiveModule
     from diffvision.training.distillation import Distillation
     from diffvision.training.ema import EMA
-    from diffvision.training.fault_tolerance import StepGuard
+    from diffvision.training.fault_tolerance import LastCheckpoint, StepGuard
     from diffvision.training.language import LanguageModule
     from diffvision.training.optim import OptimizerSettings
     from diffvision.training.progress import ProgressLine
@@ -38,6 +38,7 @@ _MODULES = {
     "LambdaMonitor": "callbacks",
     "LambdaWarmup": "callbacks",
     "LanguageModule": "language",
+    "LastCheckpoint": "fault_tolerance",
     "Lora": "vision_language",
     "OptimizerSettings": "optim",
     "ProgressLine": "progress",
@@ -56,6 +57,7 @@ __all__ = [
     "LambdaMonitor",
     "LambdaWarmup",
     "LanguageModule",
+    "LastCheckpoint",
     "Lora",
     "OptimizerSettings",
     "ProgressLine",

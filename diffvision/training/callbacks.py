@@ -186,10 +186,15 @@ class DataReport(pl.Callback):
 
     def __init__(self) -> None:
         self.earlier: Report | None = None  # over all ranks, before the run was resumed
+        self.trained: Report | None = None  # on this rank, without a batch that is loaded and not yet trained
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and (reports := _reports(trainer)):
-            total = add_reports([*self._earlier(reports[0].epoch), *reports])
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        report: Report | None = getattr(trainer.train_dataloader, "report", None)
+        trained = [] if self.trained is None else gather(trainer, self.trained)
+        if report is not None and (reports := [*self._earlier(report.epoch), *trained]):
+            total = add_reports(reports)
             fields = {name: getattr(total, name) for name in KEPT}
             checkpoint[COUNTED] = fields | {"skipped": dict(total.skipped)}
 
@@ -203,7 +208,7 @@ class DataReport(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting batches; print how many samples each epoch drops, if they are many."""
-        self.batches = 0
+        self.batches, self.trained = 0, None
         loader: Any = trainer.train_dataloader
         report: Report | None = getattr(loader, "report", None)
         if report is not None and not trainer.global_step and report.tail > LARGE_TAIL * report.total:
@@ -211,14 +216,19 @@ class DataReport(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.batches += 1
+        report: Report | None = getattr(trainer.train_dataloader, "report", None)
+        if report is not None:
+            examples = {reason: [*found] for reason, found in report.examples.items()}
+            self.trained = replace(report, skipped=report.skipped.copy(), examples=examples)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log and print the counts; raise RuntimeError if they do not add up."""
         loader: Any = trainer.train_dataloader
-        batches, self.batches = self.batches, 0
+        batches, self.batches, self.trained = self.batches, 0, None
         if not (reports := _reports(trainer)):
             return  # an ordinary loader does not count samples
         earlier = self._earlier(reports[0].epoch)
+        self.earlier = None
         text, counts = describe_epoch(reports, consumed=batches * loader.batch_size, earlier=earlier)
         # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)

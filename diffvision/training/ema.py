@@ -16,8 +16,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from diffvision.training.fault_tolerance import lightning_internals
-
 
 class EMA(EMAWeightAveraging):
     """Lightning's EMAWeightAveraging: validation and checkpoints use the averages, training the current weights.
@@ -59,7 +57,7 @@ class EMA(EMAWeightAveraging):
             update_starting_at_step=update_starting_at_step,
             update_starting_at_epoch=update_starting_at_epoch,
         )
-        self.decay = decay
+        self.decay, self.on_training_device = decay, device is None
         self._averaged_epoch = -1  # the epoch at whose end the averages were last updated
         self._averages = False  # whether averages exist: from the first fit on
         self._swapped = False  # whether the module holds the averages, and the average model the training weights
@@ -78,13 +76,14 @@ class EMA(EMAWeightAveraging):
             name = type(trainer.strategy).__name__
             raise ValueError(f"{name} shards the weights, which EMA cannot average: use ddp, or leave EMA out")
         self._swapped = False
-        lightning_internals.set_default_device(self, trainer.strategy.root_device)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
             super().setup(trainer, pl_module, stage)
         if stage == "fit":
             (averages,) = (value for value in vars(self).values() if isinstance(value, AveragedModel))
             Averages.take_over(averages, self.decay)
+            if self.on_training_device:
+                averages.module.to(trainer.strategy.root_device)
         self._averages = self._averages or stage == "fit"
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

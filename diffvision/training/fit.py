@@ -49,6 +49,7 @@ from diffvision.training.clip import ContrastiveModule  # noqa: F401
 from diffvision.training.compilation import explain_failures
 from diffvision.training.ema import EMA  # noqa: F401
 from diffvision.training.fault_tolerance import (
+    LastCheckpoint,  # noqa: F401
     Ranks,
     Resume,
     StepGuard,  # noqa: F401

@@ -178,32 +178,22 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
 
 
 def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[str]:
-    """Return the options of an evaluation; without one, of callbacks that do not monitor its metrics."""
+    """Return the options of an evaluation; without one, of callbacks that do not monitor it."""
     if _class_of(content) == "ImageTextData":  # it takes a list, the others one source or null
         words = options({"data.init_args.evaluations": paths})
     else:
         words = options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
     callbacks = content.get("trainer", {}).get("callbacks") or []
-    without = [_without_evaluation(callback) for callback in callbacks]
-    if paths or without == callbacks:
-        return words
-    # What monitored a metric now saves the same as the one that saves the last steps.
-    different: dict[str | int, Any] = {}
-    for number, callback in enumerate(without):
-        settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
-        different.setdefault(settings.get("filename") or number, callback)
-    return words + options({"trainer.callbacks": list(different.values())})
+    without = [callback for callback in callbacks if not _needs_evaluation(callback)]
+    return words if paths or without == callbacks else words + options({"trainer.callbacks": without})
 
 
-def _without_evaluation(callback: Any) -> Any:
-    """Return a callback's settings without a monitor that only an evaluation gives."""
+def _needs_evaluation(callback: Any) -> bool:
+    """Return whether a callback monitors what only an evaluation gives."""
     from diffvision.data.images.folders import TASKS
 
     settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
-    if str(settings.get("monitor", "")).partition("/")[0] not in ("headline", "val", *TASKS):
-        return callback
-    # Said, not left out: the configuration's callback of the same class would fill in what is not named.
-    return {**callback, "init_args": {**settings, "monitor": None, "filename": "last"}}
+    return str(settings.get("monitor", "")).partition("/")[0] in ("headline", "val", *TASKS)
 
 
 def _evaluation_in(source: Any, data_class: str) -> list[str]:

@@ -32,6 +32,7 @@ from diffvision.data.text.tokens import are_conversations
 from diffvision.evaluation.output import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
+from diffvision.training.fault_tolerance import LastCheckpoint
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import format_duration, total_steps
@@ -194,13 +195,14 @@ def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[st
     """Return lines with the best and the last checkpoint, and the command that evaluates the first; on every rank."""
     savers = find_callbacks(trainer, ModelCheckpoint)
     best = [saver for saver in savers if saver.monitor and saver.best_model_path]
-    last = [saver.last_model_path or ("" if saver.monitor else saver.best_model_path) for saver in savers]
+    last = [saver.last_model_path for saver in find_callbacks(trainer, LastCheckpoint)]
+    last += [saver.last_model_path or ("" if saver.monitor else saver.best_model_path) for saver in savers]
     lines, paths = [], [saver.best_model_path for saver in best]
     for saver in best:
         score = float(saver.best_model_score or 0)
         lines.append(f"best {saver.monitor} {score:.4f}: {_relative(saver.best_model_path)}")
     for path in list(dict.fromkeys(filter(None, last)))[:1]:
-        lines.append(f"last checkpoint: {_relative(path)}")
+        lines.append(f"final weights: {_relative(path)}")
         paths.append(path)
     if paths:
         lines.append(f"evaluate it: {shlex.join(evaluation_command(trainer, module, _relative(paths[0])))}")

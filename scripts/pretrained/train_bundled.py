@@ -155,7 +155,7 @@ def train(pair: Pair, model: str, seed: int, work: Path) -> None:
 
 def last_checkpoint(work: Path, model: str, seed: int) -> Path:
     """Return the last checkpoint of a run."""
-    return next((work / f"{model}-{seed}").glob("**/checkpoints/last.ckpt"))
+    return next((work / f"{model}-{seed}").glob("**/checkpoints/final.ckpt"))
 
 
 def bundle(pair: Pair, model: str, work: Path) -> None:

@@ -1,7 +1,7 @@
 """Writes a task for lm-eval-harness from local text: which of four lines comes next in an unseen file.
 
     python scripts/programs/harness_task.py data/stdlib/validation runs/next_line --samples 200
-    diffvision export runs/.../last.ckpt runs/exported
+    diffvision export runs/.../final.ckpt runs/exported
     diffvision run lm_eval --model hf --model_args pretrained=runs/exported --include_path runs/next_line \\
         --tasks next_line
 

@@ -2,7 +2,7 @@
 
     python -m venv .venv-harness && .venv-harness/bin/pip install lm_eval accelerate -e ".[hf]"
     diffvision data make stdlib data/stdlib
-    diffvision export runs/.../last.ckpt exported                      # of a model of the standard variant
+    diffvision export runs/.../final.ckpt exported                      # of a model of the standard variant
     .venv-harness/bin/python scripts/programs/run_harness.py exported data/stdlib/validation
 
 The task is made of the text (`scripts/programs/harness_task.py`). The adapted model (V2) computes what the first one

@@ -171,7 +171,7 @@ def fit(shown: Shown, name: str, config: str, *arguments: str) -> str:
     """Train with ours; return the last checkpoint."""
     command = [sys.executable, "-m", "diffvision", "fit", "--config", str(ROOT / config), *arguments]
     shown.run(name, [*command, "--trainer.logger.init_args.name", name])
-    return f"runs/{name}/version_0/checkpoints/last.ckpt"
+    return f"runs/{name}/version_0/checkpoints/final.ckpt"
 
 
 def only_trunk_unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:

@@ -95,7 +95,7 @@ def fitted(timm: Timm) -> None:
     data = ["--data.init_args.train", "digits/train", "--data.init_args.evaluation", "digits/zero_shot"]
     short = ["--trainer.max_epochs", "3", "--trainer.logger.init_args.save_dir", "fit"]
     shown.run("fit", [*ours, "fit", "--config", str(recipe), *data, *short], lines=1)
-    last = next(shown.folder.glob("fit/**/last.ckpt")).relative_to(shown.folder)
+    last = next(shown.folder.glob("fit/**/final.ckpt")).relative_to(shown.folder)
     shown.run("export", [*ours, "export", str(last), "exported", "--to", "timm"])
     model = ["--model", f"local-dir:{(shown.folder / 'exported').resolve()}", "--pretrained", "--num-classes", "10"]
     options = ["--results-file", "validate_fit.json", "--results-format", "json"]

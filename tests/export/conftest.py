@@ -1,7 +1,6 @@
 """A training run of each kind as it lies on the disk, without training; small models by graphs."""
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,8 +39,7 @@ def write_run(folder: Path, checkpoint: dict, data: dict, step: int = 20) -> Pat
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "metrics.csv").write_text(METRICS)
     path = folder / "checkpoints" / "best.ckpt"
-    torch.save({"pytorch-lightning_version": "2.6.6", **checkpoint}, path)
-    path.with_name("best.ckpt.json").write_text(json.dumps({"schema": 1, "records": [{"step": step}]}))
+    torch.save({"pytorch-lightning_version": "2.6.6", "global_step": step, **checkpoint}, path)
     return path
 
 

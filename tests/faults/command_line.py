@@ -46,6 +46,7 @@ def fit(*more: str, steps: int = 2, data: str | Path = "shards") -> list[str]:
         *("--data.batch_size=8", "--data.num_workers=0", "--trainer.accelerator=cpu", "--trainer.devices=1"),
         *(f"--trainer.max_steps={steps}", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1"),
         *("--trainer.enable_model_summary=false", "--trainer.limit_val_batches=0"),
+        *(f"{saving}+=LastCheckpoint", f"{saving}.every_n_train_steps=1"),
         *(f"{saving}+=ModelCheckpoint", f"{saving}.every_n_train_steps=1", f"{saving}.save_top_k=-1"),
         *(f"{saving}.filename={{step}}", f"{saving}.dirpath={KEPT}"),
         *more,

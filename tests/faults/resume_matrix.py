@@ -22,10 +22,9 @@ ONCE = {
     "before the optimizer's step": [Cut("on_before_optimizer_step", 2)],
     "validation begins": [Cut("on_validation_start", 2)],
     "in validation": [Cut("on_validation_batch_end", 2)],
-    "in validation, saved there": [Cut("on_validation_batch_end", 2, save=True)],
     "validation ends": [Cut("on_validation_end", 2)],
     "after validation": [Cut("on_train_batch_start", 3)],
-    "in accumulation, saved there": [Cut("on_train_batch_end", 4, save=True)],
+    "in accumulation": [Cut("on_train_batch_end", 4)],
     "last step of an epoch saved": [Cut("saved", 5)],
     "an epoch's last validation begins": [Cut("on_validation_start", 5)],
     "an epoch begins": [Cut("on_train_epoch_start", 5)],
@@ -125,6 +124,7 @@ def add(whole: Outcome, ranks: list[Outcome]) -> None:
     whole.rows |= {step: whole.rows.get(step, {}) | row for step, row in first.rows.items()}
     whole.began, whole.resumed = whole.began + first.began[-1:], whole.resumed + first.resumed
     whole.checkpoint, whole.files = first.checkpoint, first.files
+    whole.generators, whole.metrics = first.generators, first.metrics
 
 
 def verdict(case: Case, outcome: Outcome, whole: Outcome) -> list[str]:

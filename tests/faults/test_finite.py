@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from diffvision.training.fault_tolerance.content import find_bad_tensors
+from diffvision.training.fault_tolerance.checkpoints import find_bad_tensors
 from diffvision.training.fault_tolerance.finite import StepGuard
 
 pytestmark = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from command_line import KEPT, fit, run, write_data
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.preemption import Preemption
 from diffvision.training.fault_tolerance.ranks import Peers, SameShards
 from ranks import Ranks, kill
@@ -57,7 +57,7 @@ def train(module: Line) -> None:
         callbacks=[
             ModelCheckpoint(KEPT, filename="{step}", every_n_train_steps=2, save_top_k=-1),
             SameShards(peers),
-            Preemption(peers),
+            Preemption(peers, None),
         ],
         plugins=[DurableCheckpointIO()],
         enable_progress_bar=False,
@@ -78,7 +78,7 @@ def fail() -> None:
 def test_rank_1_ends_in_time_when_rank_0_is_gone(act):
     _, left = Ranks(Path("ranks"), lambda: train(Line(3, act))).ended()
     assert left.code not in (0, None), left
-    assert find_newest_valid([KEPT]) == (KEPT / "step=2.ckpt", {})
+    assert (KEPT / "step=2.ckpt").is_file()
 
 
 def test_a_port_that_is_taken_is_named():

@@ -38,10 +38,10 @@ from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest_valid
-from diffvision.training.fault_tolerance.layout import RUN_KEY
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest
+from diffvision.training.fault_tolerance.exact import LastCheckpoint
+from diffvision.training.fault_tolerance.random_state import capture
 from diffvision.training.fault_tolerance.resume import Ranks, prepare
-from diffvision.training.fault_tolerance.run_state import RunState
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.vision_language import VisionLanguageModule
@@ -84,12 +84,11 @@ class Setting:
 class Cut:
     """Where a run is interrupted: in a hook, at the batch of that number in the whole run.
 
-    "saved" is after all callbacks' on_train_batch_end. With `save`, a checkpoint is taken at that moment.
+    "saved" is after all callbacks' on_train_batch_end.
     """
 
     hook: str
     batch: int
-    save: bool = False
 
 
 class Interrupted(Exception):
@@ -101,15 +100,19 @@ class Outcome:
     """All that a run leaves.
 
     Attributes:
-        checkpoint: the one taken at its end: weights, averages, optimizer, schedule, loops, callbacks, generators.
+        checkpoint: the one taken at its end: weights, averages, optimizer, schedule, loops, callbacks.
+        generators: their states at its end.
+        metrics: that callbacks watch, at its end.
         samples: batch's number in the run -> a digest of every sample as the model saw it.
         rows: step -> what was logged.
-        files: checkpoints on disk, except those that it was resumed from: Lightning does not remove them.
+        files: checkpoints on disk.
         began: number of the first batch each time that the run began.
         resumed: names of the checkpoints that it was resumed from.
     """
 
     checkpoint: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     samples: dict[int, list[str]] = field(default_factory=dict)
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
@@ -236,8 +239,6 @@ class Cutter(pl.Callback):
     def reached(self, hook: str, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self.cut and (hook, trainer.fit_loop.total_batch_idx) == (self.cut.hook, self.cut.batch):
-            if self.cut.save:
-                trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "asked.ckpt"))
             raise Interrupted
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -283,10 +284,9 @@ class Memory(Logger):
 
 
 def checkpoints(kept: Path, task: str) -> list[ModelCheckpoint]:
-    """Return callbacks that save after each step, the best two of validation, and after each epoch."""
+    """Return callbacks that save the best two of validation, and after each epoch."""
     mode = "max" if task == "clip" else "min"
     return [
-        ModelCheckpoint(kept, "{step}", every_n_train_steps=1),
         ModelCheckpoint(kept, "best-{step}", MONITORS[task], mode=mode, save_top_k=2),
         ModelCheckpoint(kept, "epoch-{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True),
     ]
@@ -300,27 +300,30 @@ def seed(number: int) -> None:
 
 def once(
     data: Path, kept: Path, setting: Setting, outcome: Outcome, cut: Cut | None, *, workers: int = 0,
-    ranks: Ranks = "same", **settings: Any,
+    ranks: Ranks = "same", every: int | None = 1, **settings: Any,
 ) -> bool:  # fmt: skip
     """Begin a run, or resume the one in `kept`; return whether it came to its end.
 
     Args:
         outcome: what the run leaves is added to it.
+        every: steps between two saves.
         settings: of the trainer.
     """
-    resumes = find_newest_valid([kept])[0] is not None
+    resumes = find_newest([kept])[0] is not None
     # A run is resumed with generators in another state than it was saved with.
     seed(1000 + len(outcome.began) if resumes else 7)
-    module, state, cutter, memory = module_of(setting, data), RunState(), Cutter(cut), Memory()
+    module, last, cutter, memory = module_of(setting, data), LastCheckpoint(every), Cutter(cut), Memory()
     module.on_train_batch_end = lambda *_: cutter.reached("saved", module.trainer)
     averages = [EMA(decay=0.8)] if setting.ema else []
-    callbacks: list[Any] = [state, LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
-    trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task)], memory, settings)
+    callbacks: list[Any] = [LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
+    trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task), last], memory, settings)
     try:
-        with prepare(trainer, module, state, how="auto", ranks=ranks, ckpt_path=None) as path:
+        with prepare(trainer, module, last, how="auto", ranks=ranks, ckpt_path=None) as path:
             outcome.resumed += [Path(path).name] if path else []
             trainer.fit(module, data_of(data, module, setting.task, workers), ckpt_path=path)
         trainer.save_checkpoint(kept.with_suffix(".end"))
+        outcome.generators = capture(torch.device("cpu"))
+        outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(UNEQUAL)}
     except Interrupted:
         pass
     finally:
@@ -331,9 +334,7 @@ def once(
     if not kept.with_suffix(".end").exists():
         return False
     outcome.checkpoint = without(kept, torch.load(kept.with_suffix(".end"), weights_only=True))
-    outcome.files = sorted(p.name for p in kept.glob("*.ckpt") if p.name != "asked.ckpt")
-    metrics = outcome.checkpoint[RUN_KEY]["metrics"]
-    outcome.checkpoint[RUN_KEY]["metrics"] = {k: v for k, v in metrics.items() if not k.startswith(UNEQUAL)}
+    outcome.files = sorted(p.name for p in kept.glob("*.ckpt"))
     return True
 
 
@@ -388,7 +389,9 @@ def unequal(one: Outcome, other: Outcome) -> list[str]:
         "": (one.checkpoint, other.checkpoint),
         "samples": (one.samples, other.samples),
         "logged": (one.rows, other.rows),
-        "files": tuple([f for f in o.files if f not in one.resumed + other.resumed] for o in (one, other)),
+        "generators": (one.generators, other.generators),
+        "metrics": (one.metrics, other.metrics),
+        "files": (one.files, other.files),
     }
     return [line for name, (a, b) in pairs.items() for line in differences(a, b, name)]
 

@@ -99,9 +99,7 @@ def test_one_seed_of_each_and_what_else_differs(runs, capsys):
     config = runs / "DiffCLIP-debug-0.2" / "seed0" / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.002"))
     for model, step in (("CLIP-debug", 10), ("DiffCLIP-debug-0.2", 9)):
-        (runs / model / "seed0" / "checkpoints" / "last.ckpt.json").write_text(
-            json.dumps({"schema": 1, "records": [{"step": step, "saved": 0.0}]})
-        )
+        torch.save({"global_step": step}, runs / model / "seed0" / "checkpoints" / "last.ckpt")
     (table,) = make_tables([str(runs)], [*PARTS])
     assert table.rows[0].differences["DiffCLIP-debug-0.2"].method == "one seed"
     assert table.rows[0].differences["DiffCLIP-debug-0.2"].low is None
@@ -171,13 +169,14 @@ def test_what_is_refused(call, runs, capsys):
         file.unlink()
     assert "lacks mmvp: diffvision evaluate" in refusal()
 
-    saved = first / "checkpoints" / "best.ckpt.json"
-    saved.write_text(json.dumps({"schema": 1, "records": [{"step": 3, "saved": os.path.getmtime(lost) + 1}]}))
+    saved = first / "checkpoints" / "best.ckpt"
+    before = os.path.getmtime(saved)
+    os.utime(saved, (os.path.getmtime(lost) + 1,) * 2)
     assert "best.ckpt is newer than" in refusal()
     for file in first.glob("evaluations/*.json"):  # all others were evaluated again
         os.utime(file, (os.path.getmtime(lost) + 2 * (file != lost),) * 2)
     assert f"best.ckpt is newer than {lost}" in refusal()
-    saved.unlink()
+    os.utime(saved, (before,) * 2)
     other = record(first, "imagenet", PARTS["zero_shot"].record, weights="last.ckpt", acc1=0.3)
     assert "has evaluations of best.ckpt and last.ckpt" in refusal()
     other.write_text(other.read_text().replace("seed1", "seed2"))

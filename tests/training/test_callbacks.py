@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,9 @@ def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
         report, loader = DataReport(), SimpleNamespace(report=add_reports(part))
         run = trainer(train_dataloader=loader, state=SimpleNamespace(fn=TrainerFn.FITTING))
         report.on_load_checkpoint(run, None, checkpoint)
+        report.batches = 0
+        report.on_train_batch_end(run)
+        loader.report = replace(loader.report, seen=99)  # of a batch that is loaded and not trained yet
         report.on_save_checkpoint(run, None, checkpoint)
     report.on_load_checkpoint(run, None, checkpoint)
     last = Report(200, epoch=3, tail=8, before=128, seen=64)

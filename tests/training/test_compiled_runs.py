@@ -18,7 +18,7 @@ from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.compilation import COMPILING_NOTICE, compile_in_place, explain_failures, inductor_options
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance import protect
+from diffvision.training.fault_tolerance import LastCheckpoint, protect
 from diffvision.training.fit import fit
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
@@ -131,18 +131,27 @@ def test_a_compiled_run_is_the_eager_one(backend, kind, model, trainer, graphs, 
         torch.testing.assert_close(measured[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+class Kept(LastCheckpoint):
+    """Keeps the file of each step."""
+
+    def save(self, trainer, name):
+        return super().save(trainer, f"step={trainer.global_step}.ckpt")
+
+
 def saver(directory):
-    return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    return ModelCheckpoint(directory)
 
 
 @pytest.mark.parametrize("kind", ["vit", "clip", "language"])
 def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_path):
     """In another process, which makes the same graphs again."""
     model = {"compile": True} | ({"accum_freq": 3} if kind == "clip" else {})
-    whole, _, graphs = train(kind, tmp_path, saver(tmp_path), model=model, max_epochs=3)
-    for step in (2, 4):  # at the ends of the first epoch and of the second, before their validation
+    whole, _, graphs = train(kind, tmp_path, saver(tmp_path), Kept(1), model=model, max_epochs=3)
+    for step in (2, 4):  # where the second epoch and the third begin
         path, directory = tmp_path / f"step={step}.ckpt", tmp_path / f"from_{step}"
-        resumed, _, again = train(kind, directory, saver(directory), model=model, max_epochs=3, ckpt_path=str(path))
+        resumed, _, again = train(
+            kind, directory, saver(directory), Kept(1), model=model, max_epochs=3, ckpt_path=str(path)
+        )
         assert again == graphs
         same(resumed, whole, rtol=0, atol=0)
 

@@ -61,10 +61,8 @@ def run(shards: Path, root: Path, *more: str, steps: int = 5) -> FitCLI:
             "--trainer.enable_progress_bar=false",
             "--trainer.enable_model_summary=false",
             "--trainer.callbacks+=DataReport",
-            "--trainer.callbacks+=ModelCheckpoint",
-            "--trainer.callbacks.every_n_train_steps=2",
-            "--trainer.callbacks.save_top_k=-1",
-            "--trainer.callbacks.filename={step}",
+            "--trainer.callbacks+=LastCheckpoint",
+            "--trainer.callbacks.every_n_train_steps=1",
             *more,
         ]
     )
@@ -81,12 +79,12 @@ def whole(shards, tmp_path_factory) -> FitCLI:
 
 def test_resuming_in_mid_epoch_gives_the_weights_of_the_run_never_stopped(shards, whole, tmp_path, capsys):
     """Bit by bit: the same samples in the same order, with the same augmentation, rates and moments."""
-    stopped = Path(whole.trainer.log_dir) / "checkpoints" / "step=2.ckpt"
+    stopped = Path(whole.trainer.log_dir) / "checkpoints" / "last.ckpt"
     resumed = run(shards, tmp_path, f"--ckpt_path={stopped}")
     assert resumed.trainer.global_step == 5
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
-    assert "epoch 1: 48 seen + 0 skipped = 48 of 50 samples" in capsys.readouterr().out
+    assert "epoch 2: 32 seen + 0 skipped + 16 not reached = 48 of 50 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "hparams.yaml"])
@@ -104,11 +102,11 @@ def test_a_run_resumes_by_itself_from_the_newest_that_is_whole(shards, whole, tm
     """The same command again, its newest checkpoint cut: bit by bit the weights of the run never stopped."""
     version = tmp_path / "fit" / "version_0"
     shutil.copytree(whole.trainer.log_dir, version)
-    (version / "checkpoints" / "step=5.ckpt").unlink()  # which the end of the run has left
-    os.truncate(version / "checkpoints" / "step=4.ckpt", 1000)
-    with pytest.warns(UserWarning, match=r"passed over .*step=4.ckpt"):
+    shutil.copy(version / "checkpoints" / "last.ckpt", cut := version / "checkpoints" / "preempted.ckpt")
+    os.truncate(cut, 1000)
+    with pytest.warns(UserWarning, match=r"passed over .*preempted.ckpt"):
         resumed = run(shards, tmp_path, "--resume=auto")
-    assert resumed.trainer.ckpt_path == str(version / "checkpoints" / "step=2.ckpt")
+    assert resumed.trainer.ckpt_path == str(version / "checkpoints" / "last.ckpt")
     assert resumed.trainer.log_dir == str(version)
     assert all(torch.equal(v, weights(resumed)[k]) for k, v in weights(whole).items())
 
@@ -125,7 +123,7 @@ def test_the_documented_job_submitted_again_resumes_where_it_stopped(shards, tmp
     for number, steps in (("4711", 2), ("4712", 3)):
         environment = {"SLURM_JOB_ID": number, "SLURM_JOB_NAME": name}
         done = run(shards, tmp_path, *(Template(flag).substitute(environment) for flag in flags), steps=steps)
-    assert done.trainer.ckpt_path == str(tmp_path / "fit" / name / "checkpoints" / "step=2.ckpt")
+    assert done.trainer.ckpt_path == str(tmp_path / "fit" / name / "checkpoints" / "last.ckpt")
     assert [version.name for version in (tmp_path / "fit").iterdir()] == [name]
     with caplog.at_level("INFO"):
         run(shards, tmp_path, "--resume=auto", "--trainer.logger.version=other", steps=1)
@@ -175,7 +173,7 @@ def test_under_torchrun_no_process_trains_by_itself(shards, tmp_path, monkeypatc
 
 
 def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
-    stopped = Path(whole.trainer.log_dir) / "checkpoints" / "step=4.ckpt"
+    stopped = Path(whole.trainer.log_dir) / "checkpoints" / "last.ckpt"
     changed = ["--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=0.7", "--model.optimizer.end_lr=0.1"]
     with pytest.warns(UserWarning, match="other settings than before"):
         resumed = run(shards, tmp_path, f"--ckpt_path={stopped}", *changed)
@@ -190,7 +188,7 @@ def test_two_processes_train_as_one(shards, whole, tmp_path, capfd):
     two = run(shards, tmp_path, "--trainer.devices=2", "--trainer.strategy=ddp_fork")
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-    assert "epoch 1: 48 seen + 0 skipped = 48 of 50 samples" in capfd.readouterr().out
+    assert "epoch 2: 32 seen + 0 skipped + 16 not reached = 48 of 50 samples" in capfd.readouterr().out
 
 
 def test_run_directory_has_configuration_and_metrics(whole):
@@ -308,9 +306,10 @@ def test_the_headline_of_the_first_evaluation_is_monitored_unless_another_is_nam
     data = [f"--data.evaluations+={folders / name}" for name in evaluated]
     validating = ["--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=1"]
     cli = run(shards, tmp_path, *data, *monitoring(monitor), *validating, steps=1)
-    assert cli.trainer.checkpoint_callbacks[-1].monitor == expected
-    assert expected in cli.trainer.checkpoint_callbacks[-1].state_key  # by which a checkpoint has its state
-    assert cli.trainer.checkpoint_callbacks[-1].best_model_path
+    (saver,) = [saver for saver in cli.trainer.checkpoint_callbacks if saver.monitor]
+    assert saver.monitor == expected
+    assert expected in saver.state_key  # by which a checkpoint has its state
+    assert saver.best_model_path
     assert "zero_shot/birds: 2 classes, 1 template, e.g. 'a photo of a wren.'" in capsys.readouterr().out
 
 
@@ -342,8 +341,8 @@ def test_a_checkpoint_of_another_model_is_named():
 def test_a_short_run_with_averages_and_its_validation_warn_of_nothing(shards, tmp_path, recwarn):
     """Neither of the logging interval, nor of averages whose weights the checkpoint gives to the module."""
     averaged = ["--trainer.log_every_n_steps=50", "--trainer.callbacks+=EMA", "--trainer.callbacks.decay=0.5"]
-    run(shards, tmp_path, *averaged, steps=2)
-    path = str(next(tmp_path.rglob("step=2.ckpt")))
+    run(shards, tmp_path, *averaged, steps=3)  # the first copies the weights
+    path = str(next(tmp_path.rglob("last.ckpt")))
     stored = torch.load(path, weights_only=True)
     trained = stored["current_model_state"]
     assert any(not torch.equal(value, trained[name]) for name, value in stored["state_dict"].items())

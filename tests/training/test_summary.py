@@ -141,7 +141,7 @@ def test_overfitting_says_if_the_batch_was_learned(data, tmp_path, capfd):
 
 @pytest.mark.filterwarnings("ignore:resumed from:UserWarning")  # with other epochs
 def test_a_resumed_run_ends_with_its_last_evaluation(data, tmp_path, monkeypatch, capfd):
-    """As the run itself did: where nothing is left to train, and with an epoch more, which is evaluated again."""
+    """As the run itself did: where the last step is made again, and with an epoch more, which is evaluated again."""
     monkeypatch.chdir(tmp_path)
 
     def table(epochs: int) -> tuple[str, list[str]]:
@@ -155,10 +155,10 @@ def test_a_resumed_run_ends_with_its_last_evaluation(data, tmp_path, monkeypatch
     assert any(row.startswith("val/acc1") for row in rows)
     text, again = table(epochs=2)
     assert again == rows
-    assert "already at step 4" in text
+    assert "trained from step 3 to step 4" in text
     text, later = table(epochs=3)
     assert [row.split()[0] for row in later] == [row.split()[0] for row in rows]
-    assert "trained from step 4 to step 6" in text
+    assert "trained from step 3 to step 6" in text
 
 
 def test_the_last_evaluation_says_if_it_is_of_averages(data, tmp_path):

@@ -192,7 +192,7 @@ def collectives_of(case, root):
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        callbacks=[EMA(), Throughput(), SameShards(peers), Preemption(peers), count],
+        callbacks=[EMA(), Throughput(), SameShards(peers), Preemption(peers, None), count],
     )
     counts = []
     module.on_train_end = lambda: counts.extend(

@@ -1,4 +1,4 @@
-"""What keeps a run alive and exact: checkpoints, resuming, signals, failed ranks, steps that are not finite.
+"""What keeps a run alive and exact: checkpoints, resuming, signals, steps that are not finite.
 
     with protect(trainer, module, resume="auto") as checkpoint:
         trainer.fit(module, data, ckpt_path=checkpoint)
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.training.fault_tolerance.files import refuse_link
+    from diffvision.training.fault_tolerance.checkpoints import refuse_link
+    from diffvision.training.fault_tolerance.exact import LastCheckpoint
     from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
     from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
     from diffvision.training.fault_tolerance.protection import protect
-    from diffvision.training.fault_tolerance.records import record_path
     from diffvision.training.fault_tolerance.resume import Ranks, Resume
 
 _MODULES = {
+    "LastCheckpoint": "exact",
     "Preempted": "preemption",
     "Ranks": "resume",
     "Resume": "resume",
@@ -27,18 +28,17 @@ _MODULES = {
     "watch_signals": "preemption",
     "gather": "finite",
     "protect": "protection",
-    "record_path": "records",
-    "refuse_link": "files",
+    "refuse_link": "checkpoints",
     "spread_nan": "finite",
 }
 __all__ = [
+    "LastCheckpoint",
     "Preempted",
     "Ranks",
     "Resume",
     "StepGuard",
     "gather",
     "protect",
-    "record_path",
     "refuse_link",
     "spread_nan",
     "watch_signals",

@@ -1,60 +1,45 @@
-"""Checkpoints on disk: written whole or not at all, and the newest valid one found among others.
+"""Checkpoints on disk: written whole or not at all, and the newest one that a run resumes from exactly.
 
-A save of `last.ckpt` writes a temporary file in the same directory and syncs it; writes `last.ckpt.json`, the record,
-which describes both the new bytes and the old ones while a file is replaced; then renames the temporary file. Whenever
-the process is killed, `last.ckpt` is the old file or the new one, and its record knows which. What is resumed from a
-checkpoint, and how, is in `resume` and `run_state`.
+A save writes a temporary file in the same directory, syncs it and renames it: whenever the process is killed, the name
+is that of the old file or of the new one. What makes a checkpoint exact is in `exact`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
+import shutil
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from diffvision.files import sha256
-from diffvision.training.fault_tolerance.content import find_bad_states, find_bad_weights, find_fault, read_checkpoint
-from diffvision.training.fault_tolerance.files import (
-    explain_unwritable,
-    is_remote,
-    sync_directory,
-    tensor_bytes,
-    write_file,
-)
-from diffvision.training.fault_tolerance.records import (
-    RECORD,
-    SUFFIX,
-    TEMPORARY,
-    DamagedCheckpoint,
-    Record,
-    describe,
-    read_records,
-    readable_records,
-    record_path,
-    write_records,
-)
-from diffvision.training.fault_tolerance.rotation import Rotation
+RUN_KEY = "diffvision_run"  # in a checkpoint: what a run needs besides Lightning's keys; in files, so never rename it
+LAST, PREEMPTED, FINAL = "last.ckpt", "preempted.ckpt", "final.ckpt"
+EXACT = (LAST, PREEMPTED)  # names of the files that runs resume from
+TEMPORARY = ".saving-{}.tmp"
+SUFFIX, REPLACED = ".ckpt", ".replaced"
+
+
+class DamagedCheckpoint(ValueError):
+    """A file is no checkpoint that can be resumed from; the message is the reason."""
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
     """Lightning's plugin that saves, loads and removes checkpoints; this one never leaves half of a file.
 
     Directories of sharded checkpoints (save_distributed_checkpoint: true) are not written through it, and remote ones
-    are left to fsspec, whose stores replace an object at once; neither has records.
-
-    Attributes:
-        rotation: what stays of replaced and removed checkpoints until the next step; None: they go at once.
+    are left to fsspec, whose stores replace an object at once.
     """
 
-    rotation: Rotation | None = None
-
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint and its record.
+        """Write a checkpoint.
 
         Raises:
             OSError: it cannot be written; a file that was there before is untouched.
@@ -68,32 +53,26 @@ class DurableCheckpointIO(TorchCheckpointIO):
             )
         if is_remote(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
-        if storage_options is not None:
-            raise TypeError(f"storage_options is {storage_options!r}, but a local file takes none: leave it out")
         path = Path(path)
         temporary = path.parent / TEMPORARY.format(os.getpid())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            size, digest = write_file(temporary, lambda file: torch.save(checkpoint, file))
-            _refuse_objects(temporary, path)
-            self._put_in_place(temporary, path, describe(checkpoint, size, digest))
+            temporary.unlink(missing_ok=True)  # left by a killed run, or a link that came with the directory
+            with temporary.open("xb") as file:
+                _save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if unsafe := sorted(get_unsafe_globals_in_checkpoint(temporary)):
+                raise ValueError(
+                    f"{path} would hold objects of {', '.join(unsafe[:3])}, which weights_only=True refuses: save only "
+                    "tensors and plain values in it"
+                )
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
         except OSError as error:
             raise explain_unwritable(error, path, needed=tensor_bytes(checkpoint)) from error
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _put_in_place(self, temporary: Path, path: Path, record: Record) -> None:
-        """Rename a new file to a checkpoint, with a record that describes the old file too until that is replaced."""
-        replaced = readable_records(path) if path.is_file() else []
-        if self.rotation is not None and path.is_file():
-            self.rotation.before_replacing(path)
-        write_records(path, [record, *replaced])
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-        if self.rotation is not None:
-            self.rotation.saved(path)
-        if replaced:
-            write_records(path, [record])
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
@@ -109,108 +88,209 @@ class DurableCheckpointIO(TorchCheckpointIO):
             )
         return super().load_checkpoint(path, map_location, weights_only is None or weights_only)
 
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint and its record, or leave that to the rotation."""
-        if is_remote(path):
-            super().remove_checkpoint(path)
-        elif self.rotation is None or not self.rotation.removing(Path(path)):
-            super().remove_checkpoint(path)
-            record_path(path).unlink(missing_ok=True)  # last, so that no checkpoint is ever without a record
 
-    def teardown(self) -> None:
-        """Remove at a run's end what the rotation has kept, unless the last step was skipped."""
-        super().teardown()
-        if self.rotation is not None and not self.rotation.skipping:
-            self.rotation.step_finite()
-            self.rotation = None
+def _save(checkpoint: dict[str, Any], file: Any) -> None:
+    """Write with torch.save; raise the OSError that it reports as "unexpected pos"."""
+    failed: list[OSError] = []
+    write = file.write
 
+    class Writer:
+        flush = staticmethod(file.flush)
 
-def _refuse_objects(written: Path, path: Path) -> None:
-    if unsafe := sorted(get_unsafe_globals_in_checkpoint(written)):
-        raise ValueError(
-            f"{path} would hold objects of {', '.join(unsafe[:3])}, which weights_only=True refuses: save only "
-            "tensors and plain values in it"
-        )
+        @staticmethod
+        def write(data: Any) -> int:
+            try:
+                return write(data)
+            except OSError as error:
+                failed.append(error)
+                raise
 
-
-# --- finding and checking ---
+    try:
+        torch.save(checkpoint, Writer())
+    except RuntimeError as error:
+        raise (failed[0] if failed else error) from error
 
 
-def verify(path: str | Path) -> Record:
-    """Return the record of a checkpoint whose bytes are those that were saved.
+def _sync_directory(directory: Path) -> None:
+    """Sync a directory to the disk, because a power failure may otherwise undo a rename."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+# --- finding and reading ---
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Open a checkpoint and check all its bytes; its tensors are read only when they are used.
 
     Raises:
-        DamagedCheckpoint: they are not; the message says how.
+        DamagedCheckpoint: it is damaged, no checkpoint with an optimizer, or holds objects, NaN or infinity.
     """
-    path, reason = Path(path), ""
-    for record in read_records(path):
-        if not (reason := _find_file_fault(path, record)):
-            return record
-    raise DamagedCheckpoint(reason)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                raise DamagedCheckpoint("has other bytes than were saved")
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except DamagedCheckpoint:
+        raise
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpoint("holds more than tensors and plain values, or is none") from error
+    except Exception as error:  # a file that is no checkpoint can fail in any way
+        raise DamagedCheckpoint(f"is damaged or no checkpoint ({type(error).__name__})") from error
+    if not isinstance(content, dict) or "state_dict" not in content or "global_step" not in content:
+        raise DamagedCheckpoint("is no checkpoint of Lightning")
+    if "optimizer_states" not in content:
+        raise DamagedCheckpoint("holds weights alone, no optimizer state")
+    if bad := find_bad_states(content):
+        raise DamagedCheckpoint(f"holds NaN or infinity in {bad}")
+    return content
 
 
-def find_newest_valid(directories: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """Find the checkpoint of the highest step that can be resumed from.
+def is_exact(checkpoint: dict[str, Any]) -> bool:
+    """Return whether a checkpoint says that a run resumes from it exactly."""
+    run = checkpoint.get(RUN_KEY)
+    return isinstance(run, dict) and run.get("exact") is True
+
+
+def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Path, str]]:
+    """Find the checkpoint of the highest step that is resumed from exactly.
 
     Returns:
-        It, or None; and the checkpoints that were skipped, with the reason.
+        It, or None; its step; and those that were passed over, with the reason.
     """
     faults: dict[Path, str] = {}
-    candidates: list[tuple[int, float, Path, Record]] = []
-    for path in (path for directory in directories for path in checkpoints_in(directory)):
+    found: list[tuple[int, float, Path]] = []
+    for path in (directory / name for directory in directories for name in EXACT):
+        if not os.path.lexists(path):
+            continue
         try:
-            candidates += [(record.step, record.saved, path, record) for record in read_records(path)]
+            content = read_checkpoint(path)
+            if is_exact(content):
+                found.append((content["global_step"], path.stat().st_mtime, path))
+            else:
+                faults[path] = "does not say that it resumes exactly: give it with --ckpt_path"
         except DamagedCheckpoint as error:
             faults[path] = str(error)
-    for _, _, path, record in sorted(candidates, key=lambda c: c[:2], reverse=True):
-        unusable = "" if record.resumable else "holds weights alone, or was not taken between two steps"
-        reason = _find_file_fault(path, record) or unusable or _find_content_fault(path, record)
-        if not reason:
-            faults.pop(path, None)  # killed while it was replaced: the file is the former one, and whole
-            return path, faults
-        faults.setdefault(path, reason)
-    return None, faults
+    step, _, newest = max(found, default=(0, 0.0, None))
+    return newest, step, faults
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """List the checkpoints of a directory by name, without symbolic links (save_last="link") to some of them."""
-    return sorted(p for p in directory.glob(f"*{SUFFIX}") if not p.is_symlink())
+    """List the checkpoints of a directory, and of those below it, by name."""
+    return sorted(directory.rglob(f"*{SUFFIX}"))
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint; 0 for a file that is none."""
+    try:
+        return int(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["global_step"])
+    except Exception:  # such a file can fail torch's reader in any way
+        return 0
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove what killed runs left: temporary files, and records whose checkpoint was never finished or is gone."""
-    orphans = [*directory.glob(TEMPORARY.format("*") + "*")]
-    records = directory.glob(f"*{SUFFIX}{RECORD}")
-    orphans += [record for record in records if not record.with_suffix("").exists()]
-    for orphan in orphans:
-        orphan.unlink(missing_ok=True)
-    return orphans
+    """Remove the temporary files that killed runs left."""
+    left = [*directory.glob(TEMPORARY.format("*"))]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return left
 
 
-def _find_file_fault(path: Path, record: Record) -> str:
-    """Say what is wrong with a file, going by a record of it; return "" where it is as it was saved."""
-    if path.is_dir():
-        return "is a directory: sharded checkpoints have no sha256; give it with --ckpt_path"
-    if not path.is_file():
-        return "is gone"
+# --- numbers that are not finite ---
+
+
+def find_bad_states(checkpoint: dict[str, Any]) -> str:
+    """Name the first few weights and optimizer states that hold NaN or infinity; "" where all are finite."""
+    moments = (
+        {f"{name} of parameter {index}": value for name, value in state.items()}
+        for optimizer in checkpoint["optimizer_states"]
+        for index, state in optimizer["state"].items()
+        if isinstance(state, dict)
+    )
+    return find_bad_weights(checkpoint) or next(filter(None, map(find_bad_tensors, moments)), "")
+
+
+def find_bad_weights(checkpoint: dict[str, Any]) -> str:
+    """Apply `find_bad_tensors` to a checkpoint's weights; with EMA there are two sets of them."""
+    sets = (checkpoint.get(name, {}) for name in ("state_dict", "current_model_state"))
+    return next(filter(None, map(find_bad_tensors, sets)), "")
+
+
+def find_bad_tensors(weights: dict[str, Any], few: int = 3) -> str:
+    """Name the first few tensors of a state_dict that hold NaN or infinity; return "" where all are finite.
+
+    A mask of zeros and -inf, which some models keep among their buffers, counts as finite.
+    """
+    names = [name for name, value in weights.items() if isinstance(value, Tensor) and not _is_finite(value)]
+    return ", ".join(names[:few]) + (f" and {len(names) - few} more" if len(names) > few else "")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether no value is NaN or infinite; tensors of 0 and -inf are masks, and pass."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.half()  # aminmax takes no float8
+    least, most = tensor.aminmax()  # one pass without a temporary; NaN propagates
+    return bool((least.isfinite() & most.isfinite()) or ((tensor == 0) | (tensor == -torch.inf)).all())
+
+
+# --- files ---
+
+
+def explain_unwritable(error: OSError, path: Path, *, needed: int) -> OSError:
+    """Return the error to raise where a checkpoint cannot be written: which, why, the bytes it takes and a remedy."""
     try:
-        size = path.stat().st_size
-        if size != record.bytes:
-            return "is empty" if not size else f"has {size:,} bytes of the {record.bytes:,} that were saved"
-        same = sha256(path) == record.sha256
-    except OSError as error:  # a bad block, or no permission: an earlier checkpoint may be readable
-        return f"cannot be read ({error.strerror or error})"
-    return "" if same else "has other bytes than were saved (sha256)"
+        free = f"{shutil.disk_usage(path.parent).free:,} are free"
+    except OSError:
+        free = "its directory cannot be read"
+    return OSError(
+        error.errno,
+        f"no checkpoint can be written to {path}: {error.strerror or error}. It takes {needed:,} bytes and {free}: "
+        "make room, or set another directory (ModelCheckpoint's dirpath). Checkpoints saved before are untouched",
+    )
 
 
-def _find_content_fault(path: Path, record: Record) -> str:
-    """Say what is wrong with the content of a file whose bytes are those that were saved; return "" for no fault."""
-    try:
-        content = read_checkpoint(path)
-    except DamagedCheckpoint as error:
-        return str(error)
-    if fault := find_fault(content):
-        return fault
-    if (step := content["global_step"]) != record.step:
-        return f"is of step {step}, and its record of step {record.step}"
-    return f"holds NaN or infinity in {bad}" if (bad := find_bad_states(content)) else ""
+def refuse_link(path: Path) -> None:
+    """Raise OSError if a file that will be written to is a symbolic link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path} is a link to {os.readlink(path)}, which would be written to: remove it")
+
+
+def open_for_writing(path: Path, flags: int) -> int:
+    """Open a file for writing, and create it if it is missing; return its descriptor.
+
+    Raises:
+        OSError: it cannot be written, is no regular file, or is a link: then another file would be written to.
+    """
+    refuse_link(path)
+    if path.exists() and not path.is_file():  # opening a FIFO may wait for ever
+        raise OSError(errno.EINVAL, f"{path} is no regular file (a directory, FIFO or device): remove it")
+    opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    if os.fstat(opened).st_nlink > 1:
+        os.close(opened)
+        raise OSError(errno.EMLINK, f"{path} has another name too (a hard link), and would be written to: remove it")
+    return opened
+
+
+def tensor_bytes(content: Any) -> int:
+    """Count the bytes of all tensors in nested containers, about what a checkpoint of them takes."""
+    if isinstance(content, Tensor):
+        return content.nbytes
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
+    return sum(map(tensor_bytes, values))
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Count the bytes of a module's weights, the least that a checkpoint of it takes."""
+    return tensor_bytes([*module.parameters(), *module.buffers()])
+
+
+def is_remote(path: str | Path) -> bool:
+    """Return whether a path is a URL, of a remote filesystem such as s3."""
+    return "://" in str(path)

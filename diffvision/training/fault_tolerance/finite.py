@@ -1,7 +1,4 @@
-"""Steps whose loss or gradient is not finite are skipped and reported; after too many in a row the run stops.
-
-Which checkpoints are kept meanwhile is decided in `rotation`.
-"""
+"""Steps whose loss or gradient is not finite are skipped and reported; after too many in a row the run stops."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.files import open_for_writing
-from diffvision.training.fault_tolerance.rotation import Rotation
+from diffvision.training.fault_tolerance.checkpoints import open_for_writing
 
 FILE = "skipped_steps.jsonl"
 UNREAD = 1000  # steps after which they are read even where nothing is logged
@@ -96,13 +91,9 @@ class StepGuard(pl.Callback):
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Connect the writer of checkpoints, which keeps replaced ones while steps are skipped."""
         self._trainer, self._unread = trainer, []
         self._file = Path(trainer.log_dir or trainer.default_root_dir, FILE)  # all ranks ask together: a broadcast
         self._statistics = Statistics(pl_module)
-        self._rotation = Rotation(skipping=self.in_a_row > 0)
-        if isinstance(writer := trainer.strategy.checkpoint_io, DurableCheckpointIO):
-            writer.rotation = self._rotation
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -176,7 +167,6 @@ class StepGuard(pl.Callback):
             if not math.isfinite(norm):
                 error = self._report(self._trainer, step, norm, alone) or error
             elif error is None:
-                self._rotation.step_finite()
                 self.in_a_row = 0
         if error is not None:
             raise error
@@ -188,26 +178,22 @@ class StepGuard(pl.Callback):
         if scaler is not None and scaler.get_scale() >= LEAST_SCALE and not any(gather(trainer, bad, alone)):
             return None
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        self._rotation.step_skipped()
         record = {"step": step.number, "epoch": step.epoch, "batches": step.batches, "norm": str(norm)}
         names = getattr(trainer.train_dataloader, "names", None)
         if trainer.is_global_zero and names is not None:
             record["samples"] = [name for batch in step.batches for name in names(step.epoch, batch)]
         self._append(trainer, record | {"in_a_row": self.in_a_row})
-        what = f"the gradient's norm is {norm} at step {step.number} (batch {step.batches[-1]} of epoch {step.epoch})"
+        where = f"step {step.number} (batch {step.batches[-1]} of epoch {step.epoch})"
         if self.in_a_row <= self.max_skipped:
-            rank_zero_warn(f"{what}: it is skipped ({self.in_a_row} in a row); {self._file} lists its samples")
+            rank_zero_warn(
+                f"the gradient's norm is {norm} at {where}: it is skipped ({self.in_a_row} in a row); {self._file} "
+                "lists its samples"
+            )
             return None
         return FloatingPointError(
-            f"{what}: steps {step.number + 1 - self.in_a_row} to {step.number} were not finite, over "
-            f"optimizer.max_skipped={self.max_skipped}: see their batches in {self._file}; {REMEDIES}"
-            + self._list_kept()
+            f"the gradient's norm is {norm} at {where}: steps {step.number + 1 - self.in_a_row} to {step.number} were "
+            f"not finite, over optimizer.max_skipped={self.max_skipped}: see their batches in {self._file}; {REMEDIES}"
         )
-
-    def _list_kept(self) -> str:
-        """Name the checkpoints to resume from that newer ones would have replaced."""
-        kept = ", ".join(str(path) for path in self._rotation.kept)
-        return f". Kept from before these steps: {kept}" if kept else ""
 
     def _append(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:
         """Append a line to the file of skipped steps; warn where it cannot be written."""

@@ -6,16 +6,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loops import evaluation_loop
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from diffvision.signatures import missing_names, require_names
@@ -24,33 +20,9 @@ Kind = TypeVar("Kind")
 TESTED = ">=2.6.5,<2.7"  # as pyproject.toml has it
 NAMES = {
     "trainer._accelerator_connector.cluster_environment": "SLURM runs a preempted job again",
-    "trainer._checkpoint_connector._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)": (
-        "a run resumes from the checkpoint that was chosen, and no other"
-    ),
-    "trainer._checkpoint_connector._restore_modules_and_callbacks(checkpoint_path, weights_only)": (
-        "states that do not fit are one clear error"
-    ),
-    "trainer._checkpoint_connector.restore_training_state()": "states that do not fit are one clear error",
-    "trainer._logger_connector.log_metrics(metrics, step)": "a resumed run logs every value",
-    "trainer._logger_connector.should_update_logs": "a resumed run logs every value",
     "trainer._signal_connector.register_signal_handlers()": "a signal to one rank is one to all",
-    "trainer.fit_loop._data_fetcher": "exact resume at an epoch's end",
-    "trainer.fit_loop.epoch_loop._batches_that_stepped": "a resumed run logs at the same steps",
     "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()": "no rank waits for one that has ended",
-    "trainer.fit_loop.epoch_loop._should_check_val_fx(data_fetcher)": "exact resume before a validation",
-    "trainer.fit_loop.epoch_loop.batch_progress.current": "exact resume within an epoch",
-    "trainer.fit_loop.epoch_loop.max_steps": "exact resume at a run's end",
-    "trainer.fit_loop.epoch_loop.val_loop._restart_stage": "exact resume before a validation",
-    "trainer.fit_loop.epoch_loop.val_loop.batch_progress.current": "exact resume within a validation",
-    "trainer.fit_loop.epoch_progress.current": "exact resume at an epoch's end",
-    "trainer.fit_loop.max_epochs": "exact resume at a run's end",
-    "saver._defer_save_until_validation": "a resumed run saves the same checkpoints",
-    "saver._last_checkpoint_saved": "a resumed run saves the same checkpoints",
-    "saver._last_global_step_saved": "a resumed run saves the same checkpoints",
-    "saver._monitor_candidates(trainer)": "a run's last state is saved",
-    "saver._save_last_checkpoint(trainer, monitor_candidates)": "a run's last state is saved",
-    "saver._save_topk_checkpoint(trainer, monitor_candidates)": "a run's last state is saved",
-    "average._device": "averages of weights lie on the device that trains",
+    "trainer.fit_loop.epoch_loop._batches_that_stepped": "a resumed run logs at the same steps",
     "module._on_before_batch_transfer(batch, dataloader_idx)": "every callback gets a batch by names",
     "logger._version": "a run resumes in its own directory",
     "fsdp._state_dict_type": "no checkpoint is read by unpickling",
@@ -71,8 +43,6 @@ def missing() -> list[str]:
             "trainer": pl.Trainer(
                 accelerator="cpu", devices=1, plugins=LightningEnvironment(), logger=False, enable_checkpointing=False
             ),
-            "saver": ModelCheckpoint(),
-            "average": WeightAveraging(),
             "module": pl.LightningModule(),
             "logger": CSVLogger("."),
             "fsdp": FSDPStrategy(),
@@ -129,8 +99,7 @@ def is_shared_step(trainer: pl.Trainer, step: int) -> bool:
     """
     if is_logging_step(trainer, step) or step == trainer.max_steps or trainer.world_size == 1:
         return True
-    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return batch.ready == trainer.num_training_batches
+    return trainer.fit_loop.batch_idx + 1 == trainer.num_training_batches
 
 
 def takes_found_inf(optimizer: Any) -> bool:
@@ -146,86 +115,37 @@ def takes_found_inf(optimizer: Any) -> bool:
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
     """Return whether the last batch leaves gradients to which the next batch adds."""
-    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     if is_last_batch(trainer) and not trainer.strategy.handles_gradient_accumulation:
         return False
-    return batch.ready % trainer.accumulate_grad_batches != 0
+    return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
     """Return whether no batch is left of the epoch."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress
-    return batches.is_last_batch or batches.current.ready == trainer.num_training_batches
+    loop = trainer.fit_loop
+    return loop.epoch_loop.batch_progress.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches
 
 
-def is_validation_due(trainer: pl.Trainer) -> bool:
-    """Return whether a validation follows the last batch."""
-    return trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+def counts(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what `set_counts` takes: how many steps the loggers count, and what was validated."""
+    loop = trainer.fit_loop.epoch_loop
+    return {"logged": loop._batches_that_stepped, "validated": loop.val_loop.batch_progress.state_dict()}
 
 
-def end_epoch(trainer: pl.Trainer) -> None:
-    """Let the epoch end without another batch."""
-    trainer.fit_loop._data_fetcher.done = True  # type: ignore[union-attr]  # there is one while a fit runs
+def set_counts(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+    """Set what Lightning counts once more when a resumed epoch begins."""
+    loop = trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = saved["logged"]
+    loop.val_loop.batch_progress.load_state_dict(saved["validated"])
 
 
-def restart_validation(trainer: pl.Trainer) -> None:
-    """Let the validation that is due begin from its first batch."""
-    validation = trainer.fit_loop.epoch_loop.val_loop
-    validation.restarting = False
-    validation._restart_stage = evaluation_loop.RestartStage.RESTARTED_MID_EVALUATION
-
-
-def count_step(trainer: pl.Trainer) -> None:
-    """Increment Lightning's count of batches that made a step."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+def forget_started_batch(trainer: pl.Trainer) -> None:
+    """Let the batch that was about to be trained, when a checkpoint was taken, be counted when it comes again."""
+    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    total.ready = total.completed
 
 
 # --- checkpoints ---
-
-# Attributes of a ModelCheckpoint that its `state_dict` leaves out. They are keys in our checkpoints: never rename them.
-SAVE_STATE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
-
-
-def set_last_save(callback: ModelCheckpoint, step: int, path: str) -> None:
-    """Let a ModelCheckpoint know which file it saved last, and at which step."""
-    callback._last_global_step_saved, callback._last_checkpoint_saved = step, path
-
-
-def last_saved_step(callback: ModelCheckpoint) -> int:
-    """Return the step of what a ModelCheckpoint saved last; 0 if it has saved nothing."""
-    return callback._last_global_step_saved
-
-
-def save_unmonitored(callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
-    """Let a ModelCheckpoint that monitors nothing save now, under its names, as at a validation's end."""
-    candidates = callback._monitor_candidates(trainer)
-    callback._save_topk_checkpoint(trainer, candidates)
-    callback._save_last_checkpoint(trainer, candidates)
-
-
-@contextmanager
-def checkpoint_to_load(trainer: pl.Trainer, path: str | None, load: Callable[..., None]) -> Iterator[None]:
-    """Let fits of a block load this checkpoint, or none; `load` is called with each function that loads states.
-
-    Lightning by itself would take, where no path is given, the last file of an OnExceptionCheckpoint, and under SLURM
-    any hpc_ckpt_* in default_root_dir.
-    """
-    connector: Any = trainer._checkpoint_connector
-
-    def loading(function: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args, **kwargs: load(function, *args, **kwargs)
-
-    replaced = {
-        "_parse_ckpt_path": lambda *args, **kwargs: path,
-        "_restore_modules_and_callbacks": loading(connector._restore_modules_and_callbacks),
-        "restore_training_state": loading(connector.restore_training_state),
-    }
-    vars(connector).update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            del vars(connector)[name]
 
 
 def sharded_checkpoint_setting(strategy: Any) -> tuple[str, str] | None:
@@ -247,25 +167,7 @@ def renumbers_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
     return by_group and isinstance(strategy, ModelParallelStrategy)
 
 
-def set_default_device(callback: WeightAveraging, device: Any) -> None:
-    """Set where averages of weights are kept, unless a device was given."""
-    callback._device = callback._device or device
-
-
 # --- logs ---
-
-
-def metrics_to_log(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the metrics that are logged after the step that was just made."""
-    connector = trainer._logger_connector
-    if not connector.should_update_logs or not trainer.loggers:
-        return {}
-    return {name: float(value) for name, value in connector.metrics["log"].items()}
-
-
-def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-    """Hand metrics to the loggers."""
-    trainer._logger_connector.log_metrics(metrics)  # type: ignore[arg-type]  # numbers will do
 
 
 def has_open_version(logger: Any) -> bool:

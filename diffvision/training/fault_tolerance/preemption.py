@@ -1,7 +1,8 @@
-"""Signals: every rank agrees after a step, one checkpoint is written, and the run ends or continues.
+"""Signals: every rank agrees after a step, one checkpoint is written before the next, and the run ends or continues.
 
 Lightning's handlers work inside the signal (a broadcast, a save), and hang where only one rank receives it; these only
-note it. The ranks act between two batches of training or of an evaluation. Workers of a rank are in `workers`.
+note it. In an evaluation the run ends between two batches; `last.ckpt` is then of the step before it. Workers of a rank
+are in `workers`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
 from diffvision.training.fault_tolerance import lightning_internals
+from diffvision.training.fault_tolerance.checkpoints import PREEMPTED
+from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.ranks import Peers
 from diffvision.training.fault_tolerance.workers import shield_workers
 
-SAVED = "preempted.ckpt"
 SAVE = signal.SIGUSR2  # the run continues
 PATIENCE = 1.0  # seconds of training after which ranks ask each other for signals; less than a step: after each step
 MOST = 16  # steps after which they ask at the latest, as steps may become slower
@@ -44,16 +45,15 @@ class Preempted(SIGTERMException):
 class Preemption(pl.Callback):
     """Lets a fit save and end on SIGTERM and SIGINT, save and continue on SIGUSR2, and requeue itself under SLURM.
 
-    One checkpoint, preempted.ckpt next to those of the first ModelCheckpoint, is replaced each time. This should be the
-    last of the callbacks, so that those before it are done with the step.
-
     Args:
         peers: the run's ranks; a signal to one is one to all.
+        last: writes preempted.ckpt, which is replaced each time; None: nothing is saved.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, peers: Peers, last: LastCheckpoint | None) -> None:
+        self.peers, self.last = peers, last
         self.received: set[int] = set()
+        self._agreed = 0  # the signal that is acted on before the next batch
         self._known: tuple[int, ...] = (SAVE, signal.SIGINT, signal.SIGTERM)  # of several received, the last one counts
         self._requeues: int | None = None
         self._before: dict[int, Any] = {}
@@ -68,7 +68,7 @@ class Preemption(pl.Callback):
         """Begin to note signals; before, each has its usual effect, because there is nothing to save."""
         if stage != "fit":
             return
-        self._trainer = trainer
+        self._trainer, self._agreed = trainer, 0
         self.peers.join(trainer)
         environment = lightning_internals.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
@@ -137,16 +137,28 @@ class Preemption(pl.Callback):
             raise Preempted(number)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Act after a step on what the ranks have agreed on; several ranks ask each other every `PATIENCE` seconds."""
+        """Agree after a step on what to do before the next; several ranks ask each other every `PATIENCE` seconds."""
         if lightning_internals.is_accumulating(trainer):
             return
         self._steps += 1
         if self._steps < self._every:
             return
-        number = self._agree_on_signal()
-        last = trainer.global_step == trainer.max_steps  # then the run ends by itself
-        if number and not (last and number != SAVE):
-            self._act(trainer, number)
+        self._agreed = self._agree_on_signal()
+        if self._agreed and self.last is not None:
+            self.last.keep_position(trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Save on a signal; unless it asks only for that, requeue the job and stop."""
+        if not (number := self._agreed):
+            return
+        path = None if self.last is None else self.last.save(trainer, PREEMPTED)
+        saved = "no ModelCheckpoint says where to save, so nothing is saved" if path is None else f"saved {path}"
+        self.received.discard(SAVE)
+        self._agreed = 0
+        if number != SAVE:
+            self._end(trainer, number, f"{saved} at step {trainer.global_step}")
+        elif trainer.is_global_zero:
+            print(f"{signal.Signals(number).name}: {saved}", file=sys.stderr, flush=True)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count how often the ranks will ask each other in this validation."""
@@ -170,33 +182,16 @@ class Preemption(pl.Callback):
 
     def _interrupt(self, trainer: pl.Trainer) -> None:
         """End a run in an evaluation, if a signal asks for it; one that only asks to save waits for the next step."""
-        number = self._agree_on_signal()
-        if number in (0, SAVE) or trainer.state.fn != "fit":
-            return
-        if trainer.sanity_checking:
-            raise Preempted(number)
-        self._act(trainer, number)
+        number = self._agreed if self._agreed not in (0, SAVE) else self._agree_on_signal()
+        if number not in (0, SAVE) and trainer.state.fn == "fit":
+            self._end(trainer, number, f"ended in an evaluation after step {trainer.global_step}")
 
-    # --- what is done ---
-
-    def _act(self, trainer: pl.Trainer, number: int) -> None:
-        """Save on a signal; unless it asks only for that, requeue the job and stop."""
-        name = signal.Signals(number).name
-        path = preempted_path(trainer)
-        if path is None:
-            report = f"{name}: no ModelCheckpoint says where to save, so nothing is saved"
-        else:
-            trainer.save_checkpoint(path)  # has a barrier: when it returns, the file is complete
-            report = f"{name}: saved {path} at step {trainer.global_step}"
-            if number != SAVE:
-                report += "; to resume, run the same command with --resume auto (and without --ckpt_path)"
-        self.received.discard(SAVE)
+    def _end(self, trainer: pl.Trainer, number: int, what: str) -> NoReturn:
         if trainer.is_global_zero:
-            print(report, file=sys.stderr, flush=True)
-        if number == SAVE:
-            return
-        if number == self._requeues and trainer.is_global_zero:
-            requeue()
+            remedy = "to resume, run the same command with --resume auto (and without --ckpt_path)"
+            print(f"{signal.Signals(number).name}: {what}; {remedy}", file=sys.stderr, flush=True)
+            if number == self._requeues:
+                requeue()
         raise Preempted(number)
 
 
@@ -212,12 +207,6 @@ def ignore_until_the_end(numbers: Iterable[int]) -> None:
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
         IGNORED_TO_THE_END.add(number)
-
-
-def preempted_path(trainer: pl.Trainer) -> str | None:
-    """Return where a signal's checkpoint is saved: next to those of the first ModelCheckpoint."""
-    directories = [saver.dirpath for saver in lightning_internals.find_callbacks(trainer, ModelCheckpoint)]
-    return next((os.path.join(directory, SAVED) for directory in directories if directory), None)
 
 
 def watch_signals(trainer: pl.Trainer, batches: Any) -> Iterable:

@@ -1,11 +1,13 @@
 """The one function that protects a fit, and what happens in such a fit between two batches.
 
-A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of
-`order_callbacks`, then that of the module; a hook that is not named here is empty.
+A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `protect`,
+then that of the module; a hook that is not named here is empty.
 
     the loader's next batch
     as_read                     TrainingModule    a dictionary, checked
-    on_train_batch_start        StepGuard         note the batch
+    on_train_batch_start        Preemption        on a signal: save preempted.ckpt, end
+                                StepGuard         note the batch
+                                LastCheckpoint    save last.ckpt, where the step is one to save at
     training_step               TrainingModule    the loss; ContrastiveModule makes its step here
     on_before_backward          StepGuard         a loss that is not finite makes every gradient NaN, on all ranks
     on_after_backward           NextTokenModule   divide by the step's predictions
@@ -17,33 +19,32 @@ A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the 
                                 LambdaMonitor     lambda of each layer
                                 DataReport        count the batch
                                 RunSummary        keep the loss, where batches are to be overfitted
-                                Preemption        the ranks agree on signals: save, end
+                                Preemption        the ranks agree on signals
                                 ModelCheckpoint   save, on the steps that it was told
+                                LastCheckpoint    note the position in the data, before a step to save at
     the loggers write the step's metrics
 
 Where a validation is due it follows, and every save calls these:
 
     on_validation_start         ProgressLine      time the validation
                                 RunSummary        note the metrics before it
-                                RunState          keep the random generators
                                 Preemption        count how often ranks ask for signals
     on_validation_epoch_start   EMA               the averages go into the module
                                 TrainingModule    begin the sums
     on_validation_batch_start   ProgressLine      redraw the line
-                                Preemption        the ranks agree on signals: save, end
+                                Preemption        the ranks agree on signals: end
     validation_step             TrainingModule    evaluate, or add to the sums
     on_validation_epoch_end     EMA               the training weights come back
                                 TrainingModule    log the metrics
     on_validation_end           ProgressLine      show the metrics
                                 Throughput        leave out the time
                                 RunSummary        note the metrics
-                                RunState          forget the random generators
-                                ModelCheckpoint   save the best and the last
+                                ModelCheckpoint   save the best
 
     on_save_checkpoint          EMA               both sets of weights
                                 DataReport        what was counted of the epoch
                                 RunSummary        names of the metrics
-                                RunState          random generators, settings, the moment between two hooks
+                                LastCheckpoint    random generators, settings, the position in the data
                                 TrainingModule    what rebuilds the model
 """
 
@@ -56,17 +57,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.last_state import LastState
+from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.preemption import Preemption, forward_signals
 from diffvision.training.fault_tolerance.ranks import Peers, SameShards, end_with_first_rank
 from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare
-from diffvision.training.fault_tolerance.run_state import RunState
 
-_OURS = (LastState, RunState, SameShards, Preemption)
+_OURS = (SameShards, Preemption)
 
 
 @contextmanager
@@ -109,43 +109,38 @@ def protect(
     refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
-    state, peers = RunState(settings), Peers()
+    peers, last = Peers(), own_last(trainer)
+    last.settings, last.path, last.saved = settings or {}, None, {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    warn_of_old_last(lightning_internals.find_callbacks(trainer, ModelCheckpoint))
-    callbacks[:] = order_callbacks(
-        [callback for callback in callbacks if not isinstance(callback, _OURS)], state, peers
-    )
+    others = [callback for callback in callbacks if not isinstance(callback, (*_OURS, Checkpoint, LastCheckpoint))]
+    savers = lightning_internals.find_callbacks(trainer, Checkpoint)
+    # Signals are agreed on when the others are done with a step; Lightning calls those that save behind them all.
+    callbacks[:] = [*others, SameShards(peers), Preemption(peers, last), *[s for s in savers if s is not last], last]
     with (
         forward_signals(trainer),
-        prepare(trainer, module, state, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,
+        prepare(trainer, module, last, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,
     ):
         yield path
 
 
-def order_callbacks(callbacks: list[Any], state: RunState, peers: Peers) -> list[Any]:
-    """Return callbacks with ours among them, in the order that each needs.
+def own_last(trainer: pl.Trainer) -> LastCheckpoint:
+    """Return the trainer's LastCheckpoint, or a new one; no ModelCheckpoint may write the same file.
 
-    The last state is saved before other callbacks change it. The state is restored after
-    all others have begun, and before checkpoints are saved. Signals are acted on when the others are done with a step.
-    Lightning moves ModelCheckpoints behind them all.
+    Raises:
+        ValueError: one would.
     """
-    savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    return [LastState(), *others, state, *savers, SameShards(peers), Preemption(peers)]
-
-
-def warn_of_old_last(savers: list[ModelCheckpoint]) -> None:
-    """Warn of a `save_last` that would not be of the last steps.
-
-    Lightning writes it only when the same callback saves another checkpoint: one that monitors a metric does so when
-    the metric improves.
-    """
-    if all(saver.monitor and saver.save_top_k >= 0 for saver in savers) and any(saver.save_last for saver in savers):
-        rank_zero_warn(
-            "save_last of a ModelCheckpoint that monitors a metric is written only when the metric improves and at the "
-            "run's end: what is trained between is in no checkpoint. Add a second ModelCheckpoint, with filename: last "
-            "and no monitor"
-        )
+    for saver in lightning_internals.find_callbacks(trainer, ModelCheckpoint):
+        if saver.filename == "last":
+            raise ValueError(
+                "ModelCheckpoint's filename must not be last, which LastCheckpoint writes: remove the first"
+            )
+        if saver.save_last:
+            rank_zero_info("save_last of a ModelCheckpoint is ignored: LastCheckpoint writes last.ckpt")
+            saver.save_last = None
+    savers = lightning_internals.find_callbacks(trainer, Checkpoint)
+    last = next((saver for saver in savers if isinstance(saver, LastCheckpoint)), LastCheckpoint())
+    last.enabled = bool(savers) and not lightning_internals.is_dry_run(trainer)
+    return last
 
 
 def refuse_sharded_checkpoints(strategy: Any) -> None:

@@ -1,26 +1,24 @@
 """Which checkpoint a run resumes from, and what would stop the run, checked before any data is read.
 
-How the run then continues exactly is in `run_state`; `protect` in `protection` has the arguments.
+How the run then continues exactly is in `exact`; `protect` in `protection` has the arguments.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import os
 import re
 import shutil
 import socket
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -28,12 +26,21 @@ from torch import Tensor
 
 from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.fault_tolerance.checkpoints import checkpoints_in, clean, find_newest_valid, verify
-from diffvision.training.fault_tolerance.content import find_bad_states, find_fault, read_checkpoint
-from diffvision.training.fault_tolerance.files import explain_unwritable, is_remote, module_bytes, open_for_writing
-from diffvision.training.fault_tolerance.layout import RUN_KEY
-from diffvision.training.fault_tolerance.records import SUFFIX, TEMPORARY, DamagedCheckpoint, record_path
-from diffvision.training.fault_tolerance.run_state import RunState, list_few
+from diffvision.training.fault_tolerance.checkpoints import (
+    RUN_KEY,
+    SUFFIX,
+    TEMPORARY,
+    DamagedCheckpoint,
+    checkpoints_in,
+    clean,
+    explain_unwritable,
+    find_newest,
+    is_remote,
+    module_bytes,
+    open_for_writing,
+    read_checkpoint,
+)
+from diffvision.training.fault_tolerance.exact import LastCheckpoint, checkpoint_directories, list_few, settings_of
 
 Resume = Literal["auto", "must", "never"]
 Ranks = Literal["same", "any"]
@@ -46,7 +53,7 @@ SEPARATE = "a separate directory (the logger's version, or ModelCheckpoint's dir
 def prepare(
     trainer: pl.Trainer,
     module: pl.LightningModule,
-    state: RunState,
+    last: LastCheckpoint,
     *,
     how: Resume,
     ranks: Ranks,
@@ -70,7 +77,7 @@ def prepare(
         # These directories may hold files: what a run could overwrite in them is refused or kept below.
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
         path = ckpt_path if ckpt_path or fast_dev_run or how == "never" else _find_checkpoint(trainer, how)
-        directories = [] if fast_dev_run else run_directories(trainer)
+        directories = run_directories(trainer) if last.enabled else []
         for directory in directories if how == "never" and not ckpt_path else ():
             if earlier := checkpoints_in(directory):
                 raise ValueError(
@@ -79,15 +86,20 @@ def prepare(
                 )
         needed = module_bytes(module)
         if path and not is_remote(path):
-            state.path, state.saved = path, check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
-            if lightning_internals.renumbers_moments(trainer.strategy, state.saved["optimizer_states"]):
+            content = check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
+            last.path, last.saved = (
+                path,
+                content.get(RUN_KEY, {}) | {"groups": settings_of(content["optimizer_states"])},
+            )
+            if lightning_internals.renumbers_moments(trainer.strategy, content["optimizer_states"]):
                 raise ValueError(
                     f"{path} is of a run without sharding, whose moments {type(trainer.strategy).__name__} would mix "
                     "up: resume with the strategy that wrote it"
                 )
             needed = max(needed, os.path.getsize(path))
             if ckpt_path:
-                _refuse_later(directories, path, state.saved["step"])
+                _refuse_later(directories, path, content["global_step"])
+            del content
         for directory in directories if trainer.is_global_zero else ():
             _refuse_unwritable(directory, needed=needed)
             stack.enter_context(lock(directory))
@@ -96,67 +108,37 @@ def prepare(
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):
                 keep_metrics(Path(logger.log_dir))
-        stack.enter_context(lightning_internals.checkpoint_to_load(trainer, path, partial(_load_states, path)))
-        yield path
+        try:
+            yield path
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # torch and Lightning raise many kinds of error for a state that does not fit
+            if path is None or not _is_of_loading(error):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ValueError(
+                f"cannot resume from {path}: its states do not fit this run ({reason}): set what it was trained with, "
+                "or start anew"
+            ) from error
 
 
-def _load_states(path: str | None, load: Callable[..., None], *args: Any, **settings: Any) -> None:
-    """Call `load`, one of Lightning's functions that load states; raise ValueError where the states do not fit.
-
-    A ValueError or OSError is raised as it is, because its message says what to do.
-    """
-    try:
-        load(*args, **settings)
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # torch and Lightning raise many kinds of error for a state that does not fit
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(
-            f"cannot resume from {path}: its states do not fit this run ({reason}): set what it was trained with, or "
-            "start anew"
-        ) from error
+def _is_of_loading(error: Exception) -> bool:
+    """Return whether an error was raised where Lightning restores the states of a checkpoint."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("checkpoint_connector" in frame.filename and "restore" in frame.name for frame in frames)
 
 
 def run_directories(trainer: pl.Trainer) -> list[Path]:
-    """Return the local directories that the trainer's ModelCheckpoint callbacks write to, by Lightning's rule."""
-    directories = []
-    for callback in lightning_internals.find_callbacks(trainer, ModelCheckpoint):
-        directory = callback.dirpath
-        if directory is None:
-            root = trainer.default_root_dir
-            if trainer.loggers:
-                logger: Any = trainer.loggers[0]
-                version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-                root = os.path.join(logger.save_dir or root, str(logger.name), version)
-            directory = os.path.join(root, "checkpoints")
-        if not is_remote(directory):
-            directories += [Path(directory), *_metric_directories(Path(directory), callback)]
-    return list(dict.fromkeys(directories))
-
-
-def _metric_directories(directory: Path, callback: ModelCheckpoint) -> list[Path]:
-    """Return the existing subdirectories that a slash in the callback's filename leads to.
-
-    With "{epoch}-{val/acc1:.2f}", Lightning writes epoch=0-val/acc1=0.90.ckpt: a file in the directory epoch=0-val.
-    """
-    pattern = ""
-    for index, part in enumerate(re.split(r"\{(.*?)(?::.*?)?\}", callback.filename or "")):
-        metric = index % 2 == 1
-        if not metric or callback.auto_insert_metric_name:
-            pattern += glob.escape(part)
-        if metric:
-            pattern += f"{callback.CHECKPOINT_EQUALS_CHAR}*" if callback.auto_insert_metric_name else "*"
-    folder, _, _ = pattern.rpartition("/")
-    paths = glob.glob(os.path.join(glob.escape(str(directory)), folder)) if folder else []
-    return [Path(path) for path in sorted(paths) if os.path.isdir(path)]
+    """Return the local directories that the trainer's checkpoint callbacks write to."""
+    return [Path(directory) for directory in checkpoint_directories(trainer)]
 
 
 def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
-    """Find the newest valid checkpoint of the run's directories, and warn of those that are skipped."""
+    """Find the newest exact checkpoint of the run's directories, and say which are passed over."""
     logger: Any = trainer.loggers[0] if trainer.loggers else None
     adopted = _adopt_version(logger)
     directories = run_directories(trainer)
-    path, faults = find_newest_valid(directories)
+    path, _, faults = find_newest(directories)
     for damaged, reason in faults.items():
         rank_zero_warn(f"passed over {damaged}: it {reason}")
     if path is not None:
@@ -202,8 +184,8 @@ def _versions_with_checkpoints(logger: Any) -> list[Path]:
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
     """Raise ValueError where the directories hold later checkpoints: the next --resume auto would take one of those."""
-    later, _ = find_newest_valid(directories)
-    if later is not None and (reached := verify(later).step) > step:
+    later, reached, _ = find_newest(directories)
+    if reached > step:
         raise ValueError(
             f"ckpt_path is {path}, of step {step}, but {later} is of step {reached}: move later ones away, or give "
             f"this run {SEPARATE}"
@@ -255,10 +237,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
-    """Check that this module, in so many processes, can resume from a checkpoint.
-
-    Returns:
-        The optimizers' states and the run's record, which `RunState` compares once there are optimizers.
+    """Check that this module, in so many processes, can resume from a checkpoint; return its content.
 
     Raises:
         FileNotFoundError: there is none.
@@ -266,19 +245,12 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}: give a file that exists, or --resume auto")
-    if Path(path).is_dir():
-        # Sharded: Lightning reports differences when it loads them.
-        return {"optimizer_states": [], "optimizers": [], "step": 0}
+    if Path(path).is_dir():  # sharded: Lightning reports differences when it loads them
+        return {"optimizer_states": [], "global_step": 0}
     try:
-        if record_path(path).exists():
-            verify(path)
         checkpoint = read_checkpoint(path)
     except DamagedCheckpoint as error:
         raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
-    if "optimizer_states" not in checkpoint:
-        raise ValueError(f"cannot resume from {path}: it holds weights alone (save_weights_only), no optimizer state")
-    if fault := find_fault(checkpoint):
-        raise ValueError(f"cannot resume from {path}: it {fault}; give another, or --resume auto")
     mismatch = _model_mismatch(module, checkpoint)
     # Modules with `check_checkpoint` are ours, which are whole from the start.
     complete = bool(mismatch) or hasattr(module, "check_checkpoint")
@@ -287,20 +259,13 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
         keys = f"it is of another architecture, {len(differing)} keys differ: {list_few(differing, '; ')}"
         remedy = mismatch or "Set the model that it is of, or start anew"
         raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
-    if bad := find_bad_states(checkpoint):
-        raise ValueError(
-            f"cannot resume from {path}: it holds NaN or infinity in {bad}; give another, or --resume auto"
-        )
-    run = checkpoint.get(RUN_KEY, {})
-    if run.get("unfinished"):
-        raise ValueError(f"cannot resume from {path}: it was taken {run['unfinished']}; give another, or --resume auto")
-    trained = run.get("world_size") or world_size
+    trained = checkpoint.get(RUN_KEY, {}).get("world_size") or world_size
     if trained != world_size and ranks == "same":
         raise ValueError(
             f"cannot resume from {path}: {trained} processes trained it, not {world_size}: run {trained} "
             "(trainer.devices x num_nodes), or --resume_ranks any"
         )
-    return {**run, "optimizer_states": checkpoint["optimizer_states"], "step": checkpoint["global_step"]}
+    return checkpoint
 
 
 def _differences(saved: dict[str, Any], module: pl.LightningModule, *, complete: bool) -> list[str]:

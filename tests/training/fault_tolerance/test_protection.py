@@ -13,9 +13,17 @@ from lightning.pytorch.profilers import Profiler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from diffvision.training import EMA, ClassificationModule, DataReport, LambdaMonitor, Throughput, fault_tolerance
+from diffvision.training import (
+    EMA,
+    ClassificationModule,
+    DataReport,
+    LambdaMonitor,
+    LastCheckpoint,
+    Throughput,
+    fault_tolerance,
+)
 from diffvision.training.fault_tolerance import protect, protection
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, verify
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, step_of
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import RunSummary
 
@@ -43,7 +51,7 @@ def trainer_of(root, steps, **settings):
         accelerator="cpu",
         devices=1,
         logger=CSVLogger(root, "fit", 0),
-        callbacks=[ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)],
+        callbacks=[ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1), LastCheckpoint(1)],
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_steps": steps} | settings,
@@ -60,13 +68,16 @@ def train(root, steps, resume):
 def test_a_script_resumes_from_whole_checkpoints(tmp_path):
     _, _, checkpoint = train(tmp_path, 2, "never")
     assert checkpoint is None
-    assert verify(tmp_path / "kept" / "step=2.ckpt").step == 2
-    again, trainer, checkpoint = train(tmp_path, 4, "auto")
-    assert checkpoint == str(tmp_path / "kept" / "step=2.ckpt")
-    assert again.steps == [2, 3]
+    assert step_of(tmp_path / "kept" / "final.ckpt") == 2
+    again, _, checkpoint = train(tmp_path, 4, "auto")
+    assert checkpoint == str(tmp_path / "kept" / "last.ckpt")
+    assert again.steps == [1, 2, 3]
+    assert {path.name for path in (tmp_path / "kept").glob("step*")} == {
+        *(f"step={number}.ckpt" for number in range(1, 5)),
+        "step=2.ckpt.replaced",
+    }
     with pytest.raises(ValueError, match="already holds checkpoints"):
         train(tmp_path, 4, "never")
-    assert "_parse_ckpt_path" not in vars(trainer._checkpoint_connector)  # restored after the fit
 
 
 def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fit(tmp_path):
@@ -76,8 +87,7 @@ def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fi
         with protect(trainer, module, settings={"seed": 1}):
             pass
         names = [type(callback).__name__ for callback in trainer.callbacks]
-        ours = ["RunState", "ModelCheckpoint", "SameShards", "Preemption"]
-        assert names == ["LastState", "EarlyStopping", *ours]
+        assert names == ["EarlyStopping", "SameShards", "Preemption", "ModelCheckpoint", "LastCheckpoint"]
     assert isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
 
 
@@ -90,15 +100,14 @@ def test_a_checkpoint_plugin_that_was_asked_for_is_kept(tmp_path):
         assert type(trainer.strategy.checkpoint_io) is Custom
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_last_checkpoint_that_waits_for_a_better_metric_is_warned_of(several, tmp_path, recwarn):
+def test_no_modelcheckpoint_writes_the_same_file(tmp_path):
     trainer = trainer_of(tmp_path, 1)
-    trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", "best", "loss", save_last=True)]
-    trainer.callbacks += [ModelCheckpoint(tmp_path / "kept", "last")] if several else []
+    trainer.callbacks[:] = [saver := ModelCheckpoint(tmp_path / "kept", "best", "loss", save_last=True)]
     with protect(trainer, Tiny()):
+        assert not saver.save_last
+    trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", "last")]
+    with pytest.raises(ValueError, match="LastCheckpoint"), protect(trainer, Tiny()):
         pass
-    said = [str(warning.message) for warning in recwarn if "save_last" in str(warning.message)]
-    assert len(said) == (0 if several else 1)
 
 
 def test_every_name_of_the_door_is_there():
@@ -114,29 +123,17 @@ class Validated(Tiny):
         self.log("loss", self.layer(batch).square().mean())
 
 
-@pytest.mark.filterwarnings("ignore:save_last of a ModelCheckpoint:UserWarning")
 @pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_epochs": 1, "check_val_every_n_epoch": 2}])
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ([{"filename": "last"}], "last.ckpt"),
-        ([{"filename": "best", "monitor": "loss"}], "last.ckpt"),
-        ([{"filename": "best", "monitor": "loss"}, {"filename": "{step}"}], "step={}.ckpt"),
-        ([{"save_top_k": 0}], "last.ckpt"),
-        ([{"monitor": "loss", "save_last": "link"}], "last.ckpt"),
-    ],
-)
-def test_a_run_that_ends_before_its_first_validation_leaves_its_last_state(tmp_path, settings, expected, length):
+def test_a_run_that_ends_before_its_first_validation_leaves_its_last_state(tmp_path, length):
     module, loader = Validated(), DataLoader(torch.ones(8, 3))
     trainer = trainer_of(tmp_path, -1, limit_val_batches=1, val_check_interval=8, **length)
-    trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", **one) for one in settings]
+    trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", "best", "loss")]
     with protect(trainer, module):
         trainer.fit(module, loader, loader)
-    (path,) = (tmp_path / "kept").glob("*.ckpt")
-    assert path.name == expected.format(trainer.global_step)
-    assert verify(path).step == trainer.global_step > 0
-    assert any(str(path) in (saver.last_model_path, saver.best_model_path) for saver in trainer.checkpoint_callbacks)
-    weights = torch.load(path, weights_only=True)["state_dict"]
+    final, last = sorted((tmp_path / "kept").glob("*.ckpt"))
+    assert (step_of(final), step_of(last)) == (trainer.global_step, trainer.global_step - 1)
+    assert str(final) in [saver.last_model_path for saver in trainer.checkpoint_callbacks]
+    weights = torch.load(final, weights_only=True)["state_dict"]
     assert torch.equal(weights["layer.weight"], module.layer.weight)
 
 
@@ -191,7 +188,7 @@ def hooks_between_two_batches(trainer, module, calls) -> dict[str, list[str]]:
 def test_what_happens_between_two_batches_is_as_written_down(tmp_path):
     module, recorder = ClassificationModule("diff_vit_debug", num_classes=3), Recorder()
     loader = DataLoader(TensorDataset(torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])), batch_size=2)
-    saver = ModelCheckpoint(tmp_path / "kept", "last", every_n_train_steps=1)
+    saver = LastCheckpoint(every_n_train_steps=1)
     best = ModelCheckpoint(tmp_path / "kept", "best", monitor="val/acc1", save_on_train_epoch_end=False)
     callbacks = [ProgressLine(), best, saver, EMA(), Throughput(), LambdaMonitor(), DataReport(), RunSummary()]
     settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "val_check_interval": 2, "max_epochs": 1}

@@ -9,17 +9,15 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.utils.data import DataLoader
 
 from diffvision.training.fault_tolerance import resume
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.records import record_path
+from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.resume import check_resumable, lock, prepare, run_directories
-from diffvision.training.fault_tolerance.run_state import RunState
 
 # Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
 pytestmark = [
@@ -62,7 +60,7 @@ class Data(pl.LightningDataModule):
         return DataLoader(torch.ones(8, self.width))
 
 
-def trainer_of(root, *, version=None, steps=2, state=None, **settings):
+def trainer_of(root, *, version=None, steps=2, last=None, **settings):
     callback = ModelCheckpoint(filename="{step}", every_n_train_steps=1, save_top_k=-1)
     return pl.Trainer(
         accelerator="cpu",
@@ -71,7 +69,7 @@ def trainer_of(root, *, version=None, steps=2, state=None, **settings):
         logger=CSVLogger(root, "fit", version),
         max_steps=steps,
         log_every_n_steps=1,
-        callbacks=[state or RunState(), callback],
+        callbacks=[callback, last or LastCheckpoint(every_n_train_steps=1)],
         plugins=[DurableCheckpointIO()],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -81,9 +79,9 @@ def trainer_of(root, *, version=None, steps=2, state=None, **settings):
 
 def run(root, how="never", *, ckpt_path=None, ranks="same", module=None, data=None, **settings):
     """The steps that were trained, after `prepare` as `fit` of the command line has it."""
-    module, state = module or Tiny(), RunState()
-    trainer = trainer_of(root, state=state, **settings)
-    with prepare(trainer, module, state, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
+    module, last = module or Tiny(), LastCheckpoint(every_n_train_steps=1)
+    trainer = trainer_of(root, last=last, **settings)
+    with prepare(trainer, module, last, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
         trainer.fit(module, data or Data(module.width), ckpt_path=path)
     return module.first_batches
 
@@ -101,58 +99,54 @@ def flip(path):
 # --- which one ---
 
 
-def test_auto_begins_resumes_and_falls_back_and_says_so(tmp_path, caplog):
+def test_auto_begins_resumes_and_passes_over_what_is_damaged_and_says_so(tmp_path, caplog):
+    """A run's last file is of the state before its last step, which is made again."""
     with caplog.at_level("INFO"):
         assert run(tmp_path, "auto") == [0, 1]
         assert "nothing to resume from in " in caplog.text
-        assert run(tmp_path, "auto", steps=4) == [2, 3]
-        assert f"resuming from {saved(tmp_path)}/step=2.ckpt" in caplog.text
-    flip(saved(tmp_path) / "step=4.ckpt")
-    (saved(tmp_path) / "step=3.ckpt").write_bytes(b"")
+        assert run(tmp_path, "auto", steps=4) == [1, 2, 3]
+        assert f"resuming from {saved(tmp_path)}/last.ckpt" in caplog.text
+    assert (saved(tmp_path) / "final.ckpt").is_file()
+    shutil.copy(saved(tmp_path) / "last.ckpt", newer := saved(tmp_path) / "preempted.ckpt")
+    rewritten(newer, lambda content: content.update(global_step=9))
+    flip(newer)
     (saved(tmp_path) / ".saving-99.tmp").write_bytes(b"half")
-    (saved(tmp_path) / "step=9.ckpt.json").write_bytes(b"{}")
-    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt") as warned:
-        assert run(tmp_path, "must", steps=5) == [2, 3, 4]
-    assert len([w for w in warned if "passed over" in str(w.message)]) == 2
+    with pytest.warns(UserWarning, match=r"passed over .*preempted.ckpt") as warned:
+        assert run(tmp_path, "must", steps=5) == [3, 4]
+    assert len([w for w in warned if "passed over" in str(w.message)]) == 1
     assert not list(saved(tmp_path).glob(".saving*"))
-    assert not (saved(tmp_path) / "step=9.ckpt.json").exists()
     assert [p.name for p in (tmp_path / "fit").iterdir()] == ["version_0"]
     columns = [p.read_text().count("\n") for p in sorted(saved(tmp_path).parent.glob("metrics*.csv"))]
-    assert columns == [3, 4, 5]  # a header, the step gone on from, and the steps of each: none deleted
+    assert columns == [3, 4, 3]  # a header and the steps of each: none deleted
 
 
 def rewritten(path, change):
-    """Change a checkpoint's content, with a record that fits its bytes."""
+    """Change a checkpoint's content."""
     content = torch.load(path, weights_only=True)
     change(content)
     DurableCheckpointIO().save_checkpoint(content, path)
 
 
-def test_content_that_is_malformed_is_passed_over_by_auto_and_must_and_refused_by_its_path(tmp_path):
-    run(tmp_path, steps=4)
-    rewritten(newest := saved(tmp_path) / "step=4.ckpt", lambda content: content["diffvision_run"].update(random=[]))
-    rewritten(saved(tmp_path) / "step=3.ckpt", lambda content: content.update(optimizer_states=[1]))
-    with pytest.warns(UserWarning, match=r"passed over .*step=[34].ckpt") as warned:
-        assert run(tmp_path, "must", steps=5) == [2, 3, 4]
-    assert len([w for w in warned if "passed over" in str(w.message)]) == 2
-    rewritten(newest, lambda content: content.update(lr_schedulers=0))
-    with pytest.raises(ValueError, match=r"cannot resume from .*step=4.ckpt"):
-        run(tmp_path, ckpt_path=str(newest))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda content: content["loops"]["fit_loop"].clear(), "KeyError: "),
         (lambda content: content["optimizer_states"][0]["state"].update({0: 1}), "TypeError: "),
         (lambda content: content["callbacks"].update(dict.fromkeys(content["callbacks"], 1)), "AttributeError: "),
     ],
 )
 def test_states_that_do_not_fit_are_refused_and_not_passed_over(tmp_path, change, reason):
     run(tmp_path)
-    rewritten(saved(tmp_path) / "step=2.ckpt", change)
-    with pytest.raises(ValueError, match=rf"step=2.ckpt.* \({reason}"):
+    rewritten(saved(tmp_path) / "last.ckpt", change)
+    with pytest.raises(ValueError, match=rf"last.ckpt.* \({reason}"):
         run(tmp_path, "auto", steps=3)
+
+
+def test_another_file_is_resumed_from_only_by_name_and_says_that_it_is_not_exact(tmp_path):
+    run(tmp_path)
+    (saved(tmp_path) / "last.ckpt").unlink()
+    assert run(tmp_path, "auto", steps=3) == [0, 1, 2]
+    with pytest.warns(UserWarning, match="as Lightning resumes, not exactly"):
+        assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=1.ckpt"), version=7) == [1]
 
 
 def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
@@ -163,19 +157,19 @@ def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="checkpoints already holds"):
         run(tmp_path, version=1, data=data)
     assert not data.asked
-    assert run(tmp_path, "auto", version=0, steps=3) == [2]
-    assert run(tmp_path, "auto", steps=4) == [2, 3]  # of several the last, whose version is 1
+    assert run(tmp_path, "auto", version=0, steps=3) == [1, 2]
+    assert run(tmp_path, "auto", steps=4) == [1, 2, 3]  # of several the last, whose version is 1
 
 
 def test_must_is_an_error_where_there_is_none(tmp_path):
     data = Data()
     with pytest.raises(ValueError, match="resume is must, but there is no"):
         run(tmp_path, "must", data=data)
-    run(tmp_path, steps=1)
-    flip(saved(tmp_path) / "step=1.ckpt")
+    run(tmp_path)
+    flip(saved(tmp_path) / "last.ckpt")
     with (
         pytest.warns(UserWarning, match="passed over"),
-        pytest.raises(ValueError, match=r"step=1.ckpt has other bytes than"),
+        pytest.raises(ValueError, match=r"last.ckpt "),
     ):
         run(tmp_path, "must", data=data)
     assert not data.asked
@@ -184,10 +178,10 @@ def test_must_is_an_error_where_there_is_none(tmp_path):
     assert saved(tmp_path, 1).exists()  # what is damaged stays as it is
 
 
-@pytest.mark.parametrize("damage", [flip, lambda path: record_path(path).unlink(), lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [flip, lambda path: path.write_bytes(b"")])
 def test_auto_does_not_begin_over_checkpoints_that_are_all_damaged(tmp_path, damage):
-    run(tmp_path, steps=1)
-    damage(path := saved(tmp_path) / "step=1.ckpt")
+    run(tmp_path)
+    damage(path := saved(tmp_path) / "last.ckpt")
     left, data = path.read_bytes(), Data()
     with pytest.warns(UserWarning, match="passed over"), pytest.raises(ValueError, match=r"no checkpoint in .* can be"):
         run(tmp_path, "auto", version=0, data=data)
@@ -196,12 +190,12 @@ def test_auto_does_not_begin_over_checkpoints_that_are_all_damaged(tmp_path, dam
 
 
 def test_a_checkpoint_that_is_given_holds(tmp_path):
-    run(tmp_path)
-    given = saved(tmp_path) / "step=1.ckpt"
-    assert run(tmp_path, ckpt_path=str(given)) == [1]
-    with pytest.raises(ValueError, match=r"of step 1, but .*step=2.ckpt"):
+    run(tmp_path, steps=3)
+    given, last = saved(tmp_path) / "step=1.ckpt", saved(tmp_path) / "last.ckpt"
+    assert run(tmp_path, ckpt_path=str(given), steps=3) == [1, 2]
+    with pytest.raises(ValueError, match=r"of step 1, but .*last.ckpt is of step 2"):
         run(tmp_path, ckpt_path=str(given), version=0)
-    assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=2.ckpt"), version=0, steps=3) == [2]
+    assert run(tmp_path, ckpt_path=str(last), version=0, steps=4) == [2, 3]
     with pytest.raises(ValueError, match="ckpt_path is last: give a file"):
         run(tmp_path, ckpt_path="last")
     with pytest.raises(ValueError, match=r"ckpt_path is .* and resume is auto"):
@@ -215,47 +209,23 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
 
 def test_accumulation_continues_as_its_epoch_began(tmp_path):
     """Of 8 batches each the second epoch makes 4 steps."""
-    for steps, how in ((9, "never"), (12, "must")):
-        state, module = RunState(), Tiny()
-        trainer = trainer_of(tmp_path, steps=steps, state=state)
+    for steps, how in ((10, "never"), (12, "must")):
+        last, module = LastCheckpoint(every_n_train_steps=1), Tiny()
+        trainer = trainer_of(tmp_path, steps=steps, last=last)
         trainer.callbacks.insert(0, GradientAccumulationScheduler({0: 1, 1: 2}))  # as the command line has it
-        with prepare(trainer, module, state, how=how, ranks="same", ckpt_path=None) as path:
+        with prepare(trainer, module, last, how=how, ranks="same", ckpt_path=None) as path:
             trainer.fit(module, Data(), ckpt_path=path)
     assert module.first_batches == [9, 9, 10, 10, 11, 11]
-
-
-def test_lightning_looks_for_no_other(tmp_path, monkeypatch):
-    """That of an OnExceptionCheckpoint, passed over for its flipped bit, and one that is left of a job of SLURM."""
-    run(tmp_path, steps=1)
-    copy = Path(shutil.copy(saved(tmp_path) / "step=1.ckpt", tmp_path / "on_exception.ckpt"))
-    shutil.copy(copy, tmp_path / "hpc_ckpt_1.ckpt")
-    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
-    trainer, state, module = trainer_of(tmp_path, version=1), RunState(), Tiny()
-    trainer.callbacks.append(OnExceptionCheckpoint(tmp_path))
-    with prepare(trainer, module, state, how="auto", ranks="same", ckpt_path=None) as path:
-        trainer.fit(module, Data(), ckpt_path=path)
-    assert module.first_batches == [0, 1]
-
-
-@pytest.mark.parametrize(("filename", "inserted"), [("{step}-{a/loss:.1f}", True), ("at [1]/{step}", False)])
-def test_checkpoints_whose_names_hold_a_directory(tmp_path, filename, inserted):
-    """As "{epoch}-{val/acc1:.2f}" does; others below are not this run's."""
-    trainer = trainer_of(tmp_path)
-    (callback,) = trainer.checkpoint_callbacks
-    callback.dirpath, callback.filename, callback.auto_insert_metric_name = str(tmp_path), filename, inserted
-    path = Path(callback.format_checkpoint_name({"step": torch.tensor(3), "a/loss": torch.tensor(0.5)}))
-    (tmp_path / "other").mkdir()
-    path.parent.mkdir()
-    assert run_directories(trainer) == [tmp_path, path.parent]
 
 
 def test_directories_are_lightnings(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.callbacks.append(ModelCheckpoint(tmp_path / "best"))
     directories = run_directories(trainer)
-    for callback in trainer.checkpoint_callbacks:
-        callback.setup(trainer, Tiny(), "fit")
-    assert [Path(c.dirpath) for c in trainer.checkpoint_callbacks] == directories
+    savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for saver in savers:
+        saver.setup(trainer, Tiny(), "fit")
+    assert [Path(saver.dirpath) for saver in savers] == directories
     trainer = pl.Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu")
     (directory,) = run_directories(trainer)
     trainer.checkpoint_callback.setup(trainer, Tiny(), "fit")
@@ -352,9 +322,9 @@ def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"state_dict": Tiny(layers=2).state_dict()}, r"it holds weights alone \(save_weights_only\)"),
+        ({"state_dict": Tiny(layers=2).state_dict(), "global_step": 1}, "it holds weights alone"),
         ({"state_dict": {}, "object": Path(".")}, "it holds more than tensors and plain values"),
-        ([1], "it holds a list, not a checkpoint's dictionary"),
+        ([1], "it is no checkpoint of Lightning"),
         (None, "it is damaged or no checkpoint"),
     ],
 )
@@ -414,9 +384,9 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
 
 def test_complex_weights_are_not_taken_for_real_ones(tmp_path):
     run(tmp_path)
-    newest = saved(tmp_path) / "step=2.ckpt"
+    newest = saved(tmp_path) / "last.ckpt"
     rewritten(newest, lambda c: c["state_dict"].update({k: v.to(torch.complex64) for k, v in c["state_dict"].items()}))
-    with pytest.raises(ValueError, match=r"step=2.ckpt: .*weight \[3, 3\]"):
+    with pytest.raises(ValueError, match=r"last.ckpt: .*weight \[3, 3\]"):
         run(tmp_path, "auto", steps=3)
 
 
@@ -424,7 +394,7 @@ def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
     saved(tmp_path).mkdir(parents=True)
     other = tmp_path / "notes.txt"
     other.write_text("years of work")
-    for name in ("probe", os.getpid(), f"{os.getpid()}-record"):
+    for name in ("probe", os.getpid()):
         (saved(tmp_path) / f".saving-{name}.tmp").symlink_to(other)
     DurableCheckpointIO().save_checkpoint({"state_dict": {}}, saved(tmp_path) / "weights.ckpt")
     (saved(tmp_path) / "weights.ckpt").unlink()
@@ -464,14 +434,14 @@ def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, mo
 
 
 def test_ranks_that_see_other_files_do_not_resume():
-    state, stopped = RunState(), RunState()
-    state.path = "a.ckpt"
+    last, stopped = LastCheckpoint(), LastCheckpoint()
+    last.path, last.enabled, stopped.enabled = "a.ckpt", False, False
 
     class Strategy:
         broadcast = staticmethod(lambda path: "a.ckpt")
         reduce_boolean_decision = staticmethod(bool)
 
     trainer = type("Trainer", (), {"world_size": 2, "global_rank": 1, "strategy": Strategy()})()
-    state.setup(trainer, None, "fit")
+    last.setup(trainer, None, "fit")
     with pytest.raises(RuntimeError, match="process 1 resumes from None"):
         stopped.setup(trainer, None, "fit")

@@ -1,0 +1,366 @@
+"""The file that a run resumes from bit for bit, and how the resumed run continues from it.
+
+It is written at one moment only: when a batch that begins an optimizer step is about to be trained. The step before is
+then over, with its validation, the end of its epoch and its logging. Which file a run resumes from is in `resume`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from diffvision.training.fault_tolerance import lightning_internals
+from diffvision.training.fault_tolerance.checkpoints import (
+    EXACT,
+    FINAL,
+    LAST,
+    REPLACED,
+    RUN_KEY,
+    checkpoints_in,
+    is_remote,
+    step_of,
+)
+from diffvision.training.fault_tolerance.finite import StepGuard, gather
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
+from diffvision.training.fault_tolerance.random_state import capture, restore
+
+# Settings of a configuration that make no difference to weights or samples.
+HARMLESS = (
+    "config",
+    "ckpt_path",
+    "resume",
+    "verbose",
+    "weights_only",
+    "trainer.logger",
+    "trainer.default_root_dir",
+    "trainer.enable_",
+    "trainer.log_every_n_steps",
+    "trainer.profiler",
+    "trainer.devices",  # the number of processes is compared instead
+    "trainer.num_nodes",
+    "trainer.fast_dev_run",
+    "data.init_args.num_workers",
+    "data.init_args.cache_bytes",
+)
+COMPARED = (  # of a trainer, where there is no configuration
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "max_steps",
+    "max_epochs",
+    "limit_train_batches",
+)
+NAMED = 8  # at most as many settings that differ are named
+SHOWN = 100  # characters of a setting's value
+
+
+class LastCheckpoint(Checkpoint):
+    """Writes `last.ckpt`, which a run resumes from exactly, and `final.ckpt`, the weights at the run's end.
+
+    `last.ckpt` is written before the step that follows each `every_n_train_steps`, before a step that a validation
+    follows, and before the last step of the run. So a finished run can be extended exactly. It is next to the files of
+    the first ModelCheckpoint. While steps are skipped because they are not finite, it stays as it is.
+
+    Attributes:
+        last_model_path: `final.ckpt` once it is written; as ModelCheckpoint's.
+        path: the checkpoint that this process resumes from; None for a new run.
+        saved: what that checkpoint says of the run that wrote it.
+        settings: the configuration, as nested dictionaries of plain values.
+        enabled: whether it writes files; otherwise it only resumes from them.
+    """
+
+    enabled = True
+    monitor: str | None = None
+    best_model_path = last_model_path = ""
+    path: str | None = None
+    saved: dict[str, Any]
+
+    def __init__(self, every_n_train_steps: int | None = None) -> None:
+        """Set how often a running epoch is saved.
+
+        Args:
+            every_n_train_steps: optimizer steps between two saves; null: only before validations and the last step.
+        """
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps must be 1 or more, got {every_n_train_steps}")
+        self.every_n_train_steps = every_n_train_steps
+        self.settings: dict[str, Any] = {}
+        self.directory: str | None = None
+        self._positions: list[Any] | None = None  # of the loaders before the batch that is saved at
+        self._late = self._saving = self._ending = False
+        self._run: dict[str, Any] | None = None  # of the checkpoint that was loaded
+
+    # --- saving ---
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Decide after a step whether the next one is saved at."""
+        if lightning_internals.is_accumulating(trainer):
+            return
+        ended = lightning_internals.is_last_batch(trainer)
+        next_batch = 0 if ended else trainer.fit_loop.batch_idx + 1
+        if self._late or self._is_due(trainer, trainer.current_epoch + ended, next_batch):
+            self.keep_position(trainer)
+
+    def _is_due(self, trainer: pl.Trainer, epoch: int, first: int) -> bool:
+        """Return whether to save before the step that begins with this batch of the epoch."""
+        batches, step = trainer.num_training_batches, trainer.global_step
+        stop = min(first + trainer.accumulate_grad_batches, batches)
+        every = self.every_n_train_steps
+        if (every is not None and step % every == 0) or step + 1 == trainer.max_steps:
+            return True
+        if stop == batches and epoch + 1 == trainer.max_epochs:
+            return True
+        return any(validates_after(trainer, epoch, batch) for batch in range(first, int(stop)))
+
+    def keep_position(self, trainer: pl.Trainer) -> None:
+        """Note where the loaders are between two steps: at the next batch's start, when it is saved, they are ahead."""
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        self._positions = [loader.state_dict() for loader in loaders if hasattr(loader, "load_state_dict")]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Restore what the hooks of a start have changed, or save."""
+        if (run := self._run) is not None:
+            self._run = None
+            if run.get("exact"):
+                restore(run["random"][trainer.global_rank % len(run["random"])], trainer.strategy.root_device)
+                lightning_internals.set_counts(trainer, run["counts"])
+        if self._positions is not None:
+            self.save(trainer, LAST)
+
+    def save(self, trainer: pl.Trainer, name: str) -> str | None:
+        """Save the state before this batch under a name; return its path, or None where nothing is saved."""
+        guards = find_callbacks(trainer, StepGuard)
+        for guard in guards:
+            guard.read()
+        self._late = name == LAST and any(guard.in_a_row for guard in guards)
+        if self.directory is None or self._positions is None or self._late:
+            self._positions = None
+            return None
+        self._saving, path = True, os.path.join(self.directory, name)
+        try:
+            trainer.save_checkpoint(path)  # has a barrier: when it returns, the file is complete
+        finally:
+            self._saving, self._positions = False, None
+        return path
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Add the state of the run, under `RUN_KEY`; its keys are in files, so never rename them."""
+        checkpoint[RUN_KEY] = {
+            "exact": self._saving,
+            "world_size": trainer.world_size,
+            "optimizers": names_of(trainer.optimizers),
+        }
+        if self._ending:
+            for name in ("optimizer_states", "lr_schedulers", "current_model_state"):
+                checkpoint.pop(name, None)
+        if not self._saving:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # a run resumed from here needs on disk what was logged before
+        loop = checkpoint["loops"]["fit_loop"]
+        loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+        if "combined_loader" in loop["state_dict"]:
+            loop["state_dict"]["combined_loader"] = self._positions
+        checkpoint[RUN_KEY] |= {
+            "random": gather(trainer, capture(trainer.strategy.root_device)),
+            "counts": lightning_internals.counts(trainer),
+            "metrics": {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
+            "settings": self._describe_settings(trainer),
+        }
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the weights for use: with EMA the averages, which are in the module by now."""
+        if self.directory is not None:
+            self._ending, self.last_model_path = True, os.path.join(self.directory, FINAL)
+            try:
+                trainer.save_checkpoint(self.last_model_path)
+            finally:
+                self._ending = False
+
+    # --- resuming ---
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find the directory, and check that all processes resume from the same checkpoint.
+
+        Each one looked for it before there was a group to ask.
+
+        Raises:
+            RuntimeError: they see different files.
+        """
+        if stage != "fit":
+            return
+        self._positions, self._late, self.last_model_path = None, False, ""
+        directories = checkpoint_directories(trainer) if self.enabled else []
+        self.directory = trainer.strategy.broadcast(next(iter(directories), None))
+        first = trainer.strategy.broadcast(self.path)
+        if not trainer.strategy.reduce_boolean_decision(first == self.path):
+            raise RuntimeError(
+                f"process {trainer.global_rank} resumes from {self.path}, the first one from {first}: "
+                "all nodes must see the same directory of checkpoints"
+            )
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Check what a checkpoint is resumed with, before data is read.
+
+        Raises:
+            ValueError: it cannot be resumed.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._run = checkpoint.get(RUN_KEY, {})
+        for saver in find_callbacks(trainer, ModelCheckpoint):  # which saves its last score, and does not load it
+            saver.current_score = checkpoint.get("callbacks", {}).get(saver.state_key, {}).get("current_score")
+        if "current_model_state" in checkpoint and not find_callbacks(trainer, WeightAveraging):
+            raise ValueError(
+                f"cannot resume from {trainer.ckpt_path}: its weights are averages: add the callback "
+                "diffvision.training.ema.EMA"
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that optimizers are of the kinds whose states will be loaded.
+
+        Raises:
+            ValueError: they are of others.
+        """
+        if self.path is None:
+            return
+        saved, current = self.saved.get("optimizers"), names_of(trainer.optimizers)
+        before, now = self.saved["groups"], settings_of([vars(optimizer) for optimizer in trainer.optimizers])
+        # Lightning's own checkpoints name no classes, only settings; a new version of torch may add some.
+        if saved != current if saved else not (before <= now or now <= before):
+            raise ValueError(
+                f"cannot resume from {self.path}: its optimizer is {', '.join(saved or ['another'])} and here it is "
+                f"{', '.join(current)}: set the same optimizer, or start anew"
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore the metrics that callbacks watch, and warn once for each way in which the run differs."""
+        if (run := self._run) is None:
+            return
+        for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):  # it acts when an epoch begins
+            trainer.accumulate_grad_batches = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+        origin = f"resumed from {trainer.ckpt_path}"
+        if not run.get("exact"):
+            rank_zero_warn(f"{origin} as Lightning resumes, not exactly: only last.ckpt and preempted.ckpt are exact")
+            return
+        lightning_internals.forget_started_batch(trainer)
+        if trainer.is_global_zero:
+            self._set_aside(trainer)
+        trainer.callback_metrics.update(run["metrics"])
+        if not hasattr(trainer.train_dataloader, "state_dict"):
+            kind = type(trainer.train_dataloader).__name__
+            rank_zero_warn(
+                f"{origin}: {kind} does not save its position (state_dict), so its samples may be repeated or left out"
+            )
+        if len(run["random"]) != trainer.world_size:
+            rank_zero_warn(
+                f"{origin}: {len(run['random'])} processes trained it and here are {trainer.world_size}: every sample "
+                "comes as it would have, random numbers (dropout) do not"
+            )
+        if lines := list(describe_changes(run["settings"], self._describe_settings(trainer))):
+            rank_zero_warn(f"{origin}: it continues with other settings than before: {list_few(lines, limit=NAMED)}")
+
+    def _set_aside(self, trainer: pl.Trainer) -> None:
+        """Rename checkpoints of steps that are trained again: ModelCheckpoint would give the new ones other names."""
+        savers = find_callbacks(trainer, ModelCheckpoint)
+        known = {str(path) for s in savers for path in (s.best_model_path, s.last_model_path, *s.best_k_models)}
+        for directory in checkpoint_directories(trainer):
+            for path in checkpoints_in(Path(directory)):
+                if path.name not in EXACT and str(path) not in known and step_of(path) > trainer.global_step:
+                    path.rename(path.with_name(path.name + REPLACED))
+
+    def _describe_settings(self, trainer: pl.Trainer) -> dict[str, str]:
+        """Return what a run's numbers depend on, by name."""
+        device = trainer.strategy.root_device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        settings = flatten(self.settings) or {name: str(getattr(trainer, name)) for name in COMPARED}
+        return settings | {
+            "torch": str(torch.__version__),
+            "lightning": pl.__version__,
+            "device": f"{device.type} ({kind})",
+            "threads (OMP_NUM_THREADS)": str(torch.get_num_threads()) if device.type == "cpu" else "any",
+        }
+
+
+def validates_after(trainer: pl.Trainer, epoch: int, batch: int) -> bool:
+    """Return whether a validation follows a batch of an epoch, by Lightning's rule; False where time decides."""
+    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not trainer.enable_validation or interval in (None, float("inf")) or (every and (epoch + 1) % every):
+        return False
+    # Epochs that were cut short may have had fewer batches, which the loop alone has counted.
+    ahead = batch - trainer.fit_loop.batch_idx if epoch == trainer.current_epoch else batch + 1
+    number = batch if every else trainer.fit_loop.total_batch_idx + ahead
+    return (number + 1) % interval == 0
+
+
+def checkpoint_directories(trainer: pl.Trainer) -> list[str]:
+    """Return the local directories that the trainer's ModelCheckpoint callbacks write to, by Lightning's rule.
+
+    That of the logger's version comes first if no ModelCheckpoint has its own.
+    """
+    root = trainer.default_root_dir
+    if trainer.loggers:
+        logger: Any = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        root = os.path.join(logger.save_dir or root, str(logger.name), version)
+    default = os.path.join(root, "checkpoints")
+    found = [str(saver.dirpath or default) for saver in find_callbacks(trainer, ModelCheckpoint)] or [default]
+    return [directory for directory in dict.fromkeys(found) if not is_remote(directory)]
+
+
+# --- settings ---
+
+
+def flatten(settings: Any, name: str = "") -> dict[str, str]:
+    """Return nested settings as {"model.init_args.lr": "0.1"}, without those that make no difference."""
+    if name.startswith(HARMLESS):
+        return {}
+    if not isinstance(settings, dict):
+        return {name: str(settings)}
+    parts = [flatten(value, f"{name}.{key}" if name else str(key)) for key, value in settings.items()]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
+    """Describe each setting that is not the same as when the checkpoint was saved."""
+    for name in sorted(saved.keys() | current.keys()):
+        before, now = saved.get(name, "not set"), current.get(name, "not set")
+        if {before, now} != {"not set", "None"} and _comparable(before) != _comparable(now):
+            yield f"{name} {now[:SHOWN]} (was {before[:SHOWN]})"
+
+
+def _comparable(value: str) -> str:
+    """Return a setting with our classes by their names alone, and a whole number without its decimals.
+
+    The module before a class may be written in several ways, and whether jsonargparse reads 3 as an integer or as a
+    float follows from what else was imported. 1.0 stays, for Lightning takes it as a share where 1 is a number.
+    """
+    value = re.sub(r"\bdiffvision(?:\.\w+)*\.(\w+)", r"\1", value)
+    return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
+
+
+def names_of(optimizers: list[Any]) -> list[str]:
+    """Return the names of the classes of optimizers."""
+    return [type(optimizer).__name__ for optimizer in optimizers]
+
+
+def settings_of(states: list[dict[str, Any]]) -> set[str]:
+    """Return the names of the settings in optimizers' states, such as momentum."""
+    return {key for state in states for group in state["param_groups"] for key in group}
+
+
+def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:
+    """Return the first few of many items as text, with the number of the others."""
+    items = sorted(items) if isinstance(items, set) else list(items)
+    return joint.join(items[:limit]) + (f"{joint}and {len(items) - limit} more" if len(items) > limit else "")
