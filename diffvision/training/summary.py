@@ -59,7 +59,7 @@ class RunSummary(pl.Callback):
         self._texts: Tensor | None = None  # of the last batch
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Save which metrics are an evaluation's; `RunState` saves their values."""
+        """Save which metrics are an evaluation's; `LastCheckpoint` saves their values."""
         checkpoint[EVALUATED] = list(self._measured)
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:

@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/bench_step.py [--model DiffCLIP-debug] [--batch 256] [--steps 60] [--every 20]
 
-`diffvision fit` as the recipes have it (the guard against steps that are not finite, DataReport, RunState, signals and
-failures agreed upon, a durable checkpoint every `--every` steps) takes turns with a bare Trainer that fits the same
-module on the same batches, without callbacks, guard or checkpoints. Steps that end with a save are counted apart, so
+`diffvision fit` as the recipes have it (the guard against steps that are not finite, DataReport, signals agreed upon, a
+durable checkpoint every `--every` steps) takes turns with a bare Trainer that fits the same module on the same batches,
+without callbacks, guard or checkpoints. Steps that end with a save are counted apart, so
 that the cost of saving can be given for the recipes' one in 500 steps; the median of a step is not moved by them.
 
 The processor's time of the training process is given too: what is added to a step hardly depends on the batch, and with

@@ -68,9 +68,10 @@ SHOWN = 100  # characters of a setting's value
 class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt`, which a run resumes from exactly, and `final.ckpt`, the weights at the run's end.
 
-    `last.ckpt` is written before the step that follows each `every_n_train_steps`, before a step that a validation
-    follows, and before the last step of the run. So a finished run can be extended exactly. It is next to the files of
-    the first ModelCheckpoint. While steps are skipped because they are not finite, it stays as it is.
+    `last.ckpt` is written after each `every_n_train_steps`, before a step that a validation follows, and before the
+    last step of the run; without validations also before each epoch but the first. So a finished run can be extended
+    exactly. It is next to the files of the first ModelCheckpoint. While steps are skipped because they are not finite,
+    it stays as it is.
 
     Attributes:
         last_model_path: `final.ckpt` once it is written; as ModelCheckpoint's.
@@ -90,7 +91,8 @@ class LastCheckpoint(Checkpoint):
         """Set how often a running epoch is saved.
 
         Args:
-            every_n_train_steps: optimizer steps between two saves; null: only before validations and the last step.
+            every_n_train_steps: optimizer steps between two saves; null: only before validations (epochs, if there are
+                none) and the last step.
         """
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be 1 or more, got {every_n_train_steps}")
@@ -115,6 +117,8 @@ class LastCheckpoint(Checkpoint):
     def _is_due(self, trainer: pl.Trainer, epoch: int, first: int) -> bool:
         """Return whether to save before the step that begins with this batch of the epoch."""
         batches, step = trainer.num_training_batches, trainer.global_step
+        if first == 0 and not trainer.enable_validation:
+            return True
         stop = min(first + trainer.accumulate_grad_batches, batches)
         every = self.every_n_train_steps
         if (every is not None and step % every == 0) or step + 1 == trainer.max_steps:

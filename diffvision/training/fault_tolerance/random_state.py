@@ -1,6 +1,6 @@
 """The random generators of a process as plain values: Python's, numpy's, torch's and its GPU's.
 
-When they are captured and restored is decided in `run_state`.
+When they are captured and restored is decided in `exact`.
 """
 
 from __future__ import annotations

@@ -98,9 +98,22 @@ def test_a_finished_run_is_extended_exactly(ema, root, tmp_path):
     assert tiny_runs.differences(final, whole.checkpoint["state_dict"]) == []
 
 
-@pytest.mark.parametrize("every", [None, 4])
-def test_a_file_is_written_before_steps_that_a_validation_follows_and_every_so_many(every, root, tmp_path):
-    """Validations follow batches 2 and 5 of each epoch; steps have two batches, but for those that are cut short."""
+@pytest.mark.parametrize(
+    ("every", "settings", "steps"),
+    [
+        (None, {}, [1, 2, 4, 5]),
+        (4, {}, [1, 2, 4, 5]),
+        (None, {"limit_val_batches": 0}, [3, 5]),
+        (None, {"check_val_every_n_epoch": None, "val_check_interval": 8, "max_epochs": 3}, [3, 7, 8]),
+    ],
+)
+def test_a_file_is_written_before_steps_that_a_validation_follows_and_every_so_many(
+    every, settings, steps, root, tmp_path
+):
+    """Validations follow batches 2 and 5 of each epoch; steps have two batches, but for those that are cut short.
+
+    Without validations a file is written when an epoch begins.
+    """
     saved = []
 
     class Noting(LastCheckpoint):
@@ -111,9 +124,9 @@ def test_a_file_is_written_before_steps_that_a_validation_follows_and_every_so_m
     setting = Setting("language", accumulate=2)
     with quietly(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(tiny_runs, "LastCheckpoint", Noting)
-        once(root / "data", tmp_path / "kept", setting, Outcome(), None, every=every)
+        once(root / "data", tmp_path / "kept", setting, Outcome(), None, every=every, **settings)
     # Steps begin with batches 0, 2 and 4: batch 2 is in the second, batch 5 in the third.
-    assert saved == [1, 2, 4, 5]
+    assert saved == steps
 
 
 def test_what_differs_between_two_runs_is_named(whole):
