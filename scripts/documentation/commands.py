@@ -21,7 +21,7 @@ HEAD = """# Commands and options
 `diffvision --help` lists the commands and `diffvision COMMAND --help` explains one. This page is made from the same
 parsers when the site is built. Every command also takes `--config FILE` (its options from a YAML file),
 `--print_config`, and `--allow PREFIX`
-([which classes a configuration may name](../guides/reliability.md#your-own-classes)).
+([which classes a configuration may name](../guides/untrusted.md#your-own-classes)).
 Of those that print a table (TABLES), `--json` prints the numbers instead.
 """
 MAKE_HEAD = f"""## {MAKE}
