@@ -105,8 +105,9 @@ def _save(checkpoint: dict[str, Any], file: Any) -> None:
                 failed.append(error)
                 raise
 
+    writer: Any = Writer()
     try:
-        torch.save(checkpoint, Writer())
+        torch.save(checkpoint, writer)
     except RuntimeError as error:
         raise (failed[0] if failed else error) from error
 
