@@ -192,6 +192,11 @@ def step_of(path: Path) -> int:
         return 0
 
 
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint that a run will write again: ModelCheckpoint would give the new one another name."""
+    path.rename(path.with_name(path.name + REPLACED))
+
+
 def clean(directory: Path) -> list[Path]:
     """Remove the temporary files that killed runs left."""
     left = [*directory.glob(TEMPORARY.format("*"))]

@@ -25,10 +25,10 @@ from diffvision.training.fault_tolerance.checkpoints import (
     EXACT,
     FINAL,
     LAST,
-    REPLACED,
     RUN_KEY,
     checkpoints_in,
     is_remote,
+    set_aside,
     step_of,
 )
 from diffvision.training.fault_tolerance.finite import StepGuard, gather
@@ -69,9 +69,9 @@ class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt`, which a run resumes from exactly, and `final.ckpt`, the weights at the run's end.
 
     `last.ckpt` is written after each `every_n_train_steps`, before a step that a validation follows, and before the
-    last step of the run; without validations also before each epoch but the first. So a finished run can be extended
-    exactly. It is next to the files of the first ModelCheckpoint. While steps are skipped because they are not finite,
-    it stays as it is.
+    last step of the run; also before each epoch but the first, if validations are by time or there are none. So a
+    finished run can be extended exactly. It is next to the files of the first ModelCheckpoint. While steps are skipped
+    because they are not finite, it stays as it is.
 
     Attributes:
         last_model_path: `final.ckpt` once it is written; as ModelCheckpoint's.
@@ -91,8 +91,8 @@ class LastCheckpoint(Checkpoint):
         """Set how often a running epoch is saved.
 
         Args:
-            every_n_train_steps: optimizer steps between two saves; null: only before validations (epochs, if there are
-                none) and the last step.
+            every_n_train_steps: optimizer steps between two saves; null: only before validations (or epochs) and the
+                last step.
         """
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be 1 or more, got {every_n_train_steps}")
@@ -117,7 +117,7 @@ class LastCheckpoint(Checkpoint):
     def _is_due(self, trainer: pl.Trainer, epoch: int, first: int) -> bool:
         """Return whether to save before the step that begins with this batch of the epoch."""
         batches, step = trainer.num_training_batches, trainer.global_step
-        if first == 0 and not trainer.enable_validation:
+        if first == 0 and not validates_by_batches(trainer):
             return True
         stop = min(first + trainer.accumulate_grad_batches, batches)
         every = self.every_n_train_steps
@@ -276,13 +276,13 @@ class LastCheckpoint(Checkpoint):
             rank_zero_warn(f"{origin}: it continues with other settings than before: {list_few(lines, limit=NAMED)}")
 
     def _set_aside(self, trainer: pl.Trainer) -> None:
-        """Rename checkpoints of steps that are trained again: ModelCheckpoint would give the new ones other names."""
+        """Rename checkpoints of steps that are trained again."""
         savers = find_callbacks(trainer, ModelCheckpoint)
         known = {str(path) for s in savers for path in (s.best_model_path, s.last_model_path, *s.best_k_models)}
         for directory in checkpoint_directories(trainer):
             for path in checkpoints_in(Path(directory)):
                 if path.name not in EXACT and str(path) not in known and step_of(path) > trainer.global_step:
-                    path.rename(path.with_name(path.name + REPLACED))
+                    set_aside(path)
 
     def _describe_settings(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return what a run's numbers depend on, by name."""
@@ -297,10 +297,15 @@ class LastCheckpoint(Checkpoint):
         }
 
 
+def validates_by_batches(trainer: pl.Trainer) -> bool:
+    """Return whether the batches that validations follow are known; they are not where time decides."""
+    return trainer.enable_validation and trainer.val_check_batch not in (None, float("inf"))
+
+
 def validates_after(trainer: pl.Trainer, epoch: int, batch: int) -> bool:
-    """Return whether a validation follows a batch of an epoch, by Lightning's rule; False where time decides."""
+    """Return whether a validation is known to follow a batch of an epoch, by Lightning's rule."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    if not trainer.enable_validation or interval in (None, float("inf")) or (every and (epoch + 1) % every):
+    if interval is None or not validates_by_batches(trainer) or (every and (epoch + 1) % every):
         return False
     # Epochs that were cut short may have had fewer batches, which the loop alone has counted.
     ahead = batch - trainer.fit_loop.batch_idx if epoch == trainer.current_epoch else batch + 1

@@ -27,6 +27,7 @@ from torch import Tensor
 from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import (
+    REPLACED,
     RUN_KEY,
     SUFFIX,
     TEMPORARY,
@@ -39,6 +40,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
     module_bytes,
     open_for_writing,
     read_checkpoint,
+    set_aside,
 )
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, checkpoint_directories, list_few, settings_of
 
@@ -105,6 +107,10 @@ def prepare(
             stack.enter_context(lock(directory))
             if removed := clean(directory):
                 rank_zero_info(f"removed what a killed run left: {list_few(map(str, removed))}")
+            if path is None and (earlier := sorted(directory.glob(f"*{SUFFIX}"))):
+                rank_zero_info(f"renamed {list_few(p.name for p in earlier)} in {directory} to *{SUFFIX}{REPLACED}")
+                for checkpoint in earlier:
+                    set_aside(checkpoint)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):
                 keep_metrics(Path(logger.log_dir))

@@ -2,6 +2,7 @@
 
 import shutil
 import tarfile
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,6 +105,7 @@ def test_a_finished_run_is_extended_exactly(ema, root, tmp_path):
         (None, {}, [1, 2, 4, 5]),
         (4, {}, [1, 2, 4, 5]),
         (None, {"limit_val_batches": 0}, [3, 5]),
+        (None, {"val_check_interval": timedelta(hours=1)}, [3, 5]),
         (None, {"check_val_every_n_epoch": None, "val_check_interval": 8, "max_epochs": 3}, [3, 7, 8]),
     ],
 )
@@ -112,7 +114,7 @@ def test_a_file_is_written_before_steps_that_a_validation_follows_and_every_so_m
 ):
     """Validations follow batches 2 and 5 of each epoch; steps have two batches, but for those that are cut short.
 
-    Without validations a file is written when an epoch begins.
+    Where validations are by time, or there are none, a file is written when an epoch begins.
     """
     saved = []
 

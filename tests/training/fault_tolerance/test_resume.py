@@ -149,6 +149,16 @@ def test_another_file_is_resumed_from_only_by_name_and_says_that_it_is_not_exact
         assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=1.ckpt"), version=7) == [1]
 
 
+def test_a_run_begun_anew_writes_its_checkpoints_under_their_own_names(tmp_path):
+    """Of a run that was killed before its first exact file others may be left."""
+    run(tmp_path)
+    (saved(tmp_path) / "last.ckpt").unlink()
+    before = {path.name for path in saved(tmp_path).glob("*.ckpt")}
+    assert run(tmp_path, "auto", version=0) == [0, 1]
+    assert {path.name for path in saved(tmp_path).glob("*.ckpt")} == before | {"last.ckpt"}
+    assert {path.name for path in saved(tmp_path).glob("*.replaced")} == {f"{name}.replaced" for name in before}
+
+
 def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
     assert run(tmp_path) == [0, 1]
     assert run(tmp_path) == [0, 1]
