@@ -300,8 +300,8 @@ def test_a_run_on_two_ranks_ends_with_its_summary(name, tiny):
     settings = ["batch_size=4", "num_workers=0"]
     options = ["accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=4", "log_every_n_steps=1"]
     options += ["val_check_interval=4", f"logger.name={name}"]
-    callback = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=last"]
-    words = [f"--data.{setting}" for setting in settings] + [f"--trainer.{option}" for option in options] + callback
+    callback = "--trainer.callbacks+=LastCheckpoint"
+    words = [f"--data.{setting}" for setting in settings] + [f"--trainer.{option}" for option in options] + [callback]
     run = subprocess.run(
         [sys.executable, "-m", "diffvision", "fit", *arguments, *words],
         cwd=tiny, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
