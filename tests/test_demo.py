@@ -139,7 +139,7 @@ def test_an_unfinished_dataset_is_made_anew(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch):
-    """Stopped in its second epoch, it trains that one again from the checkpoint of the first, and then no more."""
+    """Stopped in its second epoch, it trains again from the last step of the first, and then no more."""
     few = [split[:40] for split in digits.load_split()]
     monkeypatch.setattr(digits, "load_split", lambda: few)
     digits.make_digits(tmp_path / "digits", copies=1)
@@ -175,7 +175,7 @@ def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match="stopped"):
         finished()
     first, second = finished(), finished()
-    assert steps == [0, 1, 2, 3, 4, 3, 4, 5]
+    assert steps == [0, 1, 2, 3, 4, 2, 3, 4, 5]
     assert measured == [(6, "CLIP-debug", 0)]
     assert first == second
     assert list(first.curves["train/loss"].steps) == [0, 1, 2, 3, 4, 5]
