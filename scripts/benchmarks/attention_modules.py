@@ -160,7 +160,6 @@ def problem_of(layer: AttentionLayer, x: Tensor, causal: bool, grad: bool) -> Pr
         keys=x.shape[1],
         head_dim=layer.head_dim,
         value_dim=layer.value_dim,
-        shared_keys=layer.key_maps == 1,
         causal=causal,
         dtype=x.dtype,
         device=x.device.type,
