@@ -20,8 +20,8 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
     """Return acc, the share of images that are closest to the first of their captions, over all and by kind; and ties.
 
     acc is CLIP_benchmark's, where it is also `text_acc`; its `image_acc` is always 1 with one image to choose from. An
-    exact tie counts as right. ties is the share of images whose
-    first caption is no further than `ROUNDING` from the best of the others, so that rounding or the order decided.
+    exact tie counts as right. ties is the share of images whose first caption is no further than `ROUNDING` from the
+    best of the others, so that rounding or the order decided.
     """
     pairs = features.pairs(folder, options.split)
     counts = pairs.owner.bincount(minlength=len(pairs.images))

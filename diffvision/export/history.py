@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.opening.runs import run_config, setting
+from diffvision.training.fault_tolerance import step_of
 
 RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results
 _SECRET = re.compile(r"(?i)(^|_)(token|secret|password|api_?key|credentials?)$")
@@ -76,7 +75,7 @@ def read_history(run: Path, checkpoint: Path) -> History:
         curves = read_metrics(run)
     except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
         curves = {}
-    return History(redact(config), curves, _step(checkpoint), tuple(_records(run)))
+    return History(redact(config), curves, step_of(checkpoint) or None, tuple(_records(run)))
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -96,15 +95,6 @@ def redact(value: Any, name: str = "") -> Any:
     if Path(value).is_absolute():
         return "/".join(["...", *Path(value).parts[1:][-2:]])
     return _USER.sub("", value.partition("?")[0] if "://" in value else value)
-
-
-def _step(checkpoint: Path) -> int | None:
-    """Return the step of a checkpoint of Lightning; None for another file."""
-    try:
-        step = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"]
-    except Exception:  # a file that is no checkpoint can fail torch's reader in any way
-        return None
-    return step if isinstance(step, int) else None
 
 
 def _records(run: Path) -> list[dict[str, Any]]:

@@ -36,13 +36,13 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.optimize_ddp = False
     module.compile(fullgraph=fullgraph, dynamic=False, options=inductor_options())
-    separate = Separate()
+    separate = SeparateGradients()
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(separate)
 
 
-class Separate:
+class SeparateGradients:
     """A hook of parameters that copies a gradient which lies in the memory of another one's.
 
     For a batch of one a graph returns the gradient of a ViT's class token as a view of that of its positions, and

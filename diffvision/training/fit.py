@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -10,8 +11,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
 import yaml
@@ -33,7 +35,7 @@ from diffvision.data.conversations import VisionLanguageData  # noqa: F401
 from diffvision.data.datasets import check_paths
 from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
-from diffvision.errors import did_you_mean, settings_of
+from diffvision.errors import Mistake, did_you_mean, settings_of
 from diffvision.models.files import refuse_urls
 from diffvision.models.threads import few_threads
 from diffvision.training.callbacks import (  # noqa: F401
@@ -220,6 +222,8 @@ class FitCLI(LightningCLI):
         if self.subcommand:
             settings["ckpt_path"] = self.ckpt_path
         _refuse_numbers(settings["trainer"])
+        for name in MEANT:
+            _refuse_nulls(name, settings.get(name))
         self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
         if self.counted is not None and (classes := self.counted.count_classes()) is not None:
             settings["model"]["init_args"]["num_classes"] = classes
@@ -352,6 +356,21 @@ def _in_root(config: Any) -> Any:
         if settings.get("save_dir") == RUNS and trainer["default_root_dir"] is not None:
             settings["save_dir"] = os.path.expanduser(trainer["default_root_dir"])
     return config
+
+
+def _refuse_nulls(name: str, given: Any) -> None:
+    """Raise a Mistake for a null that a class's setting does not take: jsonargparse passes it on to the constructor."""
+    if not isinstance(given, Namespace):
+        return
+    module, _, cls = given["class_path"].rpartition(".")
+    taken = inspect.signature(getattr(import_module(module), cls), eval_str=True).parameters
+    for key, value in given.get("init_args", {}).items():
+        parameter = taken.get(key)
+        if value is not None or parameter is None or parameter.default is None:
+            continue
+        kind = parameter.annotation
+        if kind not in (parameter.empty, Any) and type(None) not in get_args(kind):
+            raise Mistake(f"{name}.{key} must be {getattr(kind, '__name__', kind)}, got null")
 
 
 def _refuse_numbers(settings: Any) -> None:

@@ -1,6 +1,6 @@
 """Short runs of `diffvision fit` on a device: which end well, their losses, their speed, and whether they resume.
 
-    python scripts/benchmarks/gpu_fits.py [--device cuda] [--minutes 3.5] [--quick] [--only NAME] --output DIR
+    python scripts/benchmarks/gpu_fits.py [--device cuda] [--minutes 3.5] [--quick] --output DIR
 
 writes DIR/fits.json after each run. The first is a compiled DiffCLIP-ViT-B/16 on made JPEGs of 256 to 320 pixels: 50
 steps of 512 pairs with a validation every 15; SIGTERM ends it after 25, and it is resumed. The others are steps of
@@ -229,9 +229,7 @@ def has_failed(result: dict[str, Any]) -> bool:
 
 def main(given: list[str] | None = None) -> int:
     """Run them all; the exit status is 1 where one failed."""
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--only", help="a run, instead of all")
-    args = parse(parser, given)
+    args = parse(arguments(__doc__ or ""), given)
     until = time.monotonic() + 60 * args.minutes
     work, data = args.output / "fits", args.output / "fits-data"
     for folder in (work, data):
@@ -239,7 +237,7 @@ def main(given: list[str] | None = None) -> int:
     work.mkdir()
     make_data(data, args.quick)
     report: dict[str, Any] = {"benchmark": "fits", **environment(args.device), "fits": {}}
-    todo = {n: fit for n, fit in fits(args.device, data, args.quick).items() if args.only in (None, n)}
+    todo = fits(args.device, data, args.quick)
     with ThreadPoolExecutor(len(todo) if args.device == "cuda" else 1) as pool:
         running = {}
         for name, fit in todo.items():

@@ -73,7 +73,7 @@ def test_results_outlive_their_process_and_a_later_one_goes_on_behind_them(tmp_p
     results = gpu_results.Results(file, is_worker=False)
     results.pytest_sessionstart(session)
     results.pytest_runtest_logstart("a")
-    results.pytest_runtest_logstart("b")  # beside it, and ends its process
+    results.pytest_runtest_logstart("b")  # at the same time; its process dies
     for phase in ("setup", "call", "teardown"):
         results.pytest_runtest_logreport(report("a", phase))
     gpu_results.Results(file, is_worker=True).pytest_runtest_logstart("c")  # its controller writes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffvision.training.compilation import Separate, compile_in_place
+from diffvision.training.compilation import SeparateGradients, compile_in_place
 
 
 class Tokens(nn.Module):
@@ -45,7 +45,7 @@ def test_gradients_of_a_compiled_module_add_up(batch, monkeypatch):
 
 
 def test_the_hook_keeps_an_address_for_each_parameter():
-    separate, parameters = Separate(), [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    separate, parameters = SeparateGradients(), [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     for _ in range(50):
         whole = torch.randn(6)
         for parameter, part in zip(parameters, whole.split(3), strict=True):

@@ -126,7 +126,7 @@ class ImageTextData(_ImageData):
             URLs, or a list of these; or images as `images.sources.find_images` takes them, read in place.
             In Python also a pipeline such as `webdataset.WebDataset`: see `images.pipelines`.
         batch_size: global, over all ranks.
-        evaluations: directories given to `find_folders`; null for none. A validation batch is one whole folder.
+        evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         num_workers: processes that read and decode, on each rank.
         seed: with the epoch, it determines the order of the samples.
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
@@ -185,7 +185,7 @@ class ImageTextData(_ImageData):
             transform=transform,
             eval_transform=eval_transform,
         )
-        self.evaluations, self.caption_key, self.tokenizer = list(evaluations or ()), caption_key, tokenizer
+        self.evaluations, self.caption_key, self.tokenizer = list(evaluations), caption_key, tokenizer
         if json_text_key is None and json_text_key_probs is not None:
             raise ValueError("json_text_key_probs are the weights of json_text_key, which is not set: set it")
         if json_text_key is not None and (caption_key is not None or self._images is not None or is_pipeline(train)):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.training.fault_tolerance.checkpoints import refuse_link
+    from diffvision.training.fault_tolerance.checkpoints import refuse_link, step_of
     from diffvision.training.fault_tolerance.exact import LastCheckpoint
     from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
     from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
@@ -30,6 +30,7 @@ _MODULES = {
     "protect": "protection",
     "refuse_link": "checkpoints",
     "spread_nan": "finite",
+    "step_of": "checkpoints",
 }
 __all__ = [
     "LastCheckpoint",
@@ -41,6 +42,7 @@ __all__ = [
     "protect",
     "refuse_link",
     "spread_nan",
+    "step_of",
     "watch_signals",
 ]
 

@@ -160,7 +160,7 @@ def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Pat
     """Find the checkpoint of the highest step that is resumed from exactly.
 
     Returns:
-        It, or None; its step; and those that were passed over, with the reason.
+        Its path or None, its step, and the reason for each file that was passed over.
     """
     faults: dict[Path, str] = {}
     found: list[tuple[int, float, Path]] = []

@@ -98,7 +98,7 @@ class LastCheckpoint(Checkpoint):
             raise ValueError(f"every_n_train_steps must be 1 or more, got {every_n_train_steps}")
         self.every_n_train_steps = every_n_train_steps
         self.settings: dict[str, Any] = {}
-        self.directory: str | None = None
+        self.directory: Path | None = None
         self._positions: list[Any] | None = None  # of the loaders before the batch that is saved at
         self._late = self._saving = self._ending = False
         self._run: dict[str, Any] | None = None  # of the checkpoint that was loaded
@@ -151,7 +151,7 @@ class LastCheckpoint(Checkpoint):
         if self.directory is None or self._positions is None or self._late:
             self._positions = None
             return None
-        self._saving, path = True, os.path.join(self.directory, name)
+        self._saving, path = True, str(self.directory / name)
         try:
             trainer.save_checkpoint(path)  # has a barrier: when it returns, the file is complete
         finally:
@@ -186,7 +186,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the weights for use: with EMA the averages, which are in the module by now."""
         if self.directory is not None:
-            self._ending, self.last_model_path = True, os.path.join(self.directory, FINAL)
+            self._ending, self.last_model_path = True, str(self.directory / FINAL)
             try:
                 trainer.save_checkpoint(self.last_model_path)
             finally:
@@ -205,7 +205,7 @@ class LastCheckpoint(Checkpoint):
         if stage != "fit":
             return
         self._positions, self._late, self.last_model_path = None, False, ""
-        directories = checkpoint_directories(trainer) if self.enabled else []
+        directories = run_directories(trainer) if self.enabled else []
         self.directory = trainer.strategy.broadcast(next(iter(directories), None))
         first = trainer.strategy.broadcast(self.path)
         if not trainer.strategy.reduce_boolean_decision(first == self.path):
@@ -245,7 +245,7 @@ class LastCheckpoint(Checkpoint):
         if saved != current if saved else not (before <= now or now <= before):
             raise ValueError(
                 f"cannot resume from {self.path}: its optimizer is {', '.join(saved or ['another'])} and here it is "
-                f"{', '.join(current)}: set the same optimizer, or start anew"
+                f"{', '.join(current)}: set the same optimizer, or begin a new run"
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -279,8 +279,8 @@ class LastCheckpoint(Checkpoint):
         """Rename checkpoints of steps that are trained again."""
         savers = find_callbacks(trainer, ModelCheckpoint)
         known = {str(path) for s in savers for path in (s.best_model_path, s.last_model_path, *s.best_k_models)}
-        for directory in checkpoint_directories(trainer):
-            for path in checkpoints_in(Path(directory)):
+        for directory in run_directories(trainer):
+            for path in checkpoints_in(directory):
                 if path.name not in EXACT and str(path) not in known and step_of(path) > trainer.global_step:
                     set_aside(path)
 
@@ -313,7 +313,7 @@ def validates_after(trainer: pl.Trainer, epoch: int, batch: int) -> bool:
     return (number + 1) % interval == 0
 
 
-def checkpoint_directories(trainer: pl.Trainer) -> list[str]:
+def run_directories(trainer: pl.Trainer) -> list[Path]:
     """Return the local directories that the trainer's ModelCheckpoint callbacks write to, by Lightning's rule.
 
     That of the logger's version comes first if no ModelCheckpoint has its own.
@@ -325,14 +325,14 @@ def checkpoint_directories(trainer: pl.Trainer) -> list[str]:
         root = os.path.join(logger.save_dir or root, str(logger.name), version)
     default = os.path.join(root, "checkpoints")
     found = [str(saver.dirpath or default) for saver in find_callbacks(trainer, ModelCheckpoint)] or [default]
-    return [directory for directory in dict.fromkeys(found) if not is_remote(directory)]
+    return [Path(directory) for directory in dict.fromkeys(found) if not is_remote(directory)]
 
 
 # --- settings ---
 
 
 def flatten(settings: Any, name: str = "") -> dict[str, str]:
-    """Return nested settings as {"model.init_args.lr": "0.1"}, without those that make no difference."""
+    """Return nested settings as {"model.init_args.lr": "0.1"}, without those of `HARMLESS`."""
     if name.startswith(HARMLESS):
         return {}
     if not isinstance(settings, dict):

@@ -112,9 +112,9 @@ def protect(
     peers, last = Peers(), own_last(trainer)
     last.settings, last.path, last.saved = settings or {}, None, {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    others = [callback for callback in callbacks if not isinstance(callback, (*_OURS, Checkpoint, LastCheckpoint))]
+    others = [callback for callback in callbacks if not isinstance(callback, (*_OURS, Checkpoint))]
     savers = lightning_internals.find_callbacks(trainer, Checkpoint)
-    # Signals are agreed on when the others are done with a step; Lightning calls those that save behind them all.
+    # Signals are agreed on after the other callbacks have finished a step; Lightning calls Checkpoint callbacks last.
     callbacks[:] = [*others, SameShards(peers), Preemption(peers, last), *[s for s in savers if s is not last], last]
     with (
         forward_signals(trainer),

@@ -42,7 +42,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
     read_checkpoint,
     set_aside,
 )
-from diffvision.training.fault_tolerance.exact import LastCheckpoint, checkpoint_directories, list_few, settings_of
+from diffvision.training.fault_tolerance.exact import LastCheckpoint, list_few, run_directories, settings_of
 
 Resume = Literal["auto", "must", "never"]
 Ranks = Literal["same", "any"]
@@ -124,7 +124,7 @@ def prepare(
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(
                 f"cannot resume from {path}: its states do not fit this run ({reason}): set what it was trained with, "
-                "or start anew"
+                "or begin a new run"
             ) from error
 
 
@@ -132,11 +132,6 @@ def _is_of_loading(error: Exception) -> bool:
     """Return whether an error was raised where Lightning restores the states of a checkpoint."""
     frames = traceback.extract_tb(error.__traceback__)
     return any("checkpoint_connector" in frame.filename and "restore" in frame.name for frame in frames)
-
-
-def run_directories(trainer: pl.Trainer) -> list[Path]:
-    """Return the local directories that the trainer's checkpoint callbacks write to."""
-    return [Path(directory) for directory in checkpoint_directories(trainer)]
 
 
 def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
@@ -263,7 +258,7 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
     differing = _differences(checkpoint["state_dict"], module, complete=complete)
     if differing or mismatch:
         keys = f"it is of another architecture, {len(differing)} keys differ: {list_few(differing, '; ')}"
-        remedy = mismatch or "Set the model that it is of, or start anew"
+        remedy = mismatch or "Set the model that it is of, or begin a new run"
         raise ValueError(f"cannot resume from {path}: {keys + '. ' if differing else ''}{remedy}")
     trained = checkpoint.get(RUN_KEY, {}).get("world_size") or world_size
     if trained != world_size and ranks == "same":

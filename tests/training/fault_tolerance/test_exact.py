@@ -81,7 +81,7 @@ def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case, tmp_path
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("ema", [False, True])
 def test_a_finished_run_is_extended_exactly(ema, root, tmp_path):
-    """It ends within an epoch, which goes on; with averages, whose last file has both sets of weights."""
+    """The run ends within an epoch and continues it; with EMA the last file has both sets of weights."""
     setting = Setting("language", ema=ema, by="steps, without validation")
     whole, parts = Outcome(), Outcome()
     fixed = {"max_epochs": 3, "max_steps": -1}  # of which the schedule is a function
@@ -112,7 +112,7 @@ def test_a_finished_run_is_extended_exactly(ema, root, tmp_path):
 def test_a_file_is_written_before_steps_that_a_validation_follows_and_every_so_many(
     every, settings, steps, root, tmp_path
 ):
-    """Validations follow batches 2 and 5 of each epoch; steps have two batches, but for those that are cut short.
+    """Validations follow batches 2 and 5 of each epoch; steps have two batches, or one at an end.
 
     Where validations are by time, or there are none, a file is written when an epoch begins.
     """
