@@ -51,6 +51,8 @@ def check_nothing_left(before, shm):
     until(lambda: children() <= before and set(os.listdir("/dev/shm")) <= shm, 60, "the end of all workers")
 
 
+# DataLoader's signal handler may raise inside a weak reference's callback, where Python drops the error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.quick("raised", "killed")
 @pytest.mark.parametrize(
     ("act", "error", "message"),
