@@ -199,31 +199,6 @@ def test_links_of_the_readme_lead_somewhere():
         assert (ROOT / path).exists(), path
 
 
-def test_the_numbers_under_the_picture_are_those_of_its_file():
-    about = json.loads((ROOT / "docs/images/photographs.json").read_text())
-    of_diff, of_plain = (about["seeds"][0][name] for name in ("diff_vit_debug", "plain_vit_debug"))
-    digit = of_diff["share of the digit, by layer"][of_diff["layer"]]
-    plain = of_plain["share of the digit, by layer"][of_plain["layer"]]["map"]
-    counted = [run["pictures where the digit's share of"] for run in about["seeds"]]
-    first, second, third = (counts["the difference exceeds its share of map 1"] for counts in counted)
-    covers = about["the digit's share of all patches"]
-    lines = (ROOT / "README.md").read_text(), (ROOT / "docs/images/photographs.md").read_text()
-    for text in (" ".join(page.split()) for page in lines):
-        assert (
-            f"A digit on {covers:.0%} of the patches gets {digit['map 1']:.0%} of map 1, {digit['map 2']:.0%} of map 2"
-            in text
-        )
-        assert f"{digit['difference']:.0%} of their difference" in text
-        assert f"{first} of {about['test pictures']} pictures (other seeds: {second}, {third})" in text
-        assert f"The plain ViT gives it {plain:.0%}" in text
-        assert f"({of_plain['acc1']:.0%} against {of_diff['acc1']:.0%})" in text
-    falls = [run["diff_vit_debug"] for run in about["seeds"][1:]]
-    shares = [run["share of the digit, by layer"][run["layer"]] for run in falls]
-    page = " ".join((ROOT / "docs/concepts/differential.md").read_text().split())
-    low, high = (f"{100 * share['map 1']:.1f} to {share['difference']:.1%}" for share in shares)
-    assert f"its mean share falls, from {low} and from {high}" in page
-
-
 @pytest.mark.nightly
 def test_python_of_the_readme_has_the_right_types(tmp_path):
     for number, code in enumerate(blocks(ROOT / "README.md", "python")):

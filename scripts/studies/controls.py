@@ -156,10 +156,17 @@ def trained(study: Study) -> dict[str, dict[int, dict[str, Any]]]:
     return runs
 
 
+def losses_of(study: Study) -> dict[str, dict[int, float]]:
+    """Return the validation loss at the end by family and seed."""
+    return {
+        family: {seed: one["points"][-1]["loss"] for seed, one in by_seed.items()}
+        for family, by_seed in trained(study).items()
+    }
+
+
 def loss_table(study: Study) -> Iterator[str]:
     """Yield a table of losses, of differences, and of lambda by layer."""
-    runs = trained(study)
-    losses = {f: {seed: one["points"][-1]["loss"] for seed, one in by_seed.items()} for f, by_seed in runs.items()}
+    runs, losses = trained(study), losses_of(study)
     rows = compared(losses)
     yield "| | tokens | FLOPs of a step | loss | difference | largest gradient norm | lambda by layer |"
     yield "|---|---:|---:|---:|---|---:|---|"

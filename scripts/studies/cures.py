@@ -324,8 +324,8 @@ def segment(weights: Sequence[Path], source: Path, data: Path, results: Path, co
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def report(results: Path) -> None:
-    """Print the tables of a folder's runs, in Markdown."""
+def whole_grid(results: Path) -> Cells:
+    """Return the grid of the whole factorial of which a folder has all runs, with registers or without."""
     whole = grid_of(tuple(CELLS), results)
     complete = {
         name for name in CELLS if whole.chosen(name) and len(whole.by_seed(name, PRIMARY[0])) == len(whole.seeds)
@@ -334,7 +334,13 @@ def report(results: Path) -> None:
     if not complete >= set(cells):
         print(whole.describe())
         raise SystemExit(f"{len(complete)} of {len(CELLS)} cells are whole: {', '.join(sorted(complete))}")
-    grid = grid_of(cells, results)
+    return grid_of(cells, results)
+
+
+def report(results: Path) -> None:
+    """Print the tables of a folder's runs, in Markdown."""
+    grid = whole_grid(results)
+    cells = tuple(grid.families)
     print(grid.describe(), end="\n\n")
     for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
         print(grid.means(metrics), end="\n\n")

@@ -25,6 +25,7 @@ from scipy import stats
 import diffvision
 
 Numbers = dict[str, Any]
+Interval = tuple[float, float, float]  # mean, half of the 95% t interval, p
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,12 @@ def run_study(
 
 
 def contrasts(values: Mapping[tuple[bool, ...], Mapping[int, float]], factors: Sequence[str]) -> dict[str, Difference]:
-    """Return main effects and pairwise interactions of the factors that vary, with Holm's p over all of them.
+    """Return `effects`, with Holm's p over all of them."""
+    return corrected(effects(values, factors))
+
+
+def effects(values: Mapping[tuple[bool, ...], Mapping[int, float]], factors: Sequence[str]) -> dict[str, Interval]:
+    """Return main effects and pairwise interactions of the factors that vary.
 
     Args:
         values: {cell: {seed: value}}, of a whole factorial; a cell says for each factor whether it has it.
@@ -338,10 +344,9 @@ def contrasts(values: Mapping[tuple[bool, ...], Mapping[int, float]], factors: S
     for chosen in [(one,) for one in varying] + list(combinations(varying, 2)):
         signs = {cell: math.prod(1 if cell[factor] else -1 for factor in chosen) for cell in values}
         scale = len(values) / 2 ** len(chosen)
-        effects = [sum(signs[cell] * of[seed] for cell, of in values.items()) / scale for seed in seeds]
-        intervals[" x ".join(factors[factor] for factor in chosen)] = paired_interval(effects)
-    corrected = holm({name: p for name, (_, _, p) in intervals.items()})
-    return {name: Difference(mean, width, corrected[name]) for name, (mean, width, _) in intervals.items()}
+        found = [sum(signs[cell] * of[seed] for cell, of in values.items()) / scale for seed in seeds]
+        intervals[" x ".join(factors[factor] for factor in chosen)] = paired_interval(found)
+    return intervals
 
 
 def processor() -> str:
@@ -373,7 +378,7 @@ def best_rate(scores: dict[float, float]) -> float:
     return float(f"{vertex:.3g}")
 
 
-def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+def paired_interval(differences: Sequence[float]) -> Interval:
     """Return the mean of differences, half of its 95% t interval, and p of the t test.
 
     Equal differences have p 0, the limit of the test, or 1 if they are zero.
@@ -385,19 +390,29 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 
 def differences(values: dict[str, dict[int, float]]) -> dict[str, Difference]:
+    """Return `paired`, with Holm's p over all of them."""
+    return corrected(paired(values))
+
+
+def paired(values: Mapping[str, Mapping[int, float]]) -> dict[str, Interval]:
     """Return each family's difference to the first, paired by seed, of those with two seeds or more that both have.
 
     Args:
         values: {family: {seed: value}}.
     """
     (_, first), *others = values.items()
-    pairs = {}
-    for family, by_seed in others:
-        if len(both := sorted(first.keys() & by_seed.keys())) > 1:
-            pairs[family] = [by_seed[seed] - first[seed] for seed in both]
-    intervals = {family: paired_interval(one) for family, one in pairs.items()}
-    corrected = holm({family: p for family, (_, _, p) in intervals.items()})
-    return {family: Difference(*intervals[family][:2], corrected[family]) for family in pairs}
+    shared = {family: sorted(first.keys() & by_seed.keys()) for family, by_seed in others}
+    return {
+        family: paired_interval([by_seed[seed] - first[seed] for seed in shared[family]])
+        for family, by_seed in others
+        if len(shared[family]) > 1
+    }
+
+
+def corrected(intervals: Mapping[str, Interval]) -> dict[str, Difference]:
+    """Return intervals with Holm's p over all of them."""
+    values = holm({name: p for name, (_, _, p) in intervals.items()})
+    return {name: Difference(mean, width, values[name]) for name, (mean, width, _) in intervals.items()}
 
 
 def holm(values: dict[str, float]) -> dict[str, float]:

@@ -28,12 +28,10 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from diffvision.analysis.figures.style import colours_of, legend_below, new_figure, styled
-from diffvision.progress import track
 from grid import differences, paired_interval, spread
 from language_grid import Study, describe, rate_table, rates_of, run_study, step_seconds
 from small_language import BATCH, LENGTH
 
-BOOTSTRAPS = 1000
 LARGEST = 3.0  # of a log multiplier
 Point = dict[str, Any]
 
@@ -164,8 +162,8 @@ def residuals(values: np.ndarray, table: np.ndarray, column: int) -> np.ndarray:
     return np.log(math.exp(e) + np.exp(log_a - alpha * logs[0]) + np.exp(log_b - beta * logs[1])) - table[3]
 
 
-def fitted(table: np.ndarray, column: int, start: np.ndarray | None = None) -> np.ndarray:
-    """Return the values of `residuals` that fit best, by Huber's loss; of several starts if none is given."""
+def fitted(table: np.ndarray, column: int) -> np.ndarray:
+    """Return the values of `residuals` that fit best from several starts, by Huber's loss."""
     multipliers = [0.0] * int(table[0].max())
     starts = [
         np.array([e, a, alpha, b, alpha, *multipliers])
@@ -174,8 +172,7 @@ def fitted(table: np.ndarray, column: int, start: np.ndarray | None = None) -> n
     low, high = [-5, -5, 0.01, -5, 0.01], [2, 30, 3, 30, 3]
     bounds = ([*low, *([-LARGEST] * len(multipliers))], [*high, *([LARGEST] * len(multipliers))])
     results = [
-        least_squares(residuals, one, bounds=bounds, loss="huber", f_scale=1e-3, args=(table, column))
-        for one in (starts if start is None else [start])
+        least_squares(residuals, one, bounds=bounds, loss="huber", f_scale=1e-3, args=(table, column)) for one in starts
     ]
     return min(results, key=lambda result: float(result.cost)).x
 
@@ -185,39 +182,20 @@ class Multipliers(NamedTuple):
 
     Attributes:
         best: of the fit [families - 1].
-        drawn: of resampled seeds [count, families - 1].
         error: root mean square of the fit's residuals, of the loss.
     """
 
     best: np.ndarray
-    drawn: np.ndarray
     error: float
 
 
-def bootstrapped(points: Sequence[Point], column: int, count: int) -> Multipliers:
-    """Fit the multipliers, and again for seeds drawn anew, the same for all families of a size.
-
-    Args:
-        points: of all families.
-        column: 1 for multiplied parameters, 2 for tokens.
-        count: of the draws.
-    """
+def fit_multipliers(points: Sequence[Point], column: int) -> Multipliers:
+    """Fit the multipliers to the points of all families: of parameters (column 1) or tokens (2)."""
     names = families_of(points)
     rows = [(names.index(p["family"]), *np.log([p["parameters"], p["tokens"], p["loss"]])) for p in points]
     table = np.array(rows).T
     best = fitted(table, column)
-    cells: dict[str, dict[int, list[int]]] = {}
-    for index, p in enumerate(points):
-        cells.setdefault(p["size"], {}).setdefault(p["seed"], []).append(index)
-    generator, drawn = np.random.default_rng(0), []
-    for _ in track(range(count), "bootstrap"):
-        sample: list[int] = []
-        for seeds in cells.values():
-            for seed in generator.choice(list(seeds), size=len(seeds)):
-                sample += seeds[seed]
-        drawn.append(fitted(table[:, sample], column, best)[5:])
-    error = math.sqrt(float(np.mean(residuals(best, table, column) ** 2)))
-    return Multipliers(np.exp(best[5:]), np.exp(drawn), error)
+    return Multipliers(np.exp(best[5:]), math.sqrt(float(np.mean(residuals(best, table, column) ** 2))))
 
 
 # ---- report --------------------------------------------------------------------------------------------------------
@@ -235,6 +213,20 @@ def loss_table(points: Sequence[Point]) -> Iterator[str]:
             difference = rows[family].text(3) if family in rows else ""
             size = f"{one.bound} {one.size / 1e6:.2f}M".strip()
             yield f"| {budget:.3g} | {family} | {spread(list(one.losses.values()), 3)} | {difference} | {size} |"
+
+
+def lowest_runs(points: Sequence[Point]) -> str:
+    """Return the differences at the most FLOPs of each seed's lowest run: nothing is interpolated between sizes."""
+    largest = budgets_of(points)[-1]
+    losses: dict[str, dict[int, float]] = {}
+    for p in points:
+        if p["budget"] == largest:
+            of_family = losses.setdefault(p["family"], {})
+            of_family[p["seed"]] = min(p["loss"], of_family.get(p["seed"], math.inf))
+    rows = differences(losses)
+    return f"lowest run of each seed at {largest:.3g}: " + "; ".join(
+        f"{name} {row.text(3)}" for name, row in rows.items()
+    )
 
 
 def size_table(points: Sequence[Point], speed: dict[str, dict[str, float]]) -> Iterator[str]:
@@ -267,7 +259,7 @@ def interval(ratios: Sequence[float]) -> str:
     return f"{math.exp(mean):.2f} [{math.exp(mean - width):.2f}, {math.exp(mean + width):.2f}]"
 
 
-def equal_loss_table(points: Sequence[Point], count: int) -> Iterator[str]:
+def equal_loss_table(points: Sequence[Point]) -> Iterator[str]:
     """Yield a table of what an equal loss takes: FLOPs as measured; parameters or tokens by two fits, one each."""
     first, *others = families_of(points)
     yield f"| for an equal loss, x {first}'s | {' | '.join(others)} | the fit's error |"
@@ -276,16 +268,15 @@ def equal_loss_table(points: Sequence[Point], count: int) -> Iterator[str]:
     yield f"| FLOPs, each at its best size | {' | '.join(interval(list(ratios[name].values())) for name in others)} | |"
     for column, name in ((1, "parameters, if these alone differ"), (2, "tokens, if these alone differ")):
         # A family whose parameters count m times as many needs 1 / m of them.
-        best, drawn, error = bootstrapped(points, column, count)
-        low, high = np.percentile(1 / drawn, [2.5, 97.5], axis=0)
-        yield f"| {name} | {' | '.join(needed(1 / best, low, high))} | {100 * error:.1f}% |"
+        best, error = fit_multipliers(points, column)
+        yield f"| {name} | {' | '.join(needed(1 / best))} | {100 * error:.1f}% |"
 
 
-def needed(ratios: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[str]:
-    """Return each family's ratio and interval; nothing is identified by a fit that ends at the bound of one of them."""
+def needed(ratios: np.ndarray) -> list[str]:
+    """Return each family's ratio; nothing is identified by a fit that ends at the bound of one of them."""
     if np.any(np.abs(np.log(ratios)) > 0.99 * LARGEST):
         return ["not identified"] * len(ratios)
-    return [f"{one:.2f} [{a:.2f}, {b:.2f}]" for one, a, b in zip(ratios, low, high, strict=True)]
+    return [f"{ratio:.2f}" for ratio in ratios]
 
 
 def speed_table(study: Study) -> Iterator[str]:
@@ -305,8 +296,8 @@ def report(study: Study) -> None:
     print(describe(study), end="\n\n")
     print("\n".join(rate_table(study)), end="\n\n")
     if points := points_of(study):
-        count = round(BOOTSTRAPS / study.shorter) or 1
-        tables = (loss_table(points), size_table(points, step_seconds(study)), equal_loss_table(points, count))
+        print("\n".join(loss_table(points)), lowest_runs(points), sep="\n\n", end="\n\n")
+        tables = (size_table(points, step_seconds(study)), equal_loss_table(points))
         for table in (*tables, speed_table(study)):
             print("\n".join(table), end="\n\n")
 

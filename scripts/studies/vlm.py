@@ -371,10 +371,16 @@ def answer(model: VisionLanguageModel, data: Data, rows: list[dict[str, Any]], c
 # ---- report --------------------------------------------------------------------------------------------------------
 
 
-def report(grid: Grid) -> None:
-    """Print the tables, in Markdown; of the first kind of processor with runs, if this one has none."""
+def recorded(grid: Grid) -> Grid:
+    """Return the grid with its own folder of runs, or the first one with runs if this kind of processor has none."""
     if not grid.results.is_dir() and (others := sorted(grid.results.parent.glob("*/"))):
-        grid = replace(grid, results=others[0])
+        return replace(grid, results=others[0])
+    return grid
+
+
+def report(grid: Grid) -> None:
+    """Print the tables, in Markdown."""
+    grid = recorded(grid)
     print(f"{grid.results.name}: {grid.describe()}", end="\n\n")
     for metrics in (PRIMARY, SECONDARY[:4], SECONDARY[4:]):
         print(grid.means(metrics), end="\n\n")

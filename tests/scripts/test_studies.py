@@ -409,13 +409,17 @@ def test_the_fit_finds_the_multipliers_that_made_its_points():
             tokens = budget / 6 / n
             loss = (1 + 30 * (multiplier * n) ** -0.3 + 60 * tokens**-0.28) * math.exp(generator.normal() * 1e-3)
             points.append(point(family, n, seed, loss, budget))
-    best, drawn, error = scaling.bootstrapped(points, 1, 5)
+    best, error = scaling.fit_multipliers(points, 1)
     assert best == pytest.approx([0.8, 1.3], rel=0.03)
-    assert drawn.shape == (5, 2)
     assert error < 2e-3
-    ends = np.array([0.7, 0.6]), np.array([0.9, 1.1])
-    assert scaling.needed(np.array([0.8, 0.9]), *ends) == ["0.80 [0.70, 0.90]", "0.90 [0.60, 1.10]"]
-    assert scaling.needed(np.array([20.08, 0.9]), *ends) == ["not identified"] * 2
+    assert scaling.needed(np.array([0.8, 0.9])) == ["0.80", "0.90"]
+    assert scaling.needed(np.array([20.08, 0.9])) == ["not identified"] * 2
+
+
+def test_the_lowest_run_of_a_seed_may_be_of_another_size():
+    losses = {("plain", 1e5): (3, 5), ("plain", 3e5): (4, 2), ("V1", 1e5): (4, 3), ("V1", 3e5): (9, 9)}
+    points = [point(f, n, seed, loss) for (f, n), of in losses.items() for seed, loss in enumerate(of)]
+    assert "V1 +1.000 [+1.000, +1.000] higher" in scaling.lowest_runs(points)
 
 
 def test_parts_of_v1_are_what_their_names_say():
