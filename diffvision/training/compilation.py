@@ -76,8 +76,12 @@ def inductor_options() -> dict[str, bool] | None:
     """Return the options with which the installed version of torch computes right gradients on CUDA.
 
     From 2.10 to 2.14, where a norm's backward pass and a sum over the batch are one kernel, some gradients are never
-    written (pytorch issues 193061 and 190796). In 2.13 and 2.14 the backward pass may draw another dropout mask than
-    the forward pass did (198333).
+    written (pytorch issue 193061; in 2.10 those of a convolution's bias too, 190796). In 2.13 and 2.14 the backward
+    pass may draw another dropout mask than the forward pass did (198333).
+
+    No option is known against 188912: with 2.13.0 and a whole H100 a compiled SigLIP ViT of timm fails torch's check
+    under AMP. A scalar's gradient is off by 0.38, in eager mode by 0.10. 2.12.1 passes, and so did torch's main branch
+    after 2.13. Without that card it cannot be tried.
     """
     major, minor = torch.__version__.split(".")[:2]
     version = (int(major), int(minor))
