@@ -186,6 +186,40 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         decoder = self.language_model.base_model
         return decoder(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
 
+    def logits(
+        self, input_ids: Int[Tensor, "B N"], pixel_values: Float[Tensor, "I 3 h w"] | None = None
+    ) -> Float[Tensor, "B N vocabulary"]:
+        """Return the logits after each token, for training, as `hidden` returns what the output projection reads."""
+        self._check_length(input_ids.shape[1])
+        return self.language_model(inputs_embeds=self._merge(input_ids, pixel_values), use_cache=False).logits
+
+    @torch.no_grad()
+    def has_bare_head(self) -> bool:
+        """Return whether the logits are `hidden @ head_weight.T`: without bias, scale, cap or adapter.
+
+        The model is run on two tokens, with known numbers in place of the projection's output.
+        """
+        head = self.language_model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            return False
+        read: list[Tensor] = []
+        known = torch.linspace(-100, 100, head.out_features).to(head.weight)
+
+        def replace(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            read.append(inputs[0])
+            return known.expand_as(output)
+
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
+        modes = {module: module.training for module in self.modules()}
+        hook = head.register_forward_hook(replace)
+        try:
+            hidden, logits = self.eval().hidden(tokens), self.logits(tokens)
+        finally:
+            hook.remove()
+            for module, mode in modes.items():
+                module.training = mode
+        return bool(read) and torch.equal(read[0], hidden) and torch.equal(logits.to(known), known.expand_as(logits))
+
     @property
     def head_weight(self) -> Float[Tensor, "vocabulary dim"]:
         """The weight of the output projection."""

@@ -28,17 +28,19 @@ class NextTokenModule(TrainingModule):
 
     Attributes:
         model: has `hidden`, the input of the output projection, and `head_weight`, the weight of that projection.
+        reads_logits: whether `read` returns logits, since the model's are more than that product.
         loss_chunk: tokens whose logits are in memory together.
         z_loss: weight of the penalty log(Z)^2, for training only.
     """
 
     computing: ClassVar = ("hidden",)
     loss_chunk = 1024
+    reads_logits = False
     z_loss = 0.0
     _predictions: Tensor | None = None  # of this rank, in the batches of a step
 
     def read(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the final hidden states [B, N, dim] of a batch, and their targets [B, N] or IGNORED."""
+        """Return the final hidden states [B, N, dim] or logits of a batch, and their targets [B, N] or IGNORED."""
         raise NotImplementedError
 
     def soft_targets(self, batch: Any) -> SoftTargets | None:
@@ -50,9 +52,12 @@ class NextTokenModule(TrainingModule):
 
     def sums(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
-        hidden, targets = self.read(batch)
+        states, targets = self.read(batch)
+        if self.reads_logits:
+            loss = _cross_entropy(states.flatten(0, 1), targets.flatten(), "sum")
+            return loss, loss.detach(), (targets != IGNORED).sum()
         loss, nll = linear_cross_entropy(
-            hidden.flatten(0, 1),
+            states.flatten(0, 1),
             self.model.head_weight,
             targets.flatten(),
             z_loss=self.z_loss if self.training else 0.0,
@@ -131,11 +136,11 @@ class NextTokenModule(TrainingModule):
 
         They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
         """
-        hidden, targets = self.read(batch)
-        pieces = zip(hidden.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
-        weight = self.model.head_weight
+        states, targets = self.read(batch)
+        pieces = zip(states.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
         scores = [
-            -F.cross_entropy((h @ weight.t()).float(), t, reduction="none", ignore_index=IGNORED) for h, t in pieces
+            -_cross_entropy(part if self.reads_logits else part @ self.model.head_weight.t(), target, "none")
+            for part, target in pieces
         ]
         return torch.cat(scores).view_as(targets)
 
@@ -155,6 +160,11 @@ class NextTokenModule(TrainingModule):
         """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
         with torch.inference_mode(False), torch.no_grad():
             yield
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=IGNORED)
 
 
 def shift(batch: TokenBatch | VisionLanguageBatch) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -143,6 +143,7 @@ class VisionLanguageModule(NextTokenModule):
             self._start_from(pretrained)
             self.sources = [pretrained]
         self._set_trained_parts(grad_checkpointing)
+        self.reads_logits = not self.model.has_bare_head()
         self.train()
 
     def _start_from(self, source: str) -> None:
@@ -224,16 +225,17 @@ class VisionLanguageModule(NextTokenModule):
         return self.model(tokens, image).logits
 
     def read(self, batch: VisionLanguageBatch) -> tuple[Tensor, Tensor]:
-        """Return final hidden states [B, N, dim] and their targets [B, N].
+        """Return final hidden states [B, N, dim], or logits, and their targets [B, N].
 
         The padding follows the text, which therefore does not attend to it: no mask is needed.
         """
         inputs, targets, _ = shift(batch)
+        states = self.model.logits if self.reads_logits else self.model.hidden
         if len(batch["image"]):
-            return self.model.hidden(inputs, batch["image"]), targets
+            return states(inputs, batch["image"]), targets
         # DDP waits for gradients of tower and projector, which are zeros without images.
         blank = batch["image"].new_zeros(1, 3, *self.model.image_size)
-        return self.model.hidden(inputs) + 0 * self.model.image_features(blank).sum(), targets
+        return states(inputs) + 0 * self.model.image_features(blank).sum(), targets
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, each with its weight decay and the learning rate of its part."""
@@ -319,6 +321,11 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
             raise ValueError(
                 f"lora.targets has {name}, a {type(base).__name__}: name nn.Linear layers alone, to merge them"
             )
+    head: Any = language_model.get_output_embeddings()  # type: ignore[operator]
+    if hasattr(head, "base_layer") and head.weight is language_model.get_input_embeddings().weight:  # type: ignore[operator]
+        raise ValueError(
+            f"lora.targets must leave out the output projection where its weight is the embedding's, got {lora.targets}"
+        )
     for name, parameter in language_model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

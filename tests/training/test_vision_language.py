@@ -16,6 +16,8 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
 pytest.importorskip("transformers")
+import transformers
+
 from diffvision.models.vision_language_checkpoint import load
 from diffvision.training.vision_language import PARTS, Lora, VisionLanguageModule
 
@@ -128,6 +130,64 @@ def test_a_step_has_the_mean_over_its_learned_tokens_in_whichever_batch_they_are
     assert trainer.callback_metrics["val/tokens"] == sum(int(row["learned"].sum()) for row in data.rows)
     if accumulated == 1:
         torch.testing.assert_close(trainer.logged_metrics["train/loss"].double(), loss, rtol=1e-6, atol=0)
+
+
+HEADS = {
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.1},
+    "cohere": {"logit_scale": 0.0625},
+    "phi": {},  # with a bias
+    "olmo2": {},
+    "llama": {},
+}
+
+
+def hugging_face(folder, kind, **settings):
+    """Save a small model of an architecture of transformers; return its path."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(
+        kind, **sizes | heads | {"pad_token_id": 0, "bos_token_id": 0} | settings
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+@pytest.mark.quick("granite", "gemma2", "phi")
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
+    module = make(language=hugging_face(tmp_path, kind, **HEADS[kind]), language_args=None).eval()
+    assert module.reads_logits is (kind not in ("olmo2", "llama"))
+    assert any(layer.training for layer in make(language=f"hf:{tmp_path}", language_args=None).modules())
+    batch = Rows.collate(Rows().rows)
+    with torch.no_grad():
+        _, nats, count = module.sums(batch)
+        logits, targets = module.model(batch["tokens"][:, :-1], batch["image"]).logits, batch["tokens"][:, 1:]
+        scores = module.predict_step(batch, 0)
+    learned = batch["learned"][:, 1:]
+    expected = F.cross_entropy(logits[learned], targets[learned], reduction="sum")
+    torch.testing.assert_close(nats, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(-scores.sum(), expected, rtol=1e-5, atol=0)
+    assert count == learned.sum()
+
+
+def test_adapters_of_the_output_projection_are_trained(tmp_path):
+    name = hugging_face(tmp_path, "llama")
+    module = make(language=name, language_args=None, lora=Lora(r=2, targets=["q_proj", "lm_head"]))
+    train(module, max_steps=3)
+    changed = {n for n, p in module.model.named_parameters() if "lora_B" in n and p.any()}
+    assert {n.split(".")[-4] for n in changed} == {"q_proj", "lm_head"}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_adapters_of_a_tied_projection_are_refused(tmp_path):
+    name = hugging_face(tmp_path, "llama", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="targets"):
+        make(language=name, language_args=None, lora=Lora(targets=["lm_head"]))
 
 
 def test_validation_weighs_tokens():

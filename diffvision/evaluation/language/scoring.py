@@ -59,9 +59,9 @@ def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
 
 def _states(model: Any, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return what the head reads, [B, N, width], and the head; the logits for a model that does not part them."""
-    if hasattr(model, "hidden") and hasattr(model, "head_weight"):
-        return model.hidden(tokens), lambda states: F.linear(states, model.head_weight)
     hugging_face = hasattr(model, "get_output_embeddings")
+    if not hugging_face and hasattr(model, "hidden") and hasattr(model, "head_weight"):
+        return model.hidden(tokens), lambda states: F.linear(states, model.head_weight)
     out = model(tokens, use_cache=False) if hugging_face else model(tokens)
     return getattr(out, "logits", out), lambda logits: logits
 
