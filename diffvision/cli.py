@@ -303,12 +303,12 @@ def _one_text(value: str) -> str:
 
 def _run_and_report(call: Callable[[], Any]) -> int:
     """Run a command and return its exit status; bad input and Ctrl-C are one line instead of a traceback."""
-    from diffvision.data.shards.report import BadDataError
+    from diffvision.data.shards.report import BadDataError, WorkerError
     from diffvision.errors import Mistake
 
     try:
         result = call()
-    except (ValueError, OSError, BadDataError, FloatingPointError, RecursionError) as error:
+    except (ValueError, OSError, BadDataError, WorkerError, FloatingPointError, RecursionError) as error:
         print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
         return 2 if isinstance(error, Mistake) else 1
     except KeyboardInterrupt as stop:

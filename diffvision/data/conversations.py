@@ -18,11 +18,10 @@ from diffvision.data.batches import VisionLanguageBatch
 from diffvision.data.images.decode import decode_image, json_record
 from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
+from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_context, read_turns
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.trainer import LoaderData
@@ -200,8 +199,7 @@ class VisionLanguageData(LoaderData):
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
-            process is stuck.
+        stall_timeout: seconds that the next batch may take before the run stops.
         processor: the model's; None: that of the LightningModule that is trained, as for the next one.
         image_tokens: tokens per image of the model.
     """

@@ -4,10 +4,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
+from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind, SampleSource
-from diffvision.data.shards.watchdog import STALL_TIMEOUT
 
 
 class LoaderData(pl.LightningDataModule):
@@ -20,8 +19,7 @@ class LoaderData(pl.LightningDataModule):
         seed: with the epoch, it determines the order of the samples.
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
         window: shards shuffled together.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
-            process is stuck.
+        stall_timeout: seconds that the next batch may take before the run stops.
     """
 
     evaluation: Any = None

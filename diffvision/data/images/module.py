@@ -37,11 +37,10 @@ from diffvision.data.images.samples import (
 )
 from diffvision.data.images.sources import Reads, find_images, is_image_source, name_classes
 from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.loader import EvaluationLoader
+from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader
 from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.trainer import LoaderData
 
 
@@ -137,8 +136,7 @@ class ImageTextData(_ImageData):
         columns: of a table of images for training: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
-            process is stuck.
+        stall_timeout: seconds that the next batch may take before the run stops.
         decoder: of training images: "pillow", as the transform has it; "torchvision", which is faster and differs in
             few values by one level; "draft", which also decodes large JPEGs at a fraction of their size.
         transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.

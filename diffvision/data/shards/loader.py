@@ -7,7 +7,10 @@ the others. `EvaluationLoader` has every sample once, in order.
 """
 
 import hashlib
+import logging
+import multiprocessing
 import random
+import signal
 import struct
 import time
 import warnings
@@ -25,11 +28,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
-from diffvision.data.shards.report import Limits, Report, Tally
+from diffvision.data.shards.report import Limits, Report, Tally, WorkerError
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.watchdog import STALL_TIMEOUT, Pulse, watched
+
+STALL_TIMEOUT = 300.0
+"""Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
 
 _PREPARING_THREADS = 2
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,6 @@ class BatchReader(Dataset):
         seed: with epoch and sample it seeds Python's, numpy's and torch's generators while the sample is decoded;
             None leaves them alone.
         limits: how many bad samples in a row are given up on.
-        pulse: beats with each sample that is decoded, or is bad.
     """
 
     def __init__(
@@ -64,17 +69,14 @@ class BatchReader(Dataset):
         stride: int | None = None,
         seed: int | None = None,
         limits: Limits,
-        pulse: Pulse | None = None,
     ) -> None:
         self.source, self.kind, self.stride, self.seed, self.limits = source, kind, stride, seed, limits
-        self.pulse = pulse or Pulse()
         self._make_order = order
         self._order: tuple[int, Order] | None = None
 
     def __getitem__(self, request: Request) -> tuple[Any, Tally]:
         if self._order is None or self._order[0] != request.epoch:
             self._order = (request.epoch, self._make_order(request.epoch))
-            self.source.on_progress(self.pulse.beat)  # here: a callback is not sent to other processes
         if self.seed is None or get_worker_info() is not None:
             return self._read(self._order[1], request)
         states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
@@ -123,7 +125,6 @@ class BatchReader(Dataset):
 
     def _item(self, sample: SampleId, epoch: int) -> Any:
         """Read and decode one sample; what is drawn at random follows from the seed, the epoch and the sample."""
-        self.pulse.clock.value = time.monotonic()
         members = self.source.members(sample)
         if self.seed is not None:
             digest = hashlib.blake2b(struct.pack("4q", self.seed, epoch, *sample), digest_size=20).digest()
@@ -156,7 +157,7 @@ class ShardLoader:
         world_size: the number of ranks.
         window: shards shuffled together, see `order.ShuffledOrder`.
         limits: how many bad samples stop the run.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which workers count as stuck.
+        stall_timeout: seconds that the next batch may take before the workers count as stuck.
         repeats: whether every epoch has the batches of the first one, augmented alike.
 
     Attributes:
@@ -165,7 +166,7 @@ class ShardLoader:
     Raises:
         ValueError: a batch size that ranks cannot share or that is larger than the dataset; a state of another run.
         BadDataError: while iterating, when there are too many bad samples.
-        StalledError: while iterating, when workers are stuck.
+        WorkerError: while iterating, when a worker is stuck or was killed.
     """
 
     batch_sampler = None  # which Lightning reads of a loader that has a sampler
@@ -185,7 +186,7 @@ class ShardLoader:
         stall_timeout: float = STALL_TIMEOUT,
         repeats: bool = False,
     ) -> None:
-        _check_settings(batch_size, num_workers, rank, world_size)
+        _check_settings(batch_size, num_workers, rank, world_size, stall_timeout)
         if batch_size % world_size:
             raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
         if len(shards) < batch_size:
@@ -200,17 +201,15 @@ class ShardLoader:
         self._resume = False  # whether the next iteration starts there rather than at the beginning of the epoch
         self.order = partial(ShuffledOrder, shards.counts, seed, window=window)  # epoch -> order
         self.report = self._new_report(0, 0)
-        self.stall_timeout, self._pulse, self.waited = stall_timeout, Pulse(), 0.0
-        shards.on_progress(self._pulse.beat)
-        reader = BatchReader(
-            shards, kind, self.order, stride=batch_size, seed=seed, limits=self.limits, pulse=self._pulse
-        )
+        self.waited = 0.0
+        reader = BatchReader(shards, kind, self.order, stride=batch_size, seed=seed, limits=self.limits)
         self._requests = _Requests(shards, self.order, batch_size, rank, world_size)
         self._loader = DataLoader(
             reader,
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
+            timeout=_timeout(num_workers, stall_timeout),
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else each epoch would draw from the process's generator
             persistent_workers=num_workers > 0,
@@ -219,6 +218,7 @@ class ShardLoader:
         # A trainer holds its loader in reference cycles. If the DataLoader were part of one, collecting it would wait
         # five seconds for each worker; so it is held from outside, and released as soon as this object is.
         weakref.finalize(self, len, (self._loader,)).atexit = False
+        self._workers: list[Any] = []
 
     def __len__(self) -> int:
         """Return the batches in an epoch, the same on every rank."""
@@ -249,7 +249,7 @@ class ShardLoader:
         self.report = report = self._new_report(epoch, first)
         self._requests.epoch, self._requests.first = 0 if self.repeats else epoch, first
         last = len(self) - 1
-        batches, begun = watched(self._loader, self._pulse, self.stall_timeout), time.monotonic()
+        batches, begun = _read(self._loader, self._workers), time.monotonic()
         for number, (batch, tally) in enumerate(batches, start=first):
             self.waited += time.monotonic() - begun
             report.add(tally, self.limits)
@@ -390,7 +390,7 @@ class EvaluationLoader:
         rank: this process's rank, of `world_size`.
         world_size: the number of ranks.
         limits: how many bad samples stop the evaluation.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which workers count as stuck.
+        stall_timeout: seconds that the next batch may take before the workers count as stuck.
     """
 
     def __init__(
@@ -404,9 +404,9 @@ class EvaluationLoader:
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        _check_settings(batch_size, num_workers, rank, world_size)
+        _check_settings(batch_size, num_workers, rank, world_size, stall_timeout)
         self.batch_size, self.limits = batch_size, limits or Limits(settable=False)
-        self.stall_timeout, self._pulse = stall_timeout, Pulse()
+        self._stall_timeout = stall_timeout
         start, stop = (len(source) * r // world_size for r in (rank, rank + 1))
         firsts = range(start, stop, batch_size)
         self._requests = [Request(0, first, min(first + batch_size, stop)) for first in firsts]
@@ -414,7 +414,7 @@ class EvaluationLoader:
         self._extra_counts, self._num_workers = source.extra_counts, num_workers
         self.report = self.new_report()
         order = partial(SequentialOrder, source.counts)
-        self._reader = BatchReader(source, kind, order, limits=self.limits, pulse=self._pulse)
+        self._reader = BatchReader(source, kind, order, limits=self.limits)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -428,23 +428,91 @@ class EvaluationLoader:
 
     def tallied(self, numbers: Sequence[int]) -> Iterator[tuple[Any, Tally]]:
         """Yield batches by their numbers: each (None where no sample is good) with what became of its samples."""
+        num_workers = min(self._num_workers, len(numbers))
         loader = DataLoader(
             self._reader,
             batch_size=None,
             sampler=[self._requests[number] for number in numbers],
-            num_workers=min(self._num_workers, len(numbers)),
+            num_workers=num_workers,
+            timeout=_timeout(num_workers, self._stall_timeout),
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
         )
-        yield from watched(loader, self._pulse, self.stall_timeout)
+        yield from _read(loader, [])
 
     def new_report(self) -> Report:
         """Return an empty report of this rank's part."""
         return Report(self._samples, extra_counts=self._extra_counts)
 
 
-def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int) -> None:
-    """Raise ValueError for a batch size, number of workers or rank that is out of range."""
+def _timeout(num_workers: int, stall_timeout: float) -> float:
+    """Return the time limit of a DataLoader, of which `_read` allows two in a row."""
+    return stall_timeout / 2 if num_workers else 0.0
+
+
+def _read(loader: DataLoader, workers: list[Any]) -> Iterator[Any]:
+    """Yield the loader's batches; `workers` gets the processes that it starts.
+
+    Raises:
+        WorkerError: no batch came within twice the loader's timeout, or a worker ended. The other workers are ended.
+    """
+    before = multiprocessing.active_children()
+    batches = iter(loader)
+    workers += [process for process in multiprocessing.active_children() if process not in before]
+    late = False
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            stuck = str(error).startswith("DataLoader timed out")
+            if stuck and not late:  # as after this process was suspended, while its workers have a batch ready
+                late = True
+                _log.warning("no batch came within %g s", loader.timeout)
+                continue
+            message = _STUCK.format(2 * loader.timeout) if stuck else _death(workers, error)
+            if not message:
+                raise
+            _end(workers)
+            raise WorkerError(message) from error
+        late = False
+        yield batch
+
+
+_STUCK = (
+    "no batch came within {:g} s (stall_timeout): check the disk, the server and the transform, or raise stall_timeout"
+)
+
+
+def _death(workers: list[Any], error: Exception) -> str:
+    """Return which worker ended and how, or "" if all are alive; a death raises many kinds of error."""
+    pause = 1.0 if isinstance(error, OSError | EOFError) else 0.0  # a worker's pipes close before it has ended
+    for worker in workers:
+        with suppress(RuntimeError):  # DataLoader's signal handler may raise for a worker right here
+            worker.join(pause)
+    for worker in workers:
+        if (code := worker.exitcode) is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+            return (
+                f"data worker (process {worker.pid}) {how}: after SIGKILL (no memory) lower num_workers, after SIGBUS "
+                "(/dev/shm is full) raise --shm-size"
+            )
+    return ""
+
+
+def _end(workers: list[Any]) -> None:
+    """Kill the workers and wait for them, so that DataLoader's signal handler raises here, where it is suppressed."""
+    for act in (lambda worker: worker.kill(), lambda worker: worker.join(1.0)):
+        for worker in workers:
+            with suppress(RuntimeError):
+                act(worker)
+
+
+def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int, stall_timeout: float) -> None:
+    """Raise ValueError for a setting that is out of range."""
+    if stall_timeout <= 0:
+        raise ValueError(f"stall_timeout must be above 0, got {stall_timeout}")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
     if num_workers < 0:

@@ -12,6 +12,10 @@ class BadDataError(RuntimeError):
     """Too many samples of a dataset cannot be used."""
 
 
+class WorkerError(RuntimeError):
+    """A process that reads data is stuck, or ended in the middle of its work."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """When bad samples stop a run: more than this fraction of an epoch's samples, or this many in a row.

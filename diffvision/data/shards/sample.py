@@ -3,7 +3,7 @@
 Only protocols and the error of an unusable sample are here; `images` and `text` implement them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,9 +78,6 @@ class SampleSource:
 
     def check_room(self, at_once: int) -> None:
         """Warn if `at_once` shards that are in use together may not fit on local disk."""
-
-    def on_progress(self, callback: Callable[[], None]) -> None:
-        """Call `callback` with each piece of a shard that arrives or is verified."""
 
 
 def check_key(key: str, types: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ Reading goes down from here to `reader.ShardReader`, a shard that is open.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -95,10 +95,6 @@ class ShardSet(SampleSource):
     def check_room(self, at_once: int) -> None:
         """Warn if `at_once` shards that are in use together may not fit into the cache."""
         self.cache.check_room(self.shards, at_once)
-
-    def on_progress(self, callback: Callable[[], None]) -> None:
-        """Call `callback` with each piece of a shard that arrives or is verified."""
-        self.cache.progress = callback
 
     def _count(self) -> list[int]:
         """Return the number of samples of every shard; damaged shards without a manifest are refused."""

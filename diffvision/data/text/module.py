@@ -10,10 +10,9 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
+from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.watchdog import STALL_TIMEOUT
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.packing import PackedSequence, PackedShards
 from diffvision.data.text.tokenize import cached_tokens, check_limits
@@ -47,8 +46,7 @@ class TextData(LoaderData):
             conversations always.
         cut: cut conversations that are longer than a sequence, which are otherwise left out and counted.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        stall_timeout: seconds without a sample, while a batch is waited for, after which the run stops and says which
-            process is stuck.
+        stall_timeout: seconds that the next batch may take before the run stops.
     """
 
     def __init__(
