@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from diffvision.data.conversations import conversation_key, read_row
-from diffvision.data.images.decode import decode_image
+from diffvision.data.images.decode import check_processed, decode_image
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
@@ -158,7 +158,10 @@ class _Conversations:
     """Reads conversations and their images, without the tokens of any model."""
 
     def decode(self, members: Members) -> list[Image]:
-        return [decode_image(data) for data in read_row(members)[1]]
+        images = [decode_image(data) for data in read_row(members)[1]]
+        for image in images:
+            check_processed(image.size, pads=True)  # as our models' processor does
+        return images
 
 
 @dataclass(frozen=True)

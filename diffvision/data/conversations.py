@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from diffvision.data.batches import VisionLanguageBatch
-from diffvision.data.images.decode import decode_image, json_record
+from diffvision.data.images.decode import check_processed, decode_image, json_record
 from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing
 from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
@@ -30,6 +30,12 @@ PLACEHOLDER = "<image>"
 """Where an image stands in LLaVA's conversations."""
 
 
+def check_image(image: Image.Image, processor: Any) -> None:
+    """Raise BadSample where an image processor of transformers would take too much memory for an image."""
+    size = getattr(processor, "size", None) or {}
+    check_processed(image.size, pads=bool(getattr(processor, "do_pad", False)), shortest_edge=size.get("shortest_edge"))
+
+
 def conversation_key(members: Members) -> str | None:
     """Return the field of a sample's JSON with a conversation, as a key; else None."""
     return json_key(members, ("texts", "messages", "conversations"), lambda value: isinstance(value, list))
@@ -39,8 +45,9 @@ def read_row(members: Members) -> tuple[Messages, list[bytes]]:
     """Return the conversation of a sample, with parts as contents, and its images in their order.
 
     The JSON has nanoVLM's `texts`, before which the images stand; `messages` of role and content; or LLaVA's
-    `conversations`. Where a content is text, images stand at `PLACEHOLDER`; line breaks next to it belong to it. Images
-    are one `jpg`, `png` or `webp`, or `0.jpg`, `1.jpg` and so on.
+    `conversations`. Where a content is text, images stand at `PLACEHOLDER`; line breaks next to it belong to it. A
+    single image of a message of `conversations` goes before its text, as LLaVA's trainer and our questions have it.
+    Images are one `jpg`, `png` or `webp`, or `0.jpg`, `1.jpg` and so on.
 
     Raises:
         BadSample: another layout; a conversation that does not alternate between user and assistant, or ends before the
@@ -61,6 +68,8 @@ def read_conversation(record: dict[str, Any], images: int) -> Messages:
             for first in record["messages"][:1]:
                 first["content"] = PLACEHOLDER * images + first["content"]
         messages = [{**turn, "content": _parts(turn["content"])} for turn in read_turns(record)]
+        if not isinstance(record.get("messages"), list):
+            messages = [{**message, "content": _image_first(message["content"])} for message in messages]
     except (LookupError, TypeError, AttributeError):
         raise BadSample("a message that is not text, or parts of images and text") from None
     speakers = [message["role"] for message in messages]
@@ -90,6 +99,14 @@ def _parts(content: Any) -> list[dict[str, str]]:
         parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
         return [part for part in parts if part.get("text") != ""] or parts
     return [{"type": "image"} if p["type"] == "image" else {"type": "text", "text": "" + p["text"]} for p in content]
+
+
+def _image_first(parts: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return a message's image before its text, which is one part, as LLaVA's trainer writes it; several stay."""
+    if sum(part["type"] == "image" for part in parts) != 1:
+        return parts
+    text = "".join(part["text"] for part in parts if part["type"] == "text").strip()
+    return [{"type": "image"}] + [{"type": "text", "text": text}] * bool(text)
 
 
 class Conversation:
@@ -138,7 +155,12 @@ class Conversation:
         self.image_shape = self.transform(picture).shape
 
     def transform(self, image: Image.Image) -> Tensor:
-        """Return the pixels of an image as the model takes them, float [3, height, width]."""
+        """Return the pixels of an image as the model takes them, float [3, height, width].
+
+        Raises:
+            BadSample: it is so long that padding or resizing it would take too much memory.
+        """
+        check_image(image, self.image_processor)
         return self.image_processor(image, return_tensors="pt")["pixel_values"][0]
 
     def encode(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:

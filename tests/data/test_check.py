@@ -109,13 +109,21 @@ def test_conversations_are_read_with_their_images(tmp_path):
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "yes"}]
         return {"png": image, "json": json.dumps({"conversations": turns})}
 
-    data = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(data, "PNG")
-    rows = [row(data.getvalue(), "<image>?"), row(data.getvalue(), "?"), row(b"GIF89a", "<image>?")]
+    def png(*size):
+        data = io.BytesIO()
+        Image.new("RGB", size).save(data, "PNG")
+        return data.getvalue()
+
+    image, wide = png(8, 8), png(9000, 9)  # which padded to a square has 81 million pixels
+    rows = [row(image, "<image>?"), row(image, "?"), row(b"GIF89a", "<image>?"), row(wide, "<image>?")]
     write_shards(tmp_path, [{"__key__": str(number), **one} for number, one in enumerate(rows)])
     (result,) = check_shards(str(tmp_path), num_workers=1)
     assert (result.read, result.good) == ("conversations", 1)
-    assert result.bad == {"image without placeholder": 1, "not a JPEG, PNG or WebP image": 1}
+    assert result.bad == {
+        "image without placeholder": 1,
+        "not a JPEG, PNG or WebP image": 1,
+        "image too elongated": 1,
+    }
 
 
 def test_elongated_images_are_bad_here_as_in_training(corpus, tmp_path):

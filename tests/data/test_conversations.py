@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import LlavaImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from diffvision.data.conversations import Conversation, VisionLanguageData, read_conversation, read_row
+from diffvision.data.conversations import Conversation, VisionLanguageData, check_image, read_conversation, read_row
 from diffvision.data.datasets.scenes_vqa import make_scenes_vqa
 from diffvision.data.shards.report import BadDataError
 from diffvision.data.shards.sample import BadSample
@@ -151,6 +151,7 @@ def test_layouts_give_the_same_messages():
     assert read_conversation(llava("<image>\nWhat?", "a cat"), 1) == expected
     assert read_conversation({"texts": [{"user": "What?", "assistant": "a cat", "source": "x"}]}, 1) == expected
     assert read_conversation({"messages": expected}, 1) == expected
+    assert read_conversation(llava("What?\n<image>", "a cat"), 1) == expected  # as LLaVA's trainer moves it
     plain = [{"role": "user", "content": "<image>\nWhat?"}, {"role": "assistant", "content": "a cat"}]
     assert read_conversation({"messages": plain}, 1) == expected
     two = [{"user": "Which?<image>", "assistant": "b"}, {"user": "Why?", "assistant": "c"}]
@@ -226,6 +227,17 @@ def test_a_name_of_a_special_token_in_a_text_is_text(processor):
     assert item["tokens"].count(processor.tokenizer.eos_token_id) == 1
     parted = [{"role": "user", "content": parts("a <image> b")}, {"role": "assistant", "content": parts("c")}]
     assert processor.image_token_id not in kind.encode(parted)[0]
+
+
+def test_the_bound_on_an_image_is_on_what_it_takes_padded_or_resized():
+    padding = Conversation(make_processor(), TOKENS, 200)
+    assert padding.transform(Image.new("RGB", (1, 8000))).shape == (3, SIZE, SIZE)  # a square of 64 million pixels
+    with pytest.raises(BadSample, match="elongated"):
+        padding.transform(Image.new("RGB", (8001, 1)))
+    resizing = SimpleNamespace(size={"shortest_edge": SIZE})
+    check_image(Image.new("RGB", (62_500, 1)), resizing)  # 32 * 32 * 62,500 pixels
+    with pytest.raises(BadSample, match="elongated"):
+        check_image(Image.new("RGB", (1, 62_501)), resizing)
 
 
 def test_a_batch_has_its_images_in_reading_order_and_padding_at_the_right(processor):

@@ -133,7 +133,6 @@ def test_the_page_of_an_answer(folder):
         ({"image": None}, "--image"),
         ({"versus": "CLIP-debug"}, "--layers"),
         ({"layers": [7]}, "layers"),
-        ({"text": "what is <image>?"}, "<image>"),
     ],
 )
 def test_what_does_not_fit_a_vision_language_model(folder, given, named):

@@ -66,6 +66,23 @@ def open_image(data: bytes) -> Image.Image:
     return image
 
 
+def check_processed(size: tuple[int, int], *, pads: bool, shortest_edge: int | None = None) -> None:
+    """Raise BadSample where an image of width and height would take more than `MAX_PIXELS` on its way to a model.
+
+    Args:
+        size: width and height.
+        pads: it is padded to a square first.
+        shortest_edge: what its shorter side is resized to, with the longer one in proportion; None for fixed sizes.
+    """
+    longer, shorter = max(size), min(size)
+    if pads:
+        needed = longer**2
+    else:
+        needed = 0 if shortest_edge is None else shortest_edge**2 * longer // shorter
+    if needed > MAX_PIXELS:
+        raise BadSample("image too elongated")
+
+
 @contextmanager
 def translate_errors() -> Iterator[None]:
     """Raise what PIL raises as a `BadSample`."""

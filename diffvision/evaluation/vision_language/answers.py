@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from diffvision.data.conversations import PLACEHOLDER, check_image
 from diffvision.data.images.decode import decode_image
 from diffvision.data.rows import read_rows
 from diffvision.data.shards.sample import BadSample
@@ -38,21 +39,26 @@ def generate_tokens(
 
     Args:
         model: an image-text-to-text model of transformers, ours among them.
-        processor: its processor, with a chat template. Images come before the question.
+        processor: its processor, with a chat template. Images come before the question, whose placeholders are left
+            out.
         asked: questions, each with its images.
         max_new_tokens: most tokens of an answer.
 
     Raises:
-        ValueError: no chat template, an image placeholder in a question, or more tokens than the model reads.
+        ValueError: no chat template, an image that would take too much memory, or more tokens than the model reads.
     """
     if not getattr(processor, "chat_template", None):
         raise ValueError("the processor has no chat template: put a chat_template.jinja next to the model")
-    marker = getattr(processor, "image_token", None)
-    if marker and (text := next((text for text, _ in asked if marker in text), None)):
-        raise ValueError(f"the question {text[:60]!r} has an {marker}: leave it out, images come before the text")
+    marker = getattr(processor, "image_token", None) or PLACEHOLDER
+    for text, images in asked:
+        try:
+            for image in images:
+                check_image(image, processor.image_processor)
+        except BadSample as error:
+            raise ValueError(f"{error} for the question {text[:60]!r}: cut the image, or leave it out") from None
     prompts = [
         [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": text}]}]
-        for text, images in asked
+        for text, images in ((text.replace(marker, "").strip(), images) for text, images in asked)
     ]
     inputs = processor(
         text=[processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts],

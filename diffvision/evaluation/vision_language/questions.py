@@ -19,8 +19,8 @@ class QuestionSet:
     Attributes:
         path: the file; its stem is the set's name.
         task: "pope" where every label is yes or no, "chair" where rows have `objects`, otherwise "vqa".
-        rows: {"question_id", "image": a name or a list, "text", "label": a text or a list, or "objects": a list}, with
-            "kind" and "held_out" where a set has them.
+        rows: {"question_id", "image": a name or a list, "text", "label": what `labels_of` reads, or "objects": a
+            list}, with "kind" and "held_out" where a set has them.
         images: the folder of the images.
     """
 
@@ -83,6 +83,21 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def labels_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the right answers of a row's "label": a text, a whole number, {"answer": one of them}, or a list of these.
+
+    The last is VQAv2's form.
+
+    Raises:
+        TypeError: it is of another kind, or an empty list.
+    """
+    labels = [one.get("answer") if isinstance(one, Mapping) else one for one in as_list(row["label"])]
+    whole = [int(one) if isinstance(one, float) and one.is_integer() else one for one in labels]
+    if not whole or not all(isinstance(one, str | int) and not isinstance(one, bool) for one in whole):
+        raise TypeError('label must be a text, a whole number, {"answer": ...} or a list of these')
+    return [str(one) for one in whole]
+
+
 def _files(data: Sequence[str]) -> Iterator[Path]:
     """Yield the files themselves, and the files with questions in folders."""
     for path in map(Path, data):
@@ -102,14 +117,11 @@ def _read_set(path: Path, images: Path) -> QuestionSet:
     labels: set[str] = set()
     for number, row in read_rows(path):
         try:
-            id, known = (
-                str(row["question_id"]),
-                row["objects"] if "objects" in row else [*map(str, as_list(row["label"]))],
-            )
+            id, known = str(row["question_id"]), row["objects"] if "objects" in row else labels_of(row)
+            if not isinstance(known, list):
+                raise TypeError("objects must be a list")
             if not all(isinstance(one, str) for one in [row["text"], *as_list(row["image"]), *known]):
-                raise TypeError("texts, images and objects are strings")
-            if not isinstance(known, list) or ("objects" not in row and (not known or row["label"] is None)):
-                raise TypeError("a label, or a list of objects")
+                raise TypeError("texts, images and objects must be strings")
             labels |= {"objects"} if "objects" in row else {one.lower() for one in known}
         except (KeyError, TypeError) as error:
             raise ValueError(

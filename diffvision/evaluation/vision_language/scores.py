@@ -10,7 +10,7 @@ from diffvision.evaluation.records import fingerprint
 from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 from diffvision.evaluation.vision_language.pope import PARSERS, SIZES, pope
-from diffvision.evaluation.vision_language.questions import QuestionSet, as_list
+from diffvision.evaluation.vision_language.questions import QuestionSet, labels_of
 from diffvision.evaluation.vision_language.vqa import vqa
 
 Rows = Sequence[Mapping[str, Any]]
@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 def _pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
     numbers: dict[str, int] = {}
     images = [numbers.setdefault(str(row["image"]), len(numbers)) for row in rows]
-    return pope(answers, [str(as_list(row["label"])[0]).lower() == "yes" for row in rows], images)
+    return pope(answers, [labels_of(row)[0].lower() == "yes" for row in rows], images)
 
 
 def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
@@ -27,8 +27,7 @@ def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
 
 
 def _vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
-    labels = [[*map(str, as_list(row["label"]))] for row in rows]
-    return vqa(answers, labels, [str(row.get("kind", "")) for row in rows])
+    return vqa(answers, [labels_of(row) for row in rows], [str(row.get("kind", "")) for row in rows])
 
 
 TASKS = {"pope": _pope, "chair": _chair, "vqa": _vqa}

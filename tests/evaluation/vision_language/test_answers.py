@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from diffvision.evaluation.vision_language import answers as module
-from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, read_answers
+from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
 from diffvision.evaluation.vision_language.questions import read_sets
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
@@ -126,9 +126,17 @@ def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, quest
     assert len(file.read_text().splitlines()) == 8
 
 
+def test_images_go_before_a_question_wherever_its_placeholder_stands(vlm):
+    texts = ["Which?", "<image>\nWhich?", "Which?\n<image>"]
+    alone, *others = [generate_tokens(vlm.model, vlm.processor, [(text, images("red"))], 4) for text in texts]
+    for inputs, answer in others:
+        assert torch.equal(inputs["input_ids"], alone[0]["input_ids"])
+        assert torch.equal(answer, alone[1])
+
+
 def test_questions_that_cannot_be_asked(vlm):
-    with pytest.raises(ValueError, match="has an <image>"):
-        generate_answers(vlm.model, vlm.processor, [("<image>\nWhich?", images("red"))], 4)
+    with pytest.raises(ValueError, match="elongated"):
+        generate_answers(vlm.model, vlm.processor, [("Which?", [Image.new("RGB", (200_000, 1))])], 4)
     with pytest.raises(ValueError, match="max_new_tokens=120"):
         generate_answers(vlm.model, vlm.processor, ASKED[:1], 120)
     with pytest.raises(ValueError, match="prompt is 'Which'"):

@@ -34,6 +34,10 @@ def test_images_are_found_next_to_the_questions_or_in_the_folder_that_is_named(q
         ('{"question_id": 1, "image": "a.png", "text": 3, "label": "yes"}', "line 1 of"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "label": null}', "line 1 of"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "label": []}', "line 1 of"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": true}', "line 1 of .*label"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": 2.5}', "line 1 of .*label"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": {"text": "red"}}', "line 1 of .*label"),
+        ('{"question_id": 1, "image": "a.png", "text": "?", "label": [["red"]]}', "line 1 of .*label"),
         ('{"question_id": 1, "image": 7, "text": "?", "label": "yes"}', "line 1 of"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "objects": "star"}', "line 1 of"),
         ('{"question_id": 1, "image": "a.png", "text": "?", "objects": [1]}', "line 1 of"),
@@ -52,6 +56,24 @@ def test_what_is_no_question_is_refused(tmp_path, lines, named):
     (tmp_path / "q.json").write_text(lines)
     with pytest.raises(ValueError, match=named):
         read_sets([str(tmp_path / "q.json")], has_images=False)
+
+
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("red", "red"),
+        (["crimson", "red"], "Red."),
+        ([{"answer": "red", "answer_confidence": "yes", "answer_id": 1}, {"answer": "crimson"}], "crimson"),
+        ({"answer": "red"}, "red"),
+        (2, "two"),
+        (2.0, "2"),
+    ],
+)
+def test_every_form_of_a_label_is_scored(tmp_path, label, answer):
+    rows = [{"question_id": n, "image": "a.png", "text": "?", "label": label} for n in range(2)]
+    (tmp_path / "q.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (one,) = read_sets([str(tmp_path / "q.json")], has_images=False)
+    assert score(one, [answer, "another"])["q/exact_match"].mean() == 0.5
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
