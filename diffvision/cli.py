@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
-    "data tokenize": Command("diffvision.data.make", "tokenize", "write text shards as token shards"),
+    "data tokenize": Command("diffvision.data.make", "tokenize", "tokenise text shards or conversations"),
 }
 
 TABLES = (

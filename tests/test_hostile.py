@@ -30,7 +30,6 @@ from diffvision.data.shards.index import scan, shard_index
 from diffvision.data.shards.sources import Shard, find_shards
 from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.data.text.tokens import TokenShards
 from diffvision.generate import generate_text
 from diffvision.models import language
 from diffvision.opening import open_model
@@ -489,30 +488,6 @@ def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
     if suffix != "jpg":
         write_manifest(directory)
         fit(run_of(directory, "--data.max_bad_fraction=1"))
-
-
-def test_a_pickle_as_the_tokens_of_a_shard(tmp_path, trace, capsys):
-    """Token shards are arrays: one of objects is damaged, and one that claims to be of any size too."""
-    tokenizer = train_tokenizer(["a b c"], 257)
-    source = tmp_path / "text"
-    source.mkdir()
-    write_tar(source / "0.tar", [{"__key__": "0", "txt": "a b c" * 20}])
-    tokenizer.save(tmp_path / "tokenizer.json")
-    made = tmp_path / "made"
-    assert cli.main(["data", "tokenize", str(source), str(made), str(tmp_path / "tokenizer.json")]) == 0
-    objects = io.BytesIO()
-    np.save(objects, np.array([Payload(trace)], dtype=object), allow_pickle=True)
-    huge = io.BytesIO()
-    np.lib.format.write_array_header_1_0(huge, {"descr": "<u2", "fortran_order": False, "shape": (1 << 56,)})
-    for data in (objects.getvalue(), huge.getvalue() + bytes(64)):
-        write_tar(made / "000000.tar", [{"__key__": "000000", "npy": data}])
-        assert cli.main(["data", "check", str(made), "--num_workers", "0"]) == 1
-        assert "sha256 is not the manifest's" in capsys.readouterr().out
-        write_manifest(made)
-        assert cli.main(["data", "check", str(made), "--num_workers", "0"]) == 1
-        assert "damaged token array" in capsys.readouterr().out
-        with pytest.raises(Exception, match=r"(?i)token|shard"):
-            list(TokenShards(str(made), 8).documents())
 
 
 COMMANDS = ["pipe:touch {0}", "a.tar::pipe:touch {0}", "file:{0}", "ssh://x/{0}", "-c touch {0}", "gs+pipe://touch {0}"]

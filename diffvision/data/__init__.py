@@ -1,7 +1,7 @@
 """WebDataset shards in, batches out.
 
 `ShardLoader` trains: an exact, resumable order, a true length, an account of every sample. `EvaluationFolder` reads
-CLIP_benchmark's layout, each sample once. `TokenShards` are text as packed sequences of token ids. `ImageTextData`,
+CLIP_benchmark's layout, each sample once. `TokenWindows` are text as windows of token ids. `ImageTextData`,
 `ImageLabelData`, `TextData` and `VisionLanguageData` are the LightningDataModules. `make` writes and checks shards.
 Names are imported when they are first used, because PyTorch and Lightning take long.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from diffvision.data.shards.writer import write_manifest
     from diffvision.data.text.module import TextData
     from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
-    from diffvision.data.text.tokens import TokenSequence, TokenShards
+    from diffvision.data.text.tokens import TokenSequence, TokenWindows
 
 __all__ = [
     "BadDataError",
@@ -51,7 +51,7 @@ __all__ = [
     "TextData",
     "TokenBatch",
     "TokenSequence",
-    "TokenShards",
+    "TokenWindows",
     "Tokenizer",
     "VisionLanguageBatch",
     "VisionLanguageData",
@@ -82,7 +82,7 @@ _MODULES = {
     "TextData": "text.module",
     "TokenBatch": "batches",
     "TokenSequence": "text.tokens",
-    "TokenShards": "text.tokens",
+    "TokenWindows": "text.tokens",
     "Tokenizer": "text.tokenizers",
     "VisionLanguageBatch": "batches",
     "VisionLanguageData": "conversations",

@@ -6,7 +6,6 @@ The commands are in `make`, statistics in `stats`.
 import json
 import multiprocessing
 import os
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -46,14 +45,14 @@ from diffvision.data.shards.sidecars import read_note, stamp, write_note
 from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import MAX_LINES_BYTES, TextMember, check_document
-from diffvision.data.text.tokens import MEMBER, check_tokens
+from diffvision.data.text.tokens import IDS, TOKENS, TokenFiles
 from diffvision.files import sha256
 from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
 _NOTE = ".check"  # the ending of a sidecar with the result of a check
 _NOTE_FORMAT = 1  # changes with what counts as a good sample
-_LANGUAGE = ("text", "tokens")  # what a directory may hold, where no key is given
+_TEXT = "text"  # what is read of a directory of text where no key is given
 
 
 @dataclass
@@ -112,8 +111,8 @@ class Keys:
 
     def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
         """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
-        if language := find_language(index):
-            return _Reading(language, text=TextMember())
+        if holds_text(index):
+            return _Reading(_TEXT)
         if (folder := _evaluation(directory)) is not None:
             return _Reading(folder.task, folder.kind(_no_tensor))
         first = samples.first()
@@ -139,16 +138,15 @@ class _Reading:
 
     name: str
     kind: SampleKind | None = None
-    text: TextMember | None = None  # of a language corpus
+    text: TextMember | None = None  # of a language corpus, by its key; without one, every member is text
 
     def check(self, reader: ShardReader, row: int) -> None:
         """Raise BadSample where a sample cannot be used."""
         if self.kind is not None:
             self.kind.decode(reader.read(row))
-        elif self.name in _LANGUAGE:
-            _check_language(reader, row, reader.index.members(row), self.name)
+        elif self.text is None:
+            _check_text(reader, row)
         else:
-            assert self.text is not None
             for document in self.text.documents(reader.read(row)):
                 if isinstance(document, BadSample):
                     raise document
@@ -179,14 +177,15 @@ class _Job:
 
 
 def shard_directories(directory: str | Path) -> list[Path]:
-    """Return the directory and those under it that hold shards.
+    """Return the directory and those under it that hold shards or token files.
 
     Raises:
         ValueError: none does.
     """
     root = Path(directory)
     directories = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
-    directories += [p.parent for p in root.rglob("manifest.json") if p.parent not in directories]
+    for name in ("manifest.json", TOKENS):
+        directories += [p.parent for p in root.rglob(name) if p.parent not in directories]
     if not directories:
         raise ValueError(
             f"no shards (.tar, .tar.gz, ...) in or under {directory}: pack images first with `diffvision data make "
@@ -211,6 +210,9 @@ def check_shards(
     """
     keys, jobs = keys or Keys(), []
     for directory, shards in list_directories(source).items():
+        if (directory / TOKENS).is_file():
+            jobs.append(_Job(Shard(str(directory / IDS))))
+            continue
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
         for shard in shards:
@@ -301,6 +303,8 @@ def open_shard(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
 def _check(job: _Job) -> ShardCheck:
     """Check one shard: open it, compare it with its manifest, and decode every sample."""
     shard, path = job.shard, Path(job.shard.location)
+    if shard.name == IDS:
+        return _check_tokens(path.parent)
     result = ShardCheck(shard.location)
     if job.reading is not None and not is_file(shard):
         result.problems.append("not a file")
@@ -316,6 +320,18 @@ def _check(job: _Job) -> ShardCheck:
             with suppress(OSError):  # it is gone now
                 write_note(path, _NOTE, since, json.dumps({"of": of, **fields}))
     result.problems[:0] = [job.problem] if job.problem else []
+    return result
+
+
+def _check_tokens(folder: Path) -> ShardCheck:
+    """Check the token files of a folder; its samples are the documents."""
+    result = ShardCheck(str(folder / IDS), "tokens")
+    try:
+        files = TokenFiles(folder)
+        files.check()
+        result.samples = result.good = files.account.documents
+    except (OSError, ValueError) as error:
+        result.problems.append(str(error))
     return result
 
 
@@ -382,23 +398,17 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     return problems
 
 
-def find_language(index: ShardIndex) -> str:
-    """Return what a shard of a language corpus holds, "text" or "tokens"; "" where it is none."""
+def holds_text(index: ShardIndex) -> bool:
+    """Return whether a shard is of a language corpus."""
     kinds = {name.rpartition(".")[2] for name in index.types}
-    if index.other_types:
-        return ""
-    if kinds == {MEMBER}:
-        return "tokens"
-    return "text" if kinds and kinds <= {"txt", "json", "jsonl"} else ""
+    return bool(kinds) and not index.other_types and kinds <= {"txt", "json", "jsonl"}
 
 
-def _check_language(reader: ShardReader, row: int, names: list[str], kind: str) -> None:
-    """Raise BadSample where the text members, or the array of tokens, cannot be used."""
+def _check_text(reader: ShardReader, row: int) -> None:
+    """Raise BadSample where a text member cannot be used, or there is none."""
+    names = reader.index.members(row)
     if not names:
-        raise BadSample(f"missing {kind}")
-    if kind == "tokens":
-        check_tokens(reader.read_member(row, MEMBER, sys.maxsize), reader.shard)
-        return
+        raise BadSample("missing text")
     for name in names:
         check_document(reader.read_member(row, name, MAX_LINES_BYTES), name)
 

@@ -142,7 +142,7 @@ def tokenize(
     max_bad_fraction: float = 0.01,
     num_workers: int = 2,
 ) -> int:
-    """Write text shards as token shards, for sequences of any length; or conversations, with what is learned of them.
+    """Tokenise text shards, for sequences of any length; or conversations, with which of their tokens are learned.
 
     Args:
         source: text shards, as for training; for --chat also a .jsonl file.

@@ -191,9 +191,9 @@ def test_images_as_they_lie_are_evaluated_by_the_command(tmp_path):
 @pytest.mark.parametrize("chat", [None, "plain"])
 def test_only_text_of_which_all_is_learned_is_evaluated_by_the_command(chat, tmp_path):
     """The loss of conversations is that of their learned tokens, which `evaluate-language` does not know."""
-    account = TokenAccount(300, 0, "a", {"000000.tar": 0}, chat)
+    files = ("tokens.bin",) if chat is None else ("tokens.bin", "learned.bin", "lengths.bin")
+    account = TokenAccount(300, 0, "a", count=1, chat=chat, sha256=dict.fromkeys(files, ""), documents=1)
     (tmp_path / "tokens.json").write_text(account.text())
-    (tmp_path / "000000.tar").write_bytes(b"")
     data = SimpleNamespace(evaluation=str(tmp_path))
     command = evaluation_command(
         SimpleNamespace(datamodule=data, log_dir="r"), LanguageModule("diff-debug"), "best.ckpt"

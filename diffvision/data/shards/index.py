@@ -34,7 +34,6 @@ MEMBER_TYPES = dict.fromkeys(("jpg", "jpeg", "png", "webp"), 128 << 20) | {
     "json": 64 << 20,
     "cls": 1 << 10,
     "jsonl": 1 << 30,
-    "npy": 0,  # of token shards, which read parts of it
 }
 """The types that can be decoded, with the most bytes of a member that can be used. `caption.txt` counts as a `txt`."""
 RENAME = "rename the members, or pack the images again with `diffvision data make folder`"

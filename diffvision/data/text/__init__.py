@@ -1,1 +1,1 @@
-"""Text: tokenizers, documents, token shards, the DataModule of language models."""
+"""Text: tokenizers, documents, token files, the DataModule of language models."""

@@ -1,6 +1,6 @@
 """Rows of conversations -> token ids and a bit for each: is it learned. A Jinja template says how they are written.
 
-Rows are read by `documents`, and written as token shards by `tokenize`.
+Rows are read by `documents`, and written as token files by `tokenize`.
 """
 
 import json

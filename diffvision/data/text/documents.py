@@ -40,10 +40,14 @@ class DocumentAccount:
 
     def skip(self, reason: str, where: str) -> None:
         """Count a document that cannot be used; `where` is "shard: key"."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < 3:
-            shown.append(where)
+        self.add(DocumentAccount(skipped={reason: 1}, examples={reason: [where]}))
+
+    def add(self, other: "DocumentAccount") -> None:
+        """Count the documents of another account, too."""
+        self.documents, self.empty = self.documents + other.documents, self.empty + other.empty
+        for reason, count in other.skipped.items():
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+            self.examples[reason] = [*self.examples.get(reason, []), *other.examples.get(reason, [])][:3]
 
     def summary(self) -> str:
         """Return a line of counts, and one for each reason."""
@@ -63,6 +67,9 @@ class TextMember:
         key: "txt": the member is one document; "json:FIELD": the text in a field of it is; "jsonl:FIELD": each line of
             it is a JSON object with a document in that field. Members may have longer names, such as "page.txt".
 
+    Attributes:
+        lines: whether a sample has a document in each line.
+
     Raises:
         ValueError: another type of member, or a field missing or too many.
     """
@@ -71,7 +78,7 @@ class TextMember:
         self.key = key
         self._member, _, self._field = key.partition(":")
         self._check()
-        self._lines = self._member.rpartition(".")[2] == "jsonl"
+        self.lines = self._member.rpartition(".")[2] == "jsonl"
 
     def _check(self) -> None:
         check_key(self._member, ("json", "jsonl") if self._field else ("txt",))
@@ -80,10 +87,10 @@ class TextMember:
         """Yield each document, or why it cannot be used; an empty one is an empty text."""
         if (data := members.get(self._member)) is None:
             yield BadSample(f"missing text member {self._member!r}")
-        elif len(data) > (MAX_LINES_BYTES if self._lines else MAX_DOCUMENT_BYTES):
+        elif len(data) > (MAX_LINES_BYTES if self.lines else MAX_DOCUMENT_BYTES):
             yield BadSample("document too large")
         else:
-            parts = [line for line in data.split(b"\n") if line.strip()] if self._lines else [data]
+            parts = [line for line in data.split(b"\n") if line.strip()] if self.lines else [data]
             yield from map(self._document, parts)
 
     def _document(self, data: bytes) -> str | BadSample:

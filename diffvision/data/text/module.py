@@ -1,6 +1,6 @@
-"""The LightningDataModule of language models: shards of text or of tokens in, packed sequences out.
+"""The LightningDataModule of language models: shards of text or token files in, packed sequences out.
 
-Text is tokenised in `tokenize`; sequences are read in `tokens`, those of whole conversations in `packing`.
+Text is tokenised in `tokenize`; windows are read in `tokens`, those of whole conversations in `packing`.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
-from diffvision.data.shards.sources import find_shards, split_shards
+from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember
-from diffvision.data.text.packing import PackedSequence, PackedShards
+from diffvision.data.text.packing import PackedSequence, PackedWindows
 from diffvision.data.text.tokenize import cached_tokens, check_limits
-from diffvision.data.text.tokenizers import FILE, Tokenizer, load_tokenizer
-from diffvision.data.text.tokens import TokenSequence, TokenShards, are_conversations, are_tokens
+from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
+from diffvision.data.text.tokens import TokenSequence, TokenWindows, are_conversations, find_token_folders
 from diffvision.data.trainer import LoaderData
 
 Source = str | Sequence[str]
@@ -27,21 +27,22 @@ class TextData(LoaderData):
     """Packed sequences for next-token prediction; validation sees each sequence exactly once.
 
     Shards of text are tokenised before the first epoch, on one process of each machine, into the user's cache.
-    Shards of conversations, which `diffvision data tokenize --chat` writes, are packed whole into sequences: attention
-    stays inside of each, and batches say which tokens are learned.
+    Conversations, which `diffvision data tokenize --chat` tokenises, are packed whole into sequences: attention stays
+    inside of each, and batches say which tokens are learned.
 
     Args:
-        train: shards of text or token shards: a directory, tar files, a brace pattern, URLs, or a list of these.
+        train: shards of text (a directory, tar files, a brace pattern, URLs, or a list of these); or a folder of token
+            files, or a list of such folders.
         batch_size: sequences of a global batch, over all ranks.
         length: tokens that the model reads of each sequence; a batch has one more, for the last to be predicted.
-        evaluation: shards to validate on, of either kind.
+        evaluation: shards or token files to validate on.
         tokenizer: a tokenizer.json, or a directory that holds one; None: that of the LightningModule
-            that is trained. Token shards have theirs next to them.
+            that is trained. Token files have theirs next to them.
         num_workers: processes that read, on each rank; and that tokenise.
         seed: with the epoch, it determines the order of the sequences.
         max_bad_fraction: documents and sequences that cannot be used are counted; more of them than this stop the run.
         text_key: the member with the text: "txt", "json:FIELD", or "jsonl:FIELD" with a document in each line.
-        window: shards shuffled together.
+        window: blocks of 16.8 million tokens that are shuffled together.
         documents: number each token's document, so that a model can keep attention inside of documents; of
             conversations always.
         cut: cut conversations that are longer than a sequence, which are otherwise left out and counted.
@@ -81,7 +82,7 @@ class TextData(LoaderData):
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer that is set, else the LightningModule's, else the one next to the token shards.
+        """The tokenizer that is set, else the LightningModule's, else the one next to the token files.
 
         Raises:
             ValueError: there is none of these.
@@ -89,13 +90,10 @@ class TextData(LoaderData):
         tokenizer = self.setting_or_model("tokenizer")
         if tokenizer is not None:
             return load_tokenizer(tokenizer)
-        train = split_shards(self.train, "train")
-        if not are_tokens(train):
+        folders = find_token_folders(self.train)
+        if not folders:
             raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
-        shard = find_shards(train)[0]
-        if shard.remote:
-            raise ValueError(f"{self.train} is remote: set tokenizer, a local copy of the {FILE} next to the shards")
-        return load_tokenizer(Path(shard.location).parent)
+        return load_tokenizer(folders[0])
 
     @property
     def vocab_size(self) -> int:
@@ -105,9 +103,9 @@ class TextData(LoaderData):
     def prepare_data(self) -> None:
         """Tokenise the text shards; Lightning calls this on one process of each machine while the others wait."""
         self._check_vocabulary()
-        self._token_source(split_shards(self.train, "train"))
+        self._token_folders(self.train, "train")
         if self.evaluation is not None:
-            self._token_source(split_shards(self.evaluation, "test"))
+            self._token_folders(self.evaluation, "test")
 
     def setup(self, stage: str | None = None) -> None:
         """Check that the model has an embedding for every id."""
@@ -115,49 +113,50 @@ class TextData(LoaderData):
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `TokenBatch`es."""
-        shards = self.token_shards(split_shards(self.train, "train"))
-        return self.read_training(shards, self._kind(shards))
+        windows = self.token_windows(self.train, "train")
+        return self.read_training(windows, self._kind(windows))
 
     def val_dataloader(self) -> EvaluationLoader | list:
         """Return the evaluation batches, or no loader where there is no evaluation."""
         if self.evaluation is None:
             return []
-        shards = self.token_shards(split_shards(self.evaluation, "test"))
-        return self.read_evaluation(shards, self._kind(shards))
+        windows = self.token_windows(self.evaluation, "test")
+        return self.read_evaluation(windows, self._kind(windows))
 
-    def token_shards(self, source: Source) -> TokenShards:
-        """Return shards as sequences of `length` tokens, tokenised if need be.
+    def token_windows(self, source: Source, split: str) -> TokenWindows:
+        """Return the windows of `length` tokens of a split, "train" or "test", tokenised if need be.
 
         Raises:
-            ValueError: token shards of another tokenizer than the one that is set; see `TokenShards`.
+            ValueError: token files of another tokenizer than the one that is set; see `TokenWindows`.
         """
-        tokens = self._token_source(source)
-        if are_conversations(tokens):
-            shards: TokenShards = _pack_chats(tokens, self.length, self.cut)
+        folders = self._token_folders(source, split)
+        if are_conversations(folders):
+            windows: TokenWindows = _pack_chats(folders, self.length, self.cut)
         else:
-            shards = TokenShards(tokens, self.length)
-        check_limits(shards.account, self.limits)
-        tokenizer, account = self.text_tokenizer, shards.account
+            windows = TokenWindows(folders, self.length)
+        check_limits(windows.account, self.limits)
+        tokenizer, account = self.text_tokenizer, windows.account
         if (tokenizer.vocab_size, tokenizer.eos_id) != (account.vocab_size, account.eos_id) or (
             tokenizer.fingerprint != account.fingerprint
         ):
             raise ValueError(
                 f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), "
                 f"{self.tokenizer or self.train} has {tokenizer.vocab_size} ({tokenizer.fingerprint}): "
-                "set the tokenizer next to the token shards, or tokenise the text again"
+                "set the tokenizer next to the token files, or tokenise the text again"
             )
-        return shards
+        return windows
 
-    def _token_source(self, source: Source) -> Any:
-        if are_tokens(source):
-            return source
-        tokenizer = self.text_tokenizer
-        return cached_tokens(ShardSet(source), tokenizer, self.text, num_workers=self.num_workers, limits=self.limits)
+    def _token_folders(self, source: Source, split: str) -> list[Path]:
+        """Return the folders of a split's token files; text is tokenised into the user's cache first."""
+        if folders := find_token_folders(source, split):
+            return folders
+        shards, tokenizer = ShardSet(split_shards(source, split)), self.text_tokenizer
+        return [cached_tokens(shards, tokenizer, self.text, num_workers=self.num_workers, limits=self.limits)]
 
-    def _kind(self, shards: TokenShards) -> TokenSequence:
-        if isinstance(shards, PackedShards):
-            return PackedSequence(shards.account, self.length)
-        return TokenSequence(shards.account, documents=self.documents)
+    def _kind(self, windows: TokenWindows) -> TokenSequence:
+        if isinstance(windows, PackedWindows):
+            return PackedSequence(windows.account, self.length)
+        return TokenSequence(windows.account, documents=self.documents)
 
     def _check_vocabulary(self) -> None:
         """Raise ValueError, before any work, if there are ids that the model has no embedding for."""
@@ -170,20 +169,20 @@ class TextData(LoaderData):
             )
 
 
-def _pack_chats(source: Source, length: int, cut: bool) -> PackedShards:
+def _pack_chats(folders: list[Path], length: int, cut: bool) -> PackedWindows:
     """Return conversations in windows, and warn of those that do not fit into one."""
-    shards = PackedShards(source, length, cut=cut)
-    if shards.long:
-        left_out = shards.extra_counts["left_out_conversations"]
+    windows = PackedWindows(folders, length, cut=cut)
+    if windows.long:
+        left_out = windows.extra_counts["left_out_conversations"]
         became = (
-            f"{left_out:,} of them are left out, {shards.long - left_out:,} are cut" if cut else "they are left out"
+            f"{left_out:,} of them are left out, {windows.long - left_out:,} are cut" if cut else "they are left out"
         )
         rank_zero_warn(
-            f"{shards.long:,} of {shards.account.documents:,} conversations of {source} are longer than {length + 1:,} "
-            f"tokens, the first is {shards.first_long}: {became}; set data.length to hold them"
+            f"{windows.long:,} of {windows.account.documents:,} conversations are longer than {length + 1:,} tokens, "
+            f"the first is {windows.first_long}: {became}; set data.length to hold them"
             f"{'' if cut else ', or data.cut to cut them at their ends'}"
         )
-    return shards
+    return windows
 
 
 def _vocabulary_of(module: Any) -> int | None:

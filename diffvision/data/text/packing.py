@@ -10,9 +10,18 @@ import numpy as np
 import torch
 
 from diffvision.data.batches import TokenBatch
-from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.sample import BadSample, Members, SampleId
-from diffvision.data.text.tokens import LEARNED, LENGTH_DTYPE, LENGTHS, MEMBER, TokenAccount, TokenSequence, TokenShards
+from diffvision.data.shards.sample import Members, SampleId
+from diffvision.data.text.tokens import (
+    BLOCK,
+    IDS,
+    LEARNED,
+    LENGTHS,
+    MEMBER_DTYPE,
+    Block,
+    TokenAccount,
+    TokenSequence,
+    TokenWindows,
+)
 from diffvision.progress import track
 
 _BUFFER = 2000  # conversations that are packed together
@@ -41,34 +50,58 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [sorted(window) for window in windows]
 
 
-class PackedShards(TokenShards):
-    """Shards of conversations as windows of whole ones; a sample's row is the number of the window in its shard.
+class PackedWindows(TokenWindows):
+    """Token files of conversations as windows of whole ones; a sample is a block and the window's number in it.
 
     A window holds `length + 1` tokens: what a model reads, and the last one's prediction. Conversations are packed best
     fit decreasing, 2,000 after another at a time. One that is longer than a window is left out and counted, or cut at
     its end; cut before the first learned token, it is left out too.
 
     Args:
-        source: as `ShardSet`'s.
-        length: tokens that a model reads of each window.
+        source, length, block: as `TokenWindows`'s. A conversation is in the block of its first token.
         cut: cut conversations that are longer than a window.
 
     Attributes:
         long: the number of conversations that are longer than a window.
-        first_long: the first of them, as "shard: conversation N", from 1; "" where there is none.
+        first_long: the first of them, as "folder: conversation N", from 1; "" where there is none.
 
     Raises:
-        ValueError: as `TokenShards`; a damaged shard; no conversation fits.
+        ValueError: as `TokenWindows`; no conversation fits.
     """
 
-    def __init__(self, source: Any, length: int, *, cut: bool = False, cache: ShardCache | None = None) -> None:
+    def __init__(self, source: Any, length: int, *, cut: bool = False, block: int = BLOCK) -> None:
         self.cut, self.long, self._left_out, self.first_long = cut, 0, 0, ""
+        super().__init__(source, length, block=block)
+
+    def _count_windows(self, block: int) -> list[int]:
+        """Pack every block, and return how many windows each fills."""
+        self._blocks: list[Block] = []  # of conversations
         self._packed: list[_Windows] = []
-        super().__init__(source, length, cache)
+        longest = 0
+        for file in self.files:
+            lengths = file.array(LENGTHS).astype(np.int64)
+            if (total := int(lengths.sum())) != file.account.count:
+                raise ValueError(
+                    f"lengths in {file.folder / LENGTHS} must add up to {file.account.count:,} tokens, got {total:,}: "
+                    "tokenise the text again with `diffvision data tokenize`"
+                )
+            starts = np.cumsum(lengths) - lengths
+            edges = np.searchsorted(starts, range(0, file.account.count, block)).tolist()
+            for number, (first, stop) in enumerate(zip(edges, [*edges[1:], len(lengths)], strict=True)):
+                self._blocks.append(Block(file, number, first, stop))
+                self._packed.append(self._pack(self._blocks[-1], starts[first:stop], lengths[first:stop]))
+            longest = max(longest, int(lengths.max()))
+        counts = [len(windows.stops) for windows in self._packed]
+        if not any(counts):
+            raise ValueError(
+                f"no conversation fits into a window of {self.length + 1:,} tokens, the longest has {longest:,}: raise "
+                "data.length, or set data.cut"
+            )
+        return counts
 
     @property
     def fingerprint(self) -> str:
-        """A digest of names and counts, of the length, of how they are packed and of the tokenizer."""
+        """A digest of the windows in each block, of the length, of how they are packed and of the tokenizer."""
         return f"{super().fingerprint}-packed{'-cut' * self.cut}"
 
     @property
@@ -78,85 +111,58 @@ class PackedShards(TokenShards):
 
     @property
     def extra_counts(self) -> dict[str, int]:
-        """Conversations that are longer than a window, tokens of padding, and rows that are not in the shards."""
-        used = sum(int(windows.used) for windows in self._packed)
+        """Conversations that are longer than a window, tokens of padding, and rows that are not in the files."""
+        used = sum(int(windows.sizes.sum()) for windows in self._packed)
         padding = int(self.counts.sum()) * (self.length + 1) - used
         counts = {"long_conversations": self.long, "left_out_conversations": self._left_out, "padding_tokens": padding}
         return counts | {"skipped_documents": self.account.bad, "empty_documents": self.account.empty}
 
     def members(self, sample: SampleId) -> Members:
-        """Return the conversations of a window as the arrays that shards have of them."""
-        number, row = sample
-        pieces = self._packed[number].pieces(row)
+        """Return the conversations of a window: ids in uint32, which are learned, and the tokens of each."""
+        file, (starts, sizes) = self._blocks[sample[0]].file, self._packed[sample[0]].pieces(sample[1])
+        pieces = [slice(*piece) for piece in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
+        ids, learned = file.array(IDS), file.array(LEARNED)
         return {
-            MEMBER: b"".join(self.read_tokens(number, start, stop) for start, stop in pieces),
-            LEARNED: b"".join(self.read_learned(number, start, stop) for start, stop in pieces),
-            LENGTHS: np.array([stop - start for start, stop in pieces], LENGTH_DTYPE).tobytes(),
+            IDS: np.concatenate([ids[piece] for piece in pieces]).astype(MEMBER_DTYPE).tobytes(),
+            LEARNED: np.concatenate([learned[piece] for piece in pieces]).tobytes(),
+            LENGTHS: sizes.tobytes(),
         }
 
-    def describe(self, sample: SampleId) -> str:
-        """Return "shard: window N" of a sample, for reports."""
-        return f"{self.shards[sample[0]].name}: window {sample[1]}"
+    def _first_token(self, sample: SampleId) -> int:
+        return int(self._packed[sample[0]].pieces(sample[1])[0][0])
 
-    def _counted_sequences(self, source: Any) -> np.ndarray:
-        """Pack every shard, and return how many windows each fills."""
-        capacity, longest = self.length + 1, 0
-        for number in track(range(len(self.shards)), "packing"):
-            lengths = self.lengths(number)
-            longest = max(longest, int(lengths.max(initial=0)))
-            self._packed.append(self._pack(number, lengths, capacity))
-        counts = np.array([len(windows.stops) for windows in self._packed], dtype=np.int64)
-        if not counts.any():
-            raise ValueError(
-                f"no conversation of {source} fits into a window of {capacity:,} tokens, the longest has {longest:,}: "
-                "take a larger length, or cut them"
-            )
-        return counts
-
-    def _pack(self, number: int, lengths: np.ndarray, capacity: int) -> "_Windows":
-        """Pack one shard's conversations into windows of at most `capacity` tokens; longer ones are cut or left out."""
-        stops = np.cumsum(lengths)
+    def _pack(self, block: Block, starts: np.ndarray, lengths: np.ndarray) -> "_Windows":
+        """Pack a block's conversations into windows; longer ones are cut or left out."""
+        capacity = self.length + 1
         kept = lengths <= capacity
         long = np.flatnonzero(~kept)
         self.long += len(long)
         if len(long) and not self.first_long:
-            self.first_long = f"{self.shards[number].name}: conversation {int(long[0]) + 1}"
+            self.first_long = f"{block.file.folder.name}: conversation {block.start + int(long[0]) + 1}"
         for index in long.tolist() if self.cut else ():
-            kept[index] = self._has_learned(number, int(stops[index] - lengths[index]), capacity)
+            kept[index] = block.file.array(LEARNED)[starts[index] + 1 : starts[index] + capacity].any()
         self._left_out += int((~kept).sum())
-        chosen = np.flatnonzero(kept)
-        starts, sizes = (stops - lengths)[chosen], np.minimum(lengths[chosen], capacity)
+        starts, sizes = starts[kept], np.minimum(lengths[kept], capacity)
         windows = [
             [index + first for index in window]
-            for first in range(0, len(chosen), _BUFFER)
+            for first in track(range(0, len(sizes), _BUFFER), "packing")
             for window in best_fit_decreasing(sizes[first : first + _BUFFER], capacity)
         ]
         order = np.array([index for window in windows for index in window], dtype=np.int64)
         return _Windows(starts[order], sizes[order], np.cumsum([len(window) for window in windows], dtype=np.int64))
 
-    def _has_learned(self, number: int, start: int, capacity: int) -> bool:
-        try:
-            return any(self.read_learned(number, start + 1, start + capacity))
-        except BadSample as reason:
-            raise ValueError(f"{self.shards[number].location}: {reason}; write the token shards again") from reason
-
 
 class _Windows(NamedTuple):
-    """The windows of a shard: where each conversation starts in it, its tokens, and where each window ends in these."""
+    """The windows of a block: each conversation's first token and its tokens, and where each window ends in these."""
 
     starts: np.ndarray
     sizes: np.ndarray
     stops: np.ndarray
 
-    @property
-    def used(self) -> int:
-        return int(self.sizes.sum())
-
-    def pieces(self, row: int) -> list[tuple[int, int]]:
-        """Return the first token of each conversation of a window, and the one after its last."""
+    def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first token of each conversation of a window, and its tokens."""
         part = slice(int(self.stops[row - 1]) if row else 0, int(self.stops[row]))
-        starts, sizes = self.starts[part], self.sizes[part]
-        return list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+        return self.starts[part], self.sizes[part]
 
 
 class PackedSequence(TokenSequence):
@@ -165,19 +171,19 @@ class PackedSequence(TokenSequence):
     What is left of a window is padding: the tokenizer's end of a document, not learned, of a number by itself.
 
     Args:
-        account: of the shards that the windows come from.
+        account: of the files that the windows come from.
         length: tokens that a model reads of each window.
     """
 
     def __init__(self, account: TokenAccount, length: int) -> None:
-        super().__init__(account, documents=True)
+        super().__init__(account)
         self._size = length + 1
 
     def decode(self, members: Members) -> Any:
         """Return tokens, the number of their conversations and whether they are learned, each [L + 1]."""
         tokens = super().decode(members)
         learned = np.frombuffer(members[LEARNED], np.uint8) != 0
-        lengths = np.frombuffer(members[LENGTHS], LENGTH_DTYPE)
+        lengths = np.frombuffer(members[LENGTHS], np.int64)
         padding = (0, self._size - len(tokens))
         documents = np.repeat(np.arange(len(lengths)), lengths)
         return (

@@ -1,330 +1,363 @@
-"""Token shards: a corpus as one long run of token ids, and the sequences of any length that are read from it.
+"""Token files: a corpus as one array of token ids on disk, and the windows of any length that are read from it.
 
-A token shard is a WebDataset tar of one sample, an array of uint16 or uint32 (`000000.npy`): documents one after
-another, each followed by its tokenizer's end-of-document id. `tokens.json` next to the shards names the tokenizer,
-whose file lies there too. Sequence i of a shard is its tokens i*L .. i*L + L, so that consecutive ones
-share one token and every token but a shard's first is predicted exactly once. Nothing in the files depends on L. What
-is left at a shard's end is shorter than a sequence; it is counted.
+`diffvision data tokenize` writes a folder of them. `tokens.bin` holds the ids of all documents, each followed by its
+tokenizer's end-of-document id, as little-endian uint16 or uint32 without a header: what nanoGPT and litgpt map into
+memory. `tokens.json` says how many there are, of which dtype and tokenizer, and the sha256 of each file. Nothing in the
+files depends on a window's length.
 
-Shards of conversations (`chat`) have two arrays more: whether each token is learned (`000000.learned.npy`), and how
-many tokens each conversation has (`000000.lengths.npy`). They are not cut; `packing` makes sequences of them.
+Window i of a block of 2^24 tokens is its tokens i*L .. i*L + L: consecutive windows share one token, so every token but
+a block's first is predicted exactly once. Blocks are what `data.window` shuffles together, as it does shards.
+
+Conversations (`chat`) have two files more: a byte for each token, 1 where it is learned (`learned.bin`), and the number
+of tokens of each conversation, uint32 (`lengths.bin`). `packing` makes windows of whole conversations.
 """
 
+import hashlib
 import json
-import sys
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from diffvision.data.batches import TokenBatch
-from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.sample import BadSample, Members, SampleId
-from diffvision.data.shards.sources import Shard, find_shards, read_small_file
-from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
+from diffvision.data.shards.sidecars import sha256_of
+from diffvision.data.shards.sources import read_small_file
+from diffvision.data.splits import named_splits
 from diffvision.data.text.documents import DocumentAccount
+from diffvision.files import sha256
+from diffvision.progress import bar
 
 TOKENS = "tokens.json"
-TOKENS_FORMAT = "diffvision-tokens-1"
-MEMBER = "npy"
-LEARNED = "learned.npy"
-LENGTHS = "lengths.npy"
-LENGTH_DTYPE = np.dtype("<u4")
-_HEADER_BYTES = 4096  # numpy's is 128 for an array of one axis
-_READ_TOKENS = 1 << 16  # at a time, where documents are read one after another
+TOKENS_FORMAT = "diffvision-tokens-2"
+IDS, LEARNED, LENGTHS = "tokens.bin", "learned.bin", "lengths.bin"
+MEMBER_DTYPE = np.dtype("<u4")  # of ids in samples, whatever that of their file is
+BLOCK = 1 << 24  # tokens
+
+_FORMER_FORMAT = "diffvision-tokens-1"  # arrays in tar shards
+_AGAIN = "tokenise the text again with `diffvision data tokenize`"
+_READ_TOKENS = 1 << 20  # at a time, where a file is read from end to end
 
 
 @dataclass
 class TokenAccount(DocumentAccount):
-    """The content of a `tokens.json`: the tokenizer, and counts of documents and tokens, of the shards next to it.
+    """The content of a `tokens.json`: the tokenizer, and counts of documents and tokens, of the files next to it.
 
     Attributes:
         vocab_size, eos_id: of the tokenizer.
         fingerprint: of the tokenizer.
-        shards: {name: tokens}.
+        dtype: "uint16" or "uint32".
+        count: tokens.
         chat: the name of the template of conversations; None for text.
         learned: tokens of conversations that are learned.
+        sha256: {file: digest}.
         others: as `DocumentAccount`, of the text.
     """
 
     vocab_size: int
     eos_id: int
     fingerprint: str
-    shards: dict[str, int] = field(default_factory=dict)
+    dtype: str = "uint16"
+    count: int = 0
     chat: str | None = None
     learned: int = 0
+    sha256: dict[str, str] = field(default_factory=dict)
 
     @property
-    def tokens(self) -> int:
-        """The tokens of all shards."""
-        return sum(self.shards.values())
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The integers that the shards hold."""
-        return token_dtype(self.vocab_size)
-
-    def _used(self) -> str:
-        if self.chat is not None:
-            return f"{self.documents:,} conversations, {self.tokens:,} tokens, {self.learned:,} of them learned"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens"
+    def dtypes(self) -> dict[str, np.dtype]:
+        """The integers that each file holds, little-endian."""
+        ids = {IDS: np.dtype(self.dtype).newbyteorder("<")}
+        return ids if self.chat is None else ids | {LEARNED: np.dtype(bool), LENGTHS: np.dtype("<u4")}
 
     def text(self) -> str:
         """Return the content of tokens.json."""
-        fields = {k: v for k, v in self.__dict__.items() if self.chat is not None or k not in ("chat", "learned")}
-        return json.dumps({"format": TOKENS_FORMAT, **fields}, indent=1) + "\n"
+        return json.dumps({"format": TOKENS_FORMAT, **self.__dict__}, indent=1) + "\n"
+
+    def _used(self) -> str:
+        if self.chat is not None:
+            return f"{self.documents:,} conversations, {self.count:,} tokens, {self.learned:,} of them learned"
+        return f"{self.documents:,} documents, {self.count:,} tokens"
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return little-endian unsigned integers, of 2 bytes where that holds every id."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+def token_dtype(vocab_size: int) -> str:
+    """Return the integers of 2 bytes where these hold every id, else those of 4."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def read_accounts(shards: Iterable[Shard]) -> dict[str, TokenAccount | None]:
-    """Return the tokens.json of each directory of shards, or None where there is none.
+def find_token_folders(source: Any, split: str = "train") -> list[Path]:
+    """Return the folders of token files that a source names; none where it is of text.
 
-    Raises:
-        ValueError: a file of another format.
-    """
-    accounts: dict[str, TokenAccount | None] = {}
-    for shard in shards:
-        parent = _parent_of(shard)
-        if parent not in accounts:
-            text = read_small_file(parent if shard.remote else Path(parent), TOKENS)
-            accounts[parent] = None if text is None else _parse(text, f"{parent}/{TOKENS}")
-    return accounts
-
-
-def are_tokens(source: Any) -> bool:
-    """Return whether shards hold tokens rather than text.
+    Args:
+        source: a folder with a tokens.json, a folder with one such folder for each split, or a list of these.
+        split: which split to take of the latter, "train" or "test"; "validation" stands for a missing "test".
 
     Raises:
-        ValueError: some do and others do not.
+        ValueError: a list joins token files and text, or there is no such split.
     """
-    accounts = read_accounts(find_shards(source))
-    without = [parent for parent, account in accounts.items() if account is None]
-    if without and len(without) < len(accounts):
-        raise ValueError(f"{source} joins token shards and {without[0]}, which has no {TOKENS}: give either kind alone")
-    return not without
+    if not isinstance(source, (str, Path)):
+        parts = [find_token_folders(part, split) for part in source] if isinstance(source, (list, tuple)) else []
+        if any(parts) and not all(parts):
+            text = next(part for part, folders in zip(source, parts, strict=True) if not folders)
+            raise ValueError(f"{source} joins token files and text ({text}): train on either alone")
+        return [folder for folders in parts for folder in folders]
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    if (folder / TOKENS).is_file():
+        read_account(folder)  # even of other files there: tar shards of earlier versions are refused
+        return [folder] if path.is_dir() or path.name in (IDS, TOKENS) else []
+    within = [p.name for p in sorted(path.iterdir()) if (p / TOKENS).is_file()] if path.is_dir() else []
+    if not within:
+        return []
+    splits = named_splits(within, source)
+    name = splits.get(split) or (splits.get("validation") if split == "test" else None)
+    if name is None:
+        raise ValueError(f"{source} has no token files of {split}: choose one of {', '.join(splits)}")
+    return [path / name]
 
 
 def are_conversations(source: Any) -> bool:
-    """Return whether token shards hold conversations, some of whose tokens are learned; of mixed ones, if any does."""
-    return any(
-        account is not None and account.chat is not None for account in read_accounts(find_shards(source)).values()
-    )
+    """Return whether a source is of token files that hold conversations, some of whose tokens are learned."""
+    return any(read_account(folder).chat is not None for folder in find_token_folders(source, "test"))
 
 
-def _parent_of(shard: Shard) -> str:
-    return shard.location.rpartition("/")[0] or "."
+def read_account(folder: Path) -> TokenAccount:
+    """Return the tokens.json of a folder.
 
-
-def _parse(text: str, where: str) -> TokenAccount:
+    Raises:
+        ValueError: there is none, or it is not of this format.
+    """
+    where, text = folder / TOKENS, read_small_file(folder, TOKENS)
+    if text is None:
+        raise ValueError(f"{folder} has no {TOKENS}: write token files with `diffvision data tokenize`")
+    damaged = ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: {_AGAIN}")
     try:
         fields = json.loads(text)
-        if fields.pop("format", None) != TOKENS_FORMAT:
-            raise ValueError
-        account = TokenAccount(**fields)
-        numbers = [account.vocab_size, account.documents, account.empty, account.learned, *account.shards.values()]
-        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not 0 <= account.eos_id < account.vocab_size:
-            raise ValueError
+        written = fields.pop("format", None)
+        account = TokenAccount(**fields) if written == TOKENS_FORMAT else None
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: write the token shards again") from None
+        raise damaged from None
+    if written == _FORMER_FORMAT:
+        raise ValueError(f"{folder} holds token shards of an earlier version, which are no longer read: {_AGAIN}")
+    if account is None:
+        raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
+    if account.dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype in {where} must be uint16 or uint32, got {account.dtype!r:.40}: {_AGAIN}")
+    numbers = [account.vocab_size, account.eos_id, account.count, account.documents, account.empty, account.learned]
+    if not all(type(number) is int and number >= 0 for number in numbers) or account.eos_id >= account.vocab_size:
+        raise damaged
+    if not isinstance(account.sha256, dict) or account.sha256.keys() != account.dtypes.keys():
+        raise damaged
+    if not account.count or not account.documents:
+        raise ValueError(f"{folder} must hold at least one token, got none: {_AGAIN}")
     return account
 
 
-def check_tokens(data: bytes, shard: Shard) -> int:
-    """Check that the array of a token shard is as its tokens.json says; return how many tokens it has.
+class TokenFiles:
+    """The token files of one folder, mapped into memory where they are first read.
 
-    Raises:
-        BadSample: it is not, or there is no tokens.json.
-        ValueError: tokens.json is of another format.
-    """
-    account = read_accounts([shard])[_parent_of(shard)]
-    if account is None:
-        raise BadSample(f"token array without a {TOKENS}")
-    try:
-        tokens = np.load(BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError, MemoryError):  # the last: a header may claim any size
-        raise BadSample("damaged token array") from None
-    if tokens.dtype != account.dtype or tokens.shape != (account.shards.get(shard.name),):
-        raise BadSample(f"token array not as {TOKENS} says")
-    if len(tokens) and int(tokens.max()) >= account.vocab_size:
-        raise BadSample("token outside of the vocabulary")
-    return len(tokens)
-
-
-class TokenShards(ShardSet):
-    """Token shards as samples of `length + 1` tokens; a sample's row is the number of the sequence in its shard.
+    Each file is compared with its sha256 now, unless it is as it was at an earlier comparison; and again when it has
+    been changed since.
 
     Args:
-        source: as `ShardSet`'s.
-        length: tokens that a model reads of each sequence.
+        folder: holds tokens.json.
 
     Attributes:
-        account: of all the shards together.
+        account: the content of tokens.json.
 
     Raises:
-        ValueError: as `ShardSet`; shards without a tokens.json, of more than one tokenizer, or too short.
+        ValueError: as `read_account`; a file that is cut, changed or missing.
     """
 
-    def __init__(self, source: Any, length: int, cache: ShardCache | None = None) -> None:
-        if length < 1:
-            raise ValueError(f"length is {length} tokens: it must be at least 1")
-        super().__init__(source, cache)
-        self.length = length
-        accounts = read_accounts(self.shards)
-        self.account = _join(accounts, str(source))
-        self._tokens = np.array([_count_listed(s, accounts[_parent_of(s)]) for s in self.shards], dtype=np.int64)
-        self._starts: dict[tuple[int, str], int] = {}  # shard, member -> byte in the tar at which its numbers begin
-        self.counts = self._counted_sequences(source)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.account = folder, read_account(folder)
+        self._paths = {name: str(folder / name) for name in self.account.dtypes}
+        self._stamps = {name: self._verify(name) for name in self.account.dtypes}
+        self._arrays: dict[str, np.ndarray] = {}
 
-    def _counted_sequences(self, source: Any) -> np.ndarray:
-        counts = np.maximum(0, self._tokens - 1) // self.length
-        if not counts.any():
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_arrays": {}}  # a memory map would be sent to another process as its content
+
+    def array(self, name: str) -> np.ndarray:
+        """Return the content of a file, read-only.
+
+        Raises:
+            ValueError: the file was changed.
+        """
+        if self._stamp(name) != self._stamps[name]:
+            self._stamps[name] = self._verify(name)
+            self._arrays.pop(name, None)
+        if name not in self._arrays:
+            mapped = np.memmap(self._paths[name], self.account.dtypes[name], "r")
+            self._arrays[name] = mapped.view(np.ndarray)  # whose slices cost less
+        return self._arrays[name]
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of each document in order, without the end token; of a conversation all its tokens."""
+        if self.account.chat is not None:
+            stops = np.cumsum(self.array(LENGTHS), dtype=np.int64).tolist()
+            yield from (self.array(IDS)[start:stop] for start, stop in zip([0, *stops], stops, strict=False))
+            return
+        begin = 0
+        for start in range(0, self.account.count, _READ_TOKENS):
+            piece = self.array(IDS)[start : start + _READ_TOKENS]
+            for end in (start + np.flatnonzero(piece == self.account.eos_id)).tolist():
+                yield self.array(IDS)[begin:end]
+                begin = end + 1
+
+    def check(self) -> None:
+        """Read every file from end to end.
+
+        Raises:
+            ValueError: a file is not that of its sha256, or a token is outside of the vocabulary.
+        """
+        for name, digest in self.account.sha256.items():
+            self._compare(name, sha256(self.folder / name), digest)
+        for start in range(0, self.account.count, _READ_TOKENS):
+            largest = int(self.array(IDS)[start : start + _READ_TOKENS].max())
+            if largest >= self.account.vocab_size:
+                path, size = self.folder / IDS, self.account.vocab_size
+                raise ValueError(f"tokens in {path} must be below {size:,}, got {largest:,}: {_AGAIN}")
+
+    def _verify(self, name: str) -> tuple[int, ...]:
+        """Return the stamp of a file whose size and sha256 are those of tokens.json."""
+        account, path = self.account, self.folder / name
+        size = (account.documents if name == LENGTHS else account.count) * account.dtypes[name].itemsize
+        since = self._stamp(name)
+        if since[0] != size:
+            raise ValueError(f"{path} must have {size:,} bytes, got {since[0]:,}: copy it again, or {_AGAIN}")
+        with bar("verifying", size >> 20) as advance:
+            self._compare(name, sha256_of(path, lambda: advance(1)), account.sha256[name])
+        return since
+
+    def _compare(self, name: str, found: str, expected: str) -> None:
+        if found != expected:
             raise ValueError(
-                f"{source} holds {self._tokens.sum():,} tokens in {len(self.shards)} shard(s): too few for one "
-                f"sequence of length {self.length} and the token after it; take a smaller length"
+                f"{self.folder / name} was changed since it was written (sha256 {found:.8}, not {expected:.8}): copy "
+                f"it again, or {_AGAIN}"
+            )
+
+    def _stamp(self, name: str) -> tuple[int, ...]:
+        """Return what changes with a file: its size, times and inode."""
+        try:
+            status = os.stat(self._paths[name])
+        except OSError as error:
+            raise ValueError(f"{self.folder / name} cannot be read ({error.strerror}): {_AGAIN}") from None
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+class TokenWindows(SampleSource):
+    """Token files as samples of `length + 1` tokens; a sample is the number of a block and a window's number in it.
+
+    Args:
+        source: as `find_token_folders` takes it.
+        length: tokens that a model reads of each window.
+        block: tokens of a block.
+
+    Attributes:
+        account: of all the files together.
+
+    Raises:
+        ValueError: as `TokenFiles`; files of more than one tokenizer, or too few tokens.
+    """
+
+    def __init__(self, source: Any, length: int, *, block: int = BLOCK) -> None:
+        if length < 1:
+            raise ValueError(f"length must be at least 1 token, got {length}")
+        folders = find_token_folders(source)
+        if not folders:
+            raise ValueError(f"{source} has no {TOKENS}: write token files with `diffvision data tokenize`")
+        self.length = length
+        self.files = [TokenFiles(folder) for folder in folders]
+        self.account = _join(self.files)
+        self.counts = np.array(self._count_windows(block), dtype=np.int64)
+        self.content = f"token files:{_digest([file.account.sha256 for file in self.files])}"
+
+    def _count_windows(self, block: int) -> list[int]:
+        """Return the number of windows of every block."""
+        self._blocks = [
+            Block(file, number, start, min(start + block, file.account.count))
+            for file in self.files
+            for number, start in enumerate(range(0, file.account.count, block))
+        ]
+        counts = [(block.stop - block.start - 1) // self.length for block in self._blocks]
+        if not any(counts):
+            raise ValueError(
+                f"{_named(self.files)} must hold more than {self.length:,} tokens, one window of data.length, got "
+                f"{self.account.count:,}: lower data.length"
             )
         return counts
 
     @property
     def fingerprint(self) -> str:
-        """A digest of names and counts, of the length and of the tokenizer."""
-        return f"{super().fingerprint}-{self.length}-{self.account.fingerprint}"
+        """A digest of the windows in each block, of the length and of the tokenizer."""
+        # By the names that blocks had as tar shards in earlier versions, so that their runs resume.
+        names = [f"{block.number:06d}.tar" for block in self._blocks]
+        windows = [[name, int(count)] for name, count in zip(names, self.counts, strict=True)]
+        return f"{_digest(windows)}-{self.length}-{self.account.fingerprint}"
 
     @property
     def sample_settings(self) -> dict[str, Any]:
-        """The length, by which tokens are cut into sequences."""
+        """The length, by which tokens are cut into windows."""
         return {"length": self.length}
 
     @property
     def extra_counts(self) -> dict[str, int]:
-        """Tokens after the last whole sequence of each shard, and documents that are not in the shards."""
-        used = self.counts * self.length + (self.counts > 0)
-        counts = {"tail_tokens": int((self._tokens - used).sum())}
+        """Tokens after the last whole window of each block, and documents that are not in the files."""
+        used = int((self.counts * self.length + (self.counts > 0)).sum())
+        counts = {"tail_tokens": self.account.count - used}
         return counts | {"skipped_documents": self.account.bad, "empty_documents": self.account.empty}
 
     def members(self, sample: SampleId) -> Members:
-        """Return one sequence as the member `npy`; raise as `ShardSet.members`."""
-        number, row = sample
-        return {MEMBER: self.read_tokens(number, row * self.length, (row + 1) * self.length + 1)}
-
-    def documents(self) -> Iterator[np.ndarray]:
-        """Yield the tokens of each document in order, without the end token; documents that shards cut are joined.
-
-        A conversation is a document with all its tokens.
+        """Return one window as the member `tokens.bin`, in uint32.
 
         Raises:
-            ValueError: a shard is damaged.
+            ValueError: the files were changed.
         """
-        if self.account.chat is not None:
-            for number in range(len(self.shards)):
-                stops = np.cumsum(self.lengths(number), dtype=np.int64)
-                for start, stop in zip((stops - self.lengths(number)).tolist(), stops.tolist(), strict=True):
-                    yield np.frombuffer(self.read_tokens(number, start, stop), self.account.dtype)
-            return
-        pending: list[np.ndarray] = []
-        for number, shard in enumerate(self.shards):
-            for start in range(0, int(self._tokens[number]), _READ_TOKENS):
-                stop = min(start + _READ_TOKENS, int(self._tokens[number]))
-                try:
-                    piece = np.frombuffer(self.read_tokens(number, start, stop), self.account.dtype)
-                except BadSample as reason:
-                    raise ValueError(f"{shard.location}: {reason}; write the token shards again") from reason
-                if int(piece.max()) >= self.account.vocab_size:
-                    raise ValueError(f"{shard.location}: token outside of the vocabulary; write the token shards again")
-                *complete, rest = np.split(piece, np.flatnonzero(piece == self.account.eos_id) + 1)
-                for part in complete:
-                    yield np.concatenate([*pending, part[:-1]])
-                    pending = []
-                pending.append(rest)
-        if any(map(len, pending)):
-            yield np.concatenate(pending)
+        start = self._first_token(sample)
+        ids = self._blocks[sample[0]].file.array(IDS)[start : start + self.length + 1]
+        return {IDS: ids.astype(MEMBER_DTYPE).tobytes()}
 
     def describe(self, sample: SampleId) -> str:
-        """Return "shard: sequence N" of a sample, for reports."""
-        return f"{self.shards[sample[0]].name}: sequence {sample[1]}"
+        """Return "folder/tokens.bin: from token N" of a sample, for reports."""
+        return f"{self._blocks[sample[0]].file.folder.name}/{IDS}: from token {self._first_token(sample):,}"
 
-    def read_tokens(self, number: int, start: int, stop: int) -> bytes:
-        """Return the bytes of tokens start..stop-1 of a shard.
+    def _first_token(self, sample: SampleId) -> int:
+        return self._blocks[sample[0]].start + sample[1] * self.length
 
-        Raises:
-            BadSample: the shard is cut short, or does not hold what tokens.json says.
-        """
-        return self._read(number, MEMBER, self.account.dtype, start, stop)
 
-    def read_learned(self, number: int, start: int, stop: int) -> bytes:
-        """Return a byte for each of the tokens start..stop-1 of a shard of conversations: 1 if it is learned."""
-        return self._read(number, LEARNED, np.dtype(bool), start, stop)
+class Block(NamedTuple):
+    """A part of a file whose windows are shuffled together: of its tokens, or of its conversations."""
 
-    def lengths(self, number: int) -> np.ndarray:
-        """Return how many tokens each conversation of a shard has.
-
-        Raises:
-            ValueError: the shard is damaged.
-        """
-        location = self.shards[number].location
-        try:
-            data = self.reader(number).read_member(0, LENGTHS, sys.maxsize)
-            lengths = np.load(BytesIO(data), allow_pickle=False)
-        except (BadSample, KeyError, ValueError, EOFError, OSError, MemoryError) as reason:
-            raise ValueError(f"{location}: damaged lengths ({reason}); write the token shards again") from reason
-        if lengths.dtype != LENGTH_DTYPE or lengths.ndim != 1 or int(lengths.sum()) != self._tokens[number]:
-            raise ValueError(f"{location}: the lengths of its conversations are not as {TOKENS} says; make it anew")
-        return lengths.astype(np.int64)
-
-    def _read(self, number: int, member: str, dtype: np.dtype, start: int, stop: int) -> bytes:
-        if (number, member) not in self._starts:
-            self._starts[number, member] = self._start(number, member, dtype)
-        first = self._starts[number, member] + start * dtype.itemsize
-        return self.reader(number).read_bytes(first, (stop - start) * dtype.itemsize)
-
-    def _start(self, number: int, member: str, dtype: np.dtype) -> int:
-        """Return the byte of a shard at which the numbers of a member, one a token, begin."""
-        reader = self.reader(number)
-        extent = reader.index.extent(0, member) if len(reader.index) else None
-        if extent is None:
-            raise BadSample("shard without tokens")
-        offset, size = extent
-        file = BytesIO(reader.read_member(0, member, _HEADER_BYTES))
-        try:
-            if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError
-            shape, _, read = np.lib.format.read_array_header_1_0(file)
-        except ValueError:
-            raise BadSample("damaged token array") from None
-        tokens, header = int(self._tokens[number]), file.tell()
-        if shape != (tokens,) or read != dtype or size != header + tokens * dtype.itemsize:
-            raise BadSample(f"token array not as {TOKENS} says")
-        return offset + header
+    file: TokenFiles
+    number: int
+    start: int
+    stop: int
 
 
 class TokenSequence:
-    """`TokenBatch`: sequences, and if asked the number of each token's document.
+    """`TokenBatch`: windows, and if asked the number of each token's document.
 
     Args:
-        account: of the shards that the sequences come from.
+        account: of the files that the windows come from.
         documents: whether to number the documents of each row.
     """
 
     def __init__(self, account: TokenAccount, *, documents: bool = False) -> None:
-        self._dtype, self._vocab_size, self._eos_id = account.dtype, account.vocab_size, account.eos_id
-        self._documents = documents
+        self._vocab_size, self._eos_id, self._documents = account.vocab_size, account.eos_id, documents
 
-    def decode(self, members: Members) -> np.ndarray:
+    def decode(self, members: Members) -> Any:
         """Return tokens [L + 1], all of them in the vocabulary."""
-        tokens = np.frombuffer(members[MEMBER], self._dtype)
+        tokens = np.frombuffer(members[IDS], MEMBER_DTYPE)
         if int(tokens.max()) >= self._vocab_size:
             raise BadSample("token outside of the vocabulary")
         return tokens
 
-    def collate(self, items: list[np.ndarray]) -> TokenBatch:
-        """Join sequences into a batch."""
+    def collate(self, items: list[Any]) -> TokenBatch:
+        """Join windows into a batch."""
         tokens = np.stack(items).astype(np.int64)
         batch: TokenBatch = {"tokens": torch.from_numpy(tokens)}
         if self._documents:
@@ -333,37 +366,30 @@ class TokenSequence:
         return batch
 
 
-def _join(accounts: dict[str, TokenAccount | None], source: str) -> TokenAccount:
-    joined: TokenAccount | None = None
-    for parent, account in accounts.items():
-        if account is None:
-            raise ValueError(f"{parent} has no {TOKENS}, so no token shards: make them with `diffvision data tokenize`")
-        if joined is None:
-            joined = TokenAccount(account.vocab_size, account.eos_id, account.fingerprint, chat=account.chat)
+def _join(files: list[TokenFiles]) -> TokenAccount:
+    """Return one account of all, which have one tokenizer and are all of text or all of conversations."""
+    first = files[0].account
+    joined = TokenAccount(first.vocab_size, first.eos_id, first.fingerprint, first.dtype, chat=first.chat)
+    for account in (file.account for file in files):
         if (account.chat is None) != (joined.chat is None):
-            raise ValueError(
-                f"{source} joins token shards of text and of conversations ({parent} is of the other kind): "
-                "train on either alone"
-            )
+            raise ValueError(f"{_named(files)} join text and conversations: train on either alone")
         if (account.vocab_size, account.eos_id, account.fingerprint) != (
             joined.vocab_size,
             joined.eos_id,
             joined.fingerprint,
         ):
             raise ValueError(
-                f"the token shards of {source} have different tokenizers ({joined.vocab_size}, {joined.fingerprint}; "
-                f"in {parent} {account.vocab_size}, {account.fingerprint}): tokenise them again with one"
+                f"{_named(files)} must have one tokenizer, got {joined.fingerprint} ({joined.vocab_size} tokens) and "
+                f"{account.fingerprint} ({account.vocab_size}): tokenise the text again with one"
             )
-        joined.documents, joined.empty = joined.documents + account.documents, joined.empty + account.empty
-        joined.learned += account.learned
-        for reason, count in account.skipped.items():
-            joined.skipped[reason] = joined.skipped.get(reason, 0) + count
-            joined.examples.setdefault(reason, account.examples.get(reason, []))
-    assert joined is not None  # a ShardSet has shards
+        joined.add(account)
+        joined.count, joined.learned = joined.count + account.count, joined.learned + account.learned
     return joined
 
 
-def _count_listed(shard: Shard, account: TokenAccount | None) -> int:
-    if account is None or shard.name not in account.shards:
-        raise ValueError(f"{_parent_of(shard)}/{TOKENS} does not list {shard.name}: write the token shards again")
-    return account.shards[shard.name]
+def _named(files: list[TokenFiles]) -> str:
+    return " and ".join(str(file.folder) for file in files)
+
+
+def _digest(value: list) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -33,7 +33,7 @@ def run(
         tasks: perplexity, position_nll, needle, associative_recall, recall_errors, math, attention_mass, many_shot,
             outliers, quantization, low_bit, cache_pruning, and tasks of plugins (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
-            token shards of the model's tokenizer. For math, JSON lines {"question", "answer"}, such as GSM8K's or those
+            token files of the model's tokenizer. For math, JSON lines {"question", "answer"}, such as GSM8K's or those
             of `data make arithmetic`. For a plugin's task, what it reads.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png, and for what tasks write.

@@ -20,7 +20,7 @@ from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of
 from diffvision.data.text.tokenizers import BadText, check_text
-from diffvision.data.text.tokens import TokenShards, are_tokens
+from diffvision.data.text.tokens import TokenFiles, find_token_folders
 from diffvision.evaluation.language.needle import start_tokens
 
 
@@ -53,6 +53,8 @@ def check_sources(sources: Sequence[str | Path]) -> None:
     """
     for source in sources:
         path = Path(source)
+        if _token_folders(path):
+            continue
         if _are_shards(path):
             find_shards(str(source))
         else:
@@ -62,15 +64,16 @@ def check_sources(sources: Sequence[str | Path]) -> None:
 def read_documents(
     sources: Sequence[str | Path], tokenizer: Any, reading: Reading | None = None
 ) -> Iterator[str | list[int]]:
-    """Yield documents as `read_texts` does, and of token shards (of `diffvision data tokenize`) each document's tokens.
+    """Yield documents as `read_texts` does, and of token files (of `diffvision data tokenize`) each document's tokens.
 
     Raises:
         FileNotFoundError, ValueError, BadDataError: as `read_texts`. ValueError: tokens of another tokenizer.
     """
     reading = reading or Reading()
     for source in sources:
-        if _are_shards(Path(source)) and are_tokens(str(source)):
-            yield from _token_documents(str(source), tokenizer, reading)
+        if folders := _token_folders(Path(source)):
+            for folder in folders:
+                yield from _token_documents(folder, tokenizer, reading)
         else:
             yield from read_texts([source], reading)
 
@@ -182,6 +185,11 @@ def _are_shards(path: Path) -> bool:
     return path.suffix not in (".txt", ".jsonl")
 
 
+def _token_folders(path: Path) -> list[Path]:
+    """Return the folder of token files that a source is, of its validation split if it has splits; else none."""
+    return find_token_folders(path, "test") if path.is_dir() else []
+
+
 def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -189,15 +197,15 @@ def _content(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 ({error}): convert it") from error
 
 
-def _token_documents(source: str, tokenizer: Any, reading: Reading) -> Iterator[list[int]]:
-    """Yield the documents of token shards made with the model's tokenizer."""
-    shards = TokenShards(source, 1)
-    account, fingerprint = shards.account, getattr(tokenizer, "fingerprint", None)
+def _token_documents(folder: Path, tokenizer: Any, reading: Reading) -> Iterator[list[int]]:
+    """Yield the documents of token files made with the model's tokenizer."""
+    files = TokenFiles(folder)
+    account, fingerprint = files.account, getattr(tokenizer, "fingerprint", None)
     if account.fingerprint != fingerprint:
         raise ValueError(
-            f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), the model's has "
+            f"{folder} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), the model's has "
             f"{tokenizer.vocab_size} ({fingerprint or 'of transformers'}): give the text itself, or tokenise it with "
             "the model's"
         )
     check_limits(account, reading.limits)
-    yield from (document.tolist() for document in shards.documents())
+    yield from (document.tolist() for document in files.documents())

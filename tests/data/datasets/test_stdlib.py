@@ -1,14 +1,16 @@
 """The corpus that Python brings along, and the commands that make, check and tokenise it."""
 
+from pathlib import Path
+
 import pytest
 
 from diffvision.data import ShardSet, make
 from diffvision.data.check import check_shards
 from diffvision.data.datasets.stdlib import make_stdlib, split_of
-from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
+from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
 from diffvision.data.text.tokenizers import END, load_tokenizer, train_tokenizer
-from diffvision.data.text.tokens import TokenShards
+from diffvision.data.text.tokens import TokenFiles
 
 TOPICS = "topics = {'assert': 'The assert statement\\n' 'is.\\n', 'x.y': ' Prose'}\nraise SystemExit\n"
 
@@ -88,7 +90,7 @@ def test_the_commands_from_corpus_to_checked_tokens(tmp_path, monkeypatch, capsy
     for directory in (corpus, tokens):
         assert make.check(directory, num_workers=1) == 0
     tokenizer = load_tokenizer(file)
-    written = sum(len(ids) + 1 for ids in TokenShards(tokens, 4).documents())
+    written = sum(len(ids) + 1 for ids in TokenFiles(Path(tokens)).documents())
     assert written == sum(len(tokenizer.encode(d)) + 1 for d in documents(corpus + "/train"))
 
 
@@ -109,8 +111,6 @@ def test_checks_find_bad_text_and_bad_tokens(tmp_path):
     tokens = tmp_path / "tokens"
     tokenize_shards(ShardSet(tmp_path / "good"), tokens, train_tokenizer(["a"], 257), num_workers=0)
     assert all(result.ok for result in check_shards(tokens, 1))
-    write_tar(tokens / "000000.tar", [{"__key__": "a", "npy": b"\x80\x04"}])
-    write_manifest(tokens)
-    assert check_shards(tokens, 1)[0].bad == {"damaged token array": 1}
-    (tokens / "tokens.json").unlink()
-    assert check_shards(tokens, 1)[0].bad == {"token array without a tokens.json": 1}
+    (tokens / "tokens.bin").write_bytes(b"\0" * (tokens / "tokens.bin").stat().st_size)
+    (result,) = check_shards(tmp_path / "tokens", 1)
+    assert "tokens.bin was changed" in result.problems[0]

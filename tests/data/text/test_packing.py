@@ -10,9 +10,10 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.chat import TEMPLATES, Chat
 from diffvision.data.text.documents import JsonLines, RowMember
 from diffvision.data.text.module import TextData
-from diffvision.data.text.packing import PackedSequence, PackedShards, best_fit_decreasing
+from diffvision.data.text.packing import PackedSequence, PackedWindows, best_fit_decreasing
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.files import sha256
 
 LENGTH = 40
 ROWS = [{"prompt": "q" * (1 + 7 * n % 23), "response": "a" * (1 + 5 * n % 13)} for n in range(300)]
@@ -24,13 +25,13 @@ def write(directory, rows):
     (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     chat = Chat(tokenizer, TEMPLATES["plain"], "plain")
     source = JsonLines(directory / "rows.jsonl")
-    tokenize_shards(source, directory / "made", tokenizer, RowMember(), chat=chat, tokens_per_shard=2000, num_workers=0)
+    tokenize_shards(source, directory / "made", tokenizer, RowMember(), chat=chat, num_workers=0)
     return str(directory / "made")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Shards of 302 conversations, of which two are longer than a window."""
+    """Token files of 302 conversations, of which two are longer than a window. Not to be changed."""
     return write(tmp_path_factory.mktemp("packed"), [*ROWS, *LONG])
 
 
@@ -55,29 +56,29 @@ def texts(batches, eos_id):
 
 
 def loader(made, batch_size=1, cut=False, **settings):
-    shards = PackedShards(made, LENGTH, cut=cut)
-    kind = PackedSequence(shards.account, LENGTH)
-    return ShardLoader(shards, kind, batch_size, **{"num_workers": 0} | settings), shards
+    windows = PackedWindows(made, LENGTH, cut=cut, block=2000)
+    kind = PackedSequence(windows.account, LENGTH)
+    return ShardLoader(windows, kind, batch_size, **{"num_workers": 0} | settings), windows
 
 
 def test_every_conversation_is_whole_in_one_window(made):
-    batches, shards = loader(made)
-    assert len(shards.shards) > 1
+    batches, windows = loader(made)
+    assert len(windows.counts) > 1
     read = list(batches)
     assert read[0]["tokens"].shape == read[0]["learned"].shape == (1, LENGTH + 1)
-    assert texts(read, shards.account.eos_id) == sorted((len(r["prompt"]), len(r["response"]) + 1) for r in ROWS)
+    assert texts(read, windows.account.eos_id) == sorted((len(r["prompt"]), len(r["response"]) + 1) for r in ROWS)
     counts = batches.report.as_dict()
     assert (counts["long_conversations"], counts["left_out_conversations"]) == (2, 2)
     tokens = sum(len(r["prompt"]) + len(r["response"]) + 1 for r in ROWS)
-    assert counts["padding_tokens"] == len(shards) * (LENGTH + 1) - tokens
+    assert counts["padding_tokens"] == len(windows) * (LENGTH + 1) - tokens
 
 
 def test_long_conversations_are_cut_if_asked_unless_nothing_learned_is_left(made):
-    batches, shards = loader(made, cut=True)
+    batches, windows = loader(made, cut=True)
     expected = [(len(r["prompt"]), len(r["response"]) + 1) for r in ROWS] + [(20, LENGTH + 1 - 20)]
-    assert texts(batches, shards.account.eos_id) == sorted(expected)
-    assert (shards.long, shards.extra_counts["left_out_conversations"]) == (2, 1)
-    assert shards.fingerprint != PackedShards(made, LENGTH).fingerprint
+    assert texts(batches, windows.account.eos_id) == sorted(expected)
+    assert (windows.long, windows.extra_counts["left_out_conversations"]) == (2, 1)
+    assert windows.fingerprint != PackedWindows(made, LENGTH, block=2000).fingerprint
 
 
 def test_best_fit_decreasing_by_hand():
@@ -112,24 +113,25 @@ def test_the_data_module_resumes_and_divides_windows_over_ranks(made):
 def test_the_data_module_packs_conversations_and_says_what_does_not_fit(made, tmp_path):
     data = TextData(made, 4, LENGTH, made, num_workers=0)
     message = (
-        r"2 of 302 conversations of .* longer than 41 tokens, the first is .*: conversation \d+: they are left out"
+        r"2 of 302 conversations are longer than 41 tokens, the first is made: conversation 301: they are left out"
     )
     with pytest.warns(UserWarning, match=message):
         batch = next(iter(data.train_dataloader()))
     assert set(batch) == {"tokens", "documents", "learned"}
-    with pytest.raises(ValueError, match=r"no conversation of .* a window of 2"):
+    with pytest.raises(ValueError, match=r"no conversation .* a window of 2"):
         TextData(made, 4, 1, num_workers=0).train_dataloader()
     write_shards(tmp_path / "text", [{"__key__": "a", "txt": "qa" * 200}])
     tokenize_shards(ShardSet(tmp_path / "text"), tmp_path / "tokens", train_tokenizer(["qa"], 257), num_workers=0)
-    with pytest.raises(ValueError, match="joins token shards of text and"):
+    with pytest.raises(ValueError, match="join text and conversations"):
         TextData([made, str(tmp_path / "tokens")], 4, LENGTH, num_workers=0).train_dataloader()
 
 
-def test_damaged_lengths_are_one_error(tmp_path):
-    made = write(tmp_path, ROWS[:40])
-    account = json.loads((tmp_path / "made" / "tokens.json").read_text())
-    name = next(iter(account["shards"]))
-    account["shards"][name] += 1
-    (tmp_path / "made" / "tokens.json").write_text(json.dumps(account))
-    with pytest.raises(ValueError, match=r"000000.tar: the lengths of"):
-        PackedShards(made, LENGTH)
+def test_lengths_that_do_not_add_up_are_one_error(tmp_path):
+    write(tmp_path, ROWS[:40])
+    folder = tmp_path / "made"
+    (np.fromfile(folder / "lengths.bin", "<u4") + 1).tofile(folder / "lengths.bin")
+    account = json.loads((folder / "tokens.json").read_text())
+    account["sha256"]["lengths.bin"] = sha256(folder / "lengths.bin")
+    (folder / "tokens.json").write_text(json.dumps(account))
+    with pytest.raises(ValueError, match=r"lengths\.bin must add up"):
+        PackedWindows(folder, LENGTH)

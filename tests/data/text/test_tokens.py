@@ -1,24 +1,29 @@
-"""Text to packed sequences: exact against a concatenation by hand, in a reproducible order, with an account of all."""
+"""Text to windows of tokens: exact against a concatenation by hand, in a reproducible order, with an account of all."""
 
-import io
 import json
-from collections import Counter
+import os
+import pickle
+import shutil
 
 import numpy as np
 import pytest
 
 from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
 from diffvision.data.shards.loader import EvaluationLoader
-from diffvision.data.shards.writer import write_manifest, write_shards, write_tar
+from diffvision.data.shards.order import ShuffledOrder
+from diffvision.data.shards.writer import write_shards
+from diffvision.data.text import tokenize
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
 from diffvision.data.text.tokenizers import END, train_tokenizer
-from diffvision.data.text.tokens import TokenSequence, TokenShards
+from diffvision.data.text.tokens import TokenFiles, TokenSequence, TokenWindows, find_token_folders, read_account
+from diffvision.files import sha256
 
+BLOCK = 300  # tokens, of which there are five blocks
 LENIENT = Limits(max_bad_fraction=1.0)
 DOCUMENTS = [f"document {n}: " + " ".join(f"word{n * k % 17}" for k in range(3 + n % 9)) for n in range(60)]
 DOCUMENTS[7] = f"the mark {END} written out, {END}"
-DOCUMENTS[11] = "one that is longer than any sequence, " * 20
+DOCUMENTS[11] = "one that is longer than any window, " * 20
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +41,9 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(text, tokenizer, tmp_path_factory):
-    """Token shards of 300 tokens each, five of them. Not to be changed."""
+    """The token files of the documents. Not to be changed."""
     directory = tmp_path_factory.mktemp("made") / "tokens"
-    tokenize_shards(ShardSet(text), directory, tokenizer, tokens_per_shard=300, num_workers=0)
+    tokenize_shards(ShardSet(text), directory, tokenizer, num_workers=0)
     return directory
 
 
@@ -46,21 +51,21 @@ def stream_of(tokenizer, documents=DOCUMENTS):
     return [number for document in documents for number in [*tokenizer.encode(document), tokenizer.eos_id]]
 
 
-def sequences_of(stream, length, per_shard=300):
-    """By hand: shards cut from the stream, sequences of length + 1 that share a token."""
-    shards = [stream[start : start + per_shard] for start in range(0, len(stream), per_shard)]
+def windows_of(stream, length, block=BLOCK):
+    """By hand: blocks cut from the stream, windows of length + 1 that share a token."""
+    blocks = [stream[start : start + block] for start in range(0, len(stream), block)]
     return [
-        shard[start : start + length + 1]
-        for shard in shards
-        for start in range(0, len(shard), length)
-        if start + length + 1 <= len(shard)
+        block[start : start + length + 1]
+        for block in blocks
+        for start in range(0, len(block), length)
+        if start + length + 1 <= len(block)
     ]
 
 
 def in_order(source, length, **settings):
-    shards = TokenShards(source, length)
-    loader = EvaluationLoader(shards, TokenSequence(shards.account, **settings), batch_size=7)
-    return list(loader), shards
+    windows = TokenWindows(source, length, block=BLOCK)
+    loader = EvaluationLoader(windows, TokenSequence(windows.account, **settings), batch_size=7)
+    return list(loader), windows
 
 
 def rows(batches, name="tokens"):
@@ -68,20 +73,20 @@ def rows(batches, name="tokens"):
 
 
 @pytest.mark.parametrize("length", [1, 8, 50, 299])
-def test_sequences_are_those_of_the_documents_one_after_another(made, tokenizer, length):
+def test_windows_are_those_of_the_documents_one_after_another(made, tokenizer, length):
     stream = stream_of(tokenizer)
-    batches, shards = in_order(made, length)
-    expected = sequences_of(stream, length)
+    batches, windows = in_order(made, length)
+    expected = windows_of(stream, length)
     assert rows(batches) == expected
     assert batches[0]["tokens"].dtype.is_signed
     assert batches[0]["tokens"].shape == (min(7, len(expected)), length + 1)
-    assert len(shards) == len(expected)
-    in_shard = [len(stream[start : start + 300]) for start in range(0, len(stream), 300)]
-    left = [tokens - ((tokens - 1) // length * length + 1) if tokens > length else tokens for tokens in in_shard]
-    assert shards.extra_counts["tail_tokens"] == sum(left)
+    assert len(windows) == len(expected)
+    in_block = [len(stream[start : start + BLOCK]) for start in range(0, len(stream), BLOCK)]
+    left = [tokens - ((tokens - 1) // length * length + 1) if tokens > length else tokens for tokens in in_block]
+    assert windows.extra_counts["tail_tokens"] == sum(left)
 
 
-def test_a_document_longer_than_a_sequence_goes_on_in_the_next(tokenizer, tmp_path):
+def test_a_document_longer_than_a_window_goes_on_in_the_next(tokenizer, tmp_path):
     write_shards(tmp_path / "s", [{"__key__": "a", "txt": DOCUMENTS[11]}])
     tokenize_shards(ShardSet(tmp_path / "s"), tmp_path / "t", tokenizer, num_workers=0)
     batches, _ = in_order(tmp_path / "t", 8, documents=True)
@@ -105,33 +110,35 @@ def test_documents_are_numbered_by_row_and_own_their_ends(made, tokenizer):
 
 
 def test_the_written_mark_ends_no_document(made, tokenizer):
-    stream = [row[0] for row in rows(in_order(made, 1)[0])]
-    assert 0 < stream.count(tokenizer.eos_id) <= len(DOCUMENTS)
-    assert stream_of(tokenizer).count(tokenizer.eos_id) == len(DOCUMENTS)
+    stream = np.fromfile(made / "tokens.bin", "<u2").tolist()
+    assert stream == stream_of(tokenizer)
+    assert stream.count(tokenizer.eos_id) == len(DOCUMENTS)
 
 
 def loader_of(source, batch_size=4, length=16, **settings):
-    shards = TokenShards(source, length)
-    return ShardLoader(shards, TokenSequence(shards.account), batch_size, **{"num_workers": 0, "window": 2, **settings})
+    windows = TokenWindows(source, length, block=BLOCK)
+    kind = TokenSequence(windows.account)
+    return ShardLoader(windows, kind, batch_size, **{"num_workers": 0, "window": 2, **settings})
 
 
 def read(loader):
     return [batch["tokens"].tolist() for batch in loader]
 
 
-def test_an_epoch_has_each_sequence_once_in_an_order_of_seed_and_epoch(made, tokenizer):
+def test_an_epoch_has_each_window_once_in_an_order_of_seed_and_epoch(made, tokenizer):
     loader = loader_of(made, seed=3)
-    first, second = read(loader), read(loader)
-    expected = Counter(map(tuple, sequences_of(stream_of(tokenizer), 16)))
-    for epoch in (first, second):
-        sequences = Counter(tuple(row) for batch in epoch for row in batch)
-        assert not sequences - expected
-        assert sum(expected.values()) - sum(sequences.values()) == loader.report.tail == len(loader.shards) % 4
+    epochs = [read(loader), read(loader)]
+    stream = stream_of(tokenizer)
+    for number, epoch in enumerate(epochs):
+        order = ShuffledOrder(loader.shards.counts, 3, number, window=2)
+        starts = [block * BLOCK + row * 16 for block, row in order.samples(0, 4 * len(epoch))]
+        assert [row for batch in epoch for row in batch] == [stream[start : start + 17] for start in starts]
+        assert len(set(starts)) == loader.report.seen == loader.report.total - loader.report.tail
         assert len(epoch) == len(loader)
-    assert first != second != read(loader_of(made, seed=4))
-    assert read(loader_of(made, seed=3)) == first
+    assert epochs[0] != epochs[1] != read(loader_of(made, seed=4))
     assert loader.report.as_dict()["tail_tokens"] == loader.shards.extra_counts["tail_tokens"] > 0
     assert "tail tokens:" in loader.report.summary()
+    assert loader.names(0, 0)[0].startswith("tokens/tokens.bin: from token ")
 
 
 def test_workers_and_ranks_give_the_same_batches(made):
@@ -147,7 +154,7 @@ def test_a_run_goes_on_where_it_was_and_not_with_another_length(made):
     for _ in range(3):
         next(iterator)
     state = half.state_dict()
-    resumed = loader_of(made)
+    resumed = loader_of(made, num_workers=2)
     resumed.load_state_dict(state)
     assert read(resumed) == whole[3:]
     with pytest.raises(ValueError, match="cannot resume: length was"):
@@ -158,30 +165,52 @@ def test_a_run_goes_on_where_it_was_and_not_with_another_length(made):
         loader_of(made, length=15).load_state_dict(state)
 
 
-def test_the_same_shards_whatever_the_workers(text, made, tokenizer, tmp_path):
-    account = tokenize_shards(ShardSet(text), tmp_path / "t", tokenizer, tokens_per_shard=300, num_workers=2)
-    names = sorted(p.name for p in made.iterdir() if p.is_file())
-    assert names == sorted(p.name for p in (tmp_path / "t").iterdir())
-    assert {"manifest.json", "tokens.json", "tokenizer.json", "000000.tar"} <= set(names)
+def test_a_run_on_the_tar_shards_of_earlier_versions_goes_on(made):
+    state = loader_of(made).state_dict()
+    assert state["shards"] == "57892ffb834c607a-16-7acf101f2efbfbba"
+    with pytest.warns(UserWarning, match="whether they hold the same"):
+        loader_of(made).load_state_dict(state | {"content": "sha256:0123456789abcdef"})
+    with pytest.raises(ValueError, match="other content"):
+        loader_of(made).load_state_dict(state | {"content": "token files:0123456789abcdef"})
+
+
+def test_the_same_files_whatever_the_workers(text, made, tokenizer, tmp_path):
+    tokenize_shards(ShardSet(text), tmp_path / "t", tokenizer, num_workers=2)
+    names = {"tokens.bin", "tokens.json", "tokenizer.json"}
+    assert names == {p.name for p in (tmp_path / "t").iterdir()}
     for name in names:
         assert (tmp_path / "t" / name).read_bytes() == (made / name).read_bytes()
-    assert list(account.shards.values())[:-1] == [300] * (len(account.shards) - 1)
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_shards_of_several_places_are_one_set(made, tmp_path, text, tokenizer):
-    tokenize_shards(ShardSet(text), tmp_path / "again", tokenizer, num_workers=0)
-    both = TokenShards([str(made), str(tmp_path / "again")], 16)
-    assert len(both) == len(TokenShards(made, 16)) + len(TokenShards(tmp_path / "again", 16))
+def test_folders_of_several_places_are_one_set_and_splits_are_found(made, tmp_path):
+    both = TokenWindows([str(made), str(copied(made, tmp_path / "sets" / "train"))], 16)
+    assert len(both) == 2 * len(TokenWindows(made, 16))
     assert both.account.documents == 2 * len(DOCUMENTS)
+    assert len(TokenWindows(tmp_path / "sets", 16)) == len(TokenWindows(made, 16))
+    with pytest.raises(ValueError, match="no token files of test"):
+        find_token_folders(tmp_path / "sets", "test")
+    assert find_token_folders(made / "0.tar") == []
+    described(format="diffvision-tokens-1")(tmp_path / "sets" / "train")
+    for source in (tmp_path / "sets" / "train" / "{0..3}.tar", tmp_path / "sets" / "train" / "0.tar"):
+        with pytest.raises(ValueError, match="earlier version"):
+            find_token_folders(source)
 
 
 def test_large_vocabularies_take_four_bytes(text, tokenizer, tmp_path):
     wide = train_tokenizer(DOCUMENTS, 300)
     wide.vocab_size = 70_000
     tokenize_shards(ShardSet(text), tmp_path / "wide", wide, num_workers=0)
-    assert TokenShards(tmp_path / "wide", 16).account.dtype == np.dtype("<u4")
-    assert rows(in_order(tmp_path / "wide", 16)[0]) == sequences_of(stream_of(tokenizer), 16, 10**9)
+    assert np.fromfile(tmp_path / "wide" / "tokens.bin", "<u4").tolist() == stream_of(tokenizer)
+    assert rows(in_order(tmp_path / "wide", 16)[0]) == windows_of(stream_of(tokenizer), 16)
+
+
+def test_workers_map_the_files_themselves(made):
+    windows = TokenWindows(made, 16)
+    first = windows.members((0, 0))
+    copy = pickle.loads(pickle.dumps(windows))
+    assert len(pickle.dumps(windows)) < (made / "tokens.bin").stat().st_size
+    assert copy.members((0, 0)) == first
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,7 +264,7 @@ def test_bad_documents_are_counted_by_reason_and_empty_ones_apart(spoiled, token
     assert account.examples["text not UTF-8"] == ["000000.tar: 003", "000001.tar: 020"]
     assert (account.documents, account.empty) == (55, 2)
     good = [d for n, d in enumerate(DOCUMENTS) if n not in (3, 5, 6, 20, 40)]
-    assert rows(in_order(tmp_path / "t", 16)[0]) == sequences_of(stream_of(tokenizer, good), 16, 10**9)
+    assert rows(in_order(tmp_path / "t", 16)[0]) == windows_of(stream_of(tokenizer, good), 16)
     read = DocumentAccount()
     documents = documents_of(ShardSet(spoiled), limits=LENIENT, account=read)
     assert list(documents) == [*good[:4], " \n", "", *good[4:]]
@@ -270,101 +299,117 @@ def test_the_limit_is_of_the_documents_that_there_seem_to_be(tmp_path):
     assert (len(list(documents)), account.bad) == (596, 2)
 
 
-def test_documents_come_back_whole_from_token_shards(made, tokenizer, tmp_path):
-    documents = [tokenizer.decode(document) for document in TokenShards(made, 1).documents()]
-    assert documents == DOCUMENTS
-    damaged = copied(made, tmp_path / "damaged")
-    write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": array(np.full(300, 300, dtype="<u2"))}])
-    write_manifest(damaged)
-    with pytest.raises(ValueError, match=r"000001\.tar: token outside of"):
-        list(TokenShards(damaged, 1).documents())
-    write_tar(damaged / "000001.tar", [{"__key__": "a", "npy": b"none"}])
-    write_manifest(damaged)
-    with pytest.raises(ValueError, match=r"000001\.tar: damaged token array"):
-        list(TokenShards(damaged, 1).documents())
+def test_documents_come_back_whole_from_token_files(made, tokenizer):
+    assert [tokenizer.decode(document) for document in TokenFiles(made).documents()] == DOCUMENTS
+
+
+def test_a_tokenisation_that_is_cut_short_leaves_nothing(text, tokenizer, tmp_path, monkeypatch):
+    def fails(parts, num_workers, read=tokenize._read):
+        yield from list(read(parts, num_workers))[:2]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenize, "_read", fails)
+    with pytest.raises(OSError, match="No space left"):
+        tokenize_shards(ShardSet(text), tmp_path / "t", tokenizer, num_workers=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_directories_and_sources_that_will_not_do(text, made, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="is not empty: remove"):
         tokenize_shards(ShardSet(text), made, tokenizer)
-    with pytest.raises(ValueError, match="tokens_per_shard is 1"):
-        tokenize_shards(ShardSet(text), tmp_path / "t", tokenizer, tokens_per_shard=1)
     write_shards(tmp_path / "empty", [{"__key__": "a", "txt": ""}])
     with pytest.raises(ValueError, match="no documents to tokenise"):
         tokenize_shards(ShardSet(tmp_path / "empty"), tmp_path / "t", tokenizer, num_workers=0)
-    with pytest.raises(ValueError, match=r"has no tokens.json"):
-        TokenShards(text, 16)
-    with pytest.raises(ValueError, match="length is 0 tokens"):
-        TokenShards(made, 0)
-    with pytest.raises(ValueError, match="too few for one sequence of length"):
-        TokenShards(made, 300)
+    for source, length, named in ((text, 16, "tokens.json"), (made, 0, "length"), (made, 10**6, "data.length")):
+        with pytest.raises(ValueError, match=named):
+            TokenWindows(source, length)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Token shards that are damaged
+# Token files that are damaged
 
 
 def copied(made, directory):
-    directory.mkdir()
-    for path in made.iterdir():
-        if path.is_file():
-            (directory / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(made, directory, ignore=shutil.ignore_patterns(".index"))
     return directory
 
 
-def array(tokens):
-    file = io.BytesIO()
-    np.save(file, tokens)
-    return file.getvalue()
+def flipped(folder):
+    data = bytearray((folder / "tokens.bin").read_bytes())
+    data[200] ^= 1  # a token, still of the vocabulary
+    (folder / "tokens.bin").write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (lambda: array(np.zeros(300, dtype=np.int64)), "token array not as tokens.json says"),
-        (lambda: array(np.zeros(299, dtype="<u2")), "token array not as tokens.json says"),
-        (lambda: array(np.full(300, 300, dtype="<u2")), "token outside of the vocabulary"),
-        (lambda: array(np.zeros(300, dtype="<u2"))[:-2], "token array not as tokens.json says"),
-        (lambda: b"\x80\x04pickled", "damaged token array"),
-        (lambda: b"", "damaged token array"),
-        (None, "shard without tokens"),
-    ],
-)
-def test_a_damaged_shard_is_skipped_and_counted(made, tmp_path, content, reason):
-    damaged = copied(made, tmp_path / "damaged")
-    sample = {"__key__": "a", "npy": content()} if content else {"__key__": "a", "cls": "1"}
-    write_tar(damaged / "000001.tar", [sample])
-    write_manifest(damaged)
-    loader = loader_of(damaged, seed=3, limits=LENIENT)
-    batches = read(loader)
-    assert {len(batch) for batch in batches} == {4}
-    assert list(loader.report.skipped) == [reason]
-    assert loader.report.examples[reason][0].startswith("000001.tar: sequence ")
+def described(**fields):
+    """Return a change of tokens.json."""
+
+    def change(folder):
+        (folder / "tokens.json").write_text(json.dumps(json.loads((folder / "tokens.json").read_text()) | fields))
+
+    return change
 
 
-def test_a_flipped_bit_in_a_token_shard_costs_that_shard(made, tmp_path):
-    damaged = copied(made, tmp_path / "damaged")
-    data = bytearray((damaged / "000001.tar").read_bytes())
-    data[1024 + 200] ^= 1  # a token, still of the vocabulary
-    (damaged / "000001.tar").write_bytes(data)
-    loader = loader_of(damaged, seed=3, limits=LENIENT)
-    read(loader)
-    assert list(loader.report.skipped) == ["shard not as its manifest says (sha256)"]
+DAMAGE = {
+    "cut": (lambda folder: os.truncate(folder / "tokens.bin", 700), "tokens.bin"),
+    "one byte more": (lambda folder: (folder / "tokens.bin").open("ab").write(b"x"), "tokens.bin"),
+    "a flipped bit": (flipped, "tokens.bin"),
+    "gone": (lambda folder: (folder / "tokens.bin").unlink(), "tokens.bin"),
+    "a pickle": (lambda folder: (folder / "tokens.bin").write_bytes(pickle.dumps([1] * 300)), "tokens.bin"),
+    "not JSON": (lambda folder: (folder / "tokens.json").write_text("{"), "tokens.json"),
+    "nested": (lambda folder: (folder / "tokens.json").write_text("[" * 100_000), "tokens.json"),
+    "not UTF-8": (lambda folder: (folder / "tokens.json").write_bytes(b'{"format": "\xe9"}'), "tokens.json"),
+    "a list": (lambda folder: (folder / "tokens.json").write_text("[]"), "tokens.json"),
+    "no fields": (
+        lambda folder: (folder / "tokens.json").write_text('{"format": "diffvision-tokens-2"}'),
+        "tokens.json",
+    ),
+    "another format": (described(format="other"), "format"),
+    "tar shards": (described(format="diffvision-tokens-1"), "earlier version.*diffvision data tokenize"),
+    "a field more": (described(more=1), "tokens.json"),
+    "dtype": (described(dtype="int64"), "dtype"),
+    "strange dtype": (described(dtype=["uint16"]), "dtype"),
+    "sha256 of a text": (described(sha256="0"), "tokens.json"),
+    "no tokens": (described(count=0), "at least one token"),
+    "fewer tokens": (described(count=100), "tokens.bin"),
+    "a negative count": (described(count=-1), "tokens.json"),
+    "half a token": (described(count=1.5), "tokens.json"),
+    "eos": (described(eos_id=300), "tokens.json"),
+    "no sha256": (described(sha256={}), "tokens.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_token_files_are_one_error(made, tmp_path, damage):
+    folder = copied(made, tmp_path / "damaged")
+    change, named = DAMAGE[damage]
+    change(folder)
+    with pytest.raises(ValueError, match=named) as error:
+        TokenWindows(folder, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_changes_during_a_run_is_an_error_and_new_times_are_not(made, tmp_path):
+    folder = copied(made, tmp_path / "changing")
+    windows = TokenWindows(folder, 16)
+    first = windows.members((0, 0))
+    os.utime(folder / "tokens.bin", (0, 0))
+    assert windows.members((0, 0)) == first
+    for change in (flipped, DAMAGE["cut"][0], DAMAGE["gone"][0]):
+        change(folder)
+        with pytest.raises(ValueError, match=r"tokens\.bin"):
+            windows.members((0, 0))
+
+
+def test_a_token_outside_of_the_vocabulary_is_a_bad_sample(made, tmp_path):
+    folder = copied(made, tmp_path / "outside")
+    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+    tokens[:BLOCK] = 300
+    tokens.tofile(folder / "tokens.bin")
+    described(sha256={"tokens.bin": sha256(folder / "tokens.bin")})(folder)
+    loader = loader_of(folder, seed=3, limits=LENIENT)
+    assert {len(batch) for batch in read(loader)} == {4}
+    assert list(loader.report.skipped) == ["token outside of the vocabulary"]
     assert loader.report.seen + loader.report.bad + loader.report.tail == loader.report.total
-
-
-@pytest.mark.parametrize("text_of_it", ["{", "[]", '{"format": "other"}', '{"format": "diffvision-tokens-1"}'])
-def test_a_damaged_tokens_json_is_named(made, tmp_path, text_of_it):
-    damaged = copied(made, tmp_path / "damaged")
-    (damaged / "tokens.json").write_text(text_of_it)
-    with pytest.raises(ValueError, match=r"damaged/tokens.json is not of"):
-        TokenShards(damaged, 16)
-
-
-def test_shards_that_tokens_json_does_not_know(made, tmp_path):
-    damaged = copied(made, tmp_path / "damaged")
-    fields = json.loads((damaged / "tokens.json").read_text())
-    del fields["shards"]["000001.tar"]
-    (damaged / "tokens.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"tokens.json does not list"):
-        TokenShards(damaged, 16)
+    with pytest.raises(ValueError, match="below 300, got 300"):
+        TokenFiles(folder).check()
+    assert read_account(folder).documents == len(DOCUMENTS)
