@@ -5,7 +5,7 @@ Rows are read by `documents`, and written as token files by `tokenize`.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.documents import RowMember
 from diffvision.data.text.templates import check_template, render
 from diffvision.data.text.tokenizers import Tokenizer, read_config, read_special_token
+from diffvision.files import decoded
 
 CHATML = """\
 {%- for message in messages %}
@@ -57,8 +58,6 @@ Messages = list[dict[str, Any]]
 ...}, as chat templates of transformers take them; with all that a row's messages have, such as reasoning_content."""
 Conversations = Sequence[tuple[Messages, bool]]
 """Messages, each with whether the prompt for an answer follows them."""
-Write = Callable[[Conversations, Mapping[str, Any]], list[str]]
-"""Writes conversations by a template, with the context of `read_context`."""
 
 
 class Chat:
@@ -142,7 +141,7 @@ class Chat:
         if not answers:
             raise BadSample(_NO_ANSWER)
         marked, context = self._mark(messages[: answers[-1] + 1]), self._mark(context)
-        refuse_unwritten(self._write, marked, context, self.template)
+        self._refuse_unwritten(marked, context)
         prompts, wholes = [(marked[:number], True) for number in answers], [(marked[: n + 1], False) for n in answers]
         texts = self._write([*prompts, *wholes], context)
         written = ""
@@ -159,28 +158,42 @@ class Chat:
             raise BadSample(_NO_ANSWER)
         return ids, learned
 
-    def prompt(self, messages: Messages, context: Mapping[str, Any] = {}) -> list[int]:
-        """Return the ids of a conversation up to where the assistant's answer begins.
-
-        Raises:
-            BadSample: the template fails, or does not write all of the conversation.
-            BadText: a text that cannot be tokenised.
-        """
-        marked, context = self._mark(messages), self._mark(context)
-        refuse_unwritten(self._write, marked, context, self.template)
-        return self._encode(self._write([(marked, True)], context)[0])
-
-    def render(self, messages: Messages, *, prompt: bool) -> str:
-        """Return the text that the template writes of messages, with the prompt for an answer or without.
-
-        Raises:
-            BadSample: the template fails.
-        """
-        return self._write([(messages, prompt)], {})[0]
-
     def _write(self, conversations: Conversations, context: Mapping[str, Any]) -> list[str]:
-        tokens = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos}
-        return write_conversations(self.template, conversations, tokens, context)
+        """Return what the template writes of conversations, as transformers' `apply_chat_template` calls it."""
+        names = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos}
+        given = {"tools": None, "documents": None, **names, **context}
+        variables = [{**given, "messages": one, "add_generation_prompt": asks} for one, asks in conversations]
+        return render(self.template, variables)
+
+    def _refuse_unwritten(self, messages: Messages, context: Mapping[str, Any]) -> None:
+        """Refuse a conversation, which ends with an answer, that has more than the template writes.
+
+        Raises:
+            BadSample: without one of the keys the text would be the same, or the template has no setting of that name.
+        """
+        keys = {(one["role"], key) for one in messages for key, value in one.items() if value not in (None, "", [], {})}
+        keys = {(role, key) for role, key in keys - _LINKS if key not in ("role", "content")}
+        if not (keys or context):
+            return
+
+        def texts(messages: Messages, context: Mapping[str, Any]) -> list[str] | None:
+            # To each answer: of earlier ones some templates leave the reasoning out.
+            ends = [end for end, message in enumerate(messages, start=1) if message["role"] == ASSISTANT]
+            try:
+                return self._write([(messages[:end], False) for end in ends], context)
+            except BadSample:
+                return None
+
+        if (whole := texts(messages, context)) is None:  # for a reason that `_write` gives again
+            return
+        for role, key in sorted(keys):
+            without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in messages]
+            if texts(without, context) == whole:
+                raise BadSample(f"{key[:40]!r} in a message of {role[:40]!r}, which the chat template does not write")
+        for key in context:
+            others = {k: v for k, v in context.items() if k != key}
+            if texts(messages, others) == whole if key in CONTEXT else key not in self.template:
+                raise BadSample(f"{key[:40]!r} in a row, which the chat template does not use")
 
     def _mark(self, value: Any) -> Any:
         """Return messages, or a part of them, with `_mark_names` of each text."""
@@ -247,35 +260,22 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
     Raises:
         ValueError: there is no such template; see `Chat`.
     """
-    bos_token = read_special_token(read_config(_folder(source)), "bos_token") or ""
+    folder = Path(source).parent if Path(source).is_file() else Path(source)
+    config, name = read_config(folder), chosen
+    template = TEMPLATES.get(chosen)
     if chosen == "tokenizer":
-        template = find_template(source)
+        template = _find_template(folder, config)
         if template is None:
             raise ValueError(
                 f"the tokenizer {source} has no chat template (no {CHAT_TEMPLATE}, none in tokenizer_config.json): "
                 f"give {', '.join(TEMPLATES)}, or a Jinja file"
             )
-        return Chat(tokenizer, template, chosen, bos_token)
-    if chosen in TEMPLATES:
-        return Chat(tokenizer, TEMPLATES[chosen], chosen, bos_token)
-    if not Path(chosen).is_file():
-        raise ValueError(
-            f"no chat template {chosen!r}: give {', '.join(TEMPLATES)}, tokenizer (the one next to it), or a file of "
-            "Jinja"
-        )
-    return Chat(tokenizer, read_template(Path(chosen)), Path(chosen).name, bos_token)
-
-
-def read_template(file: Path) -> str:
-    """Return the template in a file of Jinja.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"chat template {file} is not UTF-8 ({error}): convert it") from None
+    elif template is None:
+        if not Path(chosen).is_file():
+            names = ", ".join(TEMPLATES)
+            raise ValueError(f"chat must be {names}, tokenizer (the one next to it) or a file of Jinja, got {chosen!r}")
+        template, name = decoded(Path(chosen).read_bytes(), chosen), Path(chosen).name
+    return Chat(tokenizer, template, name, read_special_token(config, "bos_token") or "")
 
 
 def read_messages(record: Any) -> Messages:
@@ -346,70 +346,6 @@ def read_context(record: Any) -> dict[str, Any]:
     return settings | {key: value for key, value in context.items() if value}
 
 
-def write_conversations(
-    template: str,
-    conversations: Conversations,
-    tokens: Mapping[str, Any],
-    context: Mapping[str, Any],
-    *,
-    clock: bool = False,
-) -> list[str]:
-    """Return what a template writes of conversations, as transformers' `apply_chat_template` calls it.
-
-    Args:
-        template: Jinja.
-        conversations: each with whether the prompt for an answer follows.
-        tokens: names of special tokens, such as `bos_token`.
-        context: what `read_context` returns.
-        clock: as in `render`.
-
-    Raises:
-        BadSample: as in `render`.
-    """
-    given = {"tools": None, "documents": None, **tokens, **context}
-    variables = [{**given, "messages": one, "add_generation_prompt": asks} for one, asks in conversations]
-    return render(template, variables, clock=clock)
-
-
-def refuse_unwritten(write: Write, messages: Messages, context: Mapping[str, Any], template: str) -> None:
-    """Refuse a conversation that has more than a template writes.
-
-    Args:
-        write: writes conversations by the template.
-        messages: one or more.
-        context: of their row.
-        template: its text.
-
-    Raises:
-        BadSample: without one of the keys the text would be the same, or the template has no setting of that name.
-    """
-    keys = {(one["role"], key) for one in messages for key, value in one.items() if value not in (None, "", [], {})}
-    keys = {(role, key) for role, key in keys - _LINKS if key not in ("role", "content")}
-    if not (keys or context):
-        return
-    ends = [end for end, message in enumerate(messages, start=1) if message["role"] == ASSISTANT]
-
-    def texts(messages: Messages, context: Mapping[str, Any]) -> list[str] | None:
-        # To each answer: of earlier ones some templates leave the reasoning out.
-        turns = [(messages[:end], False) for end in ends]
-        question = [(messages, True)] if len(messages) not in ends else []
-        try:
-            return write([*turns, *question], context)
-        except BadSample:
-            return None
-
-    if (whole := texts(messages, context)) is None:  # for a reason that `write` gives again
-        return
-    for role, key in sorted(keys):
-        without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in messages]
-        if texts(without, context) == whole:
-            raise BadSample(f"{key[:40]!r} in a message of {role[:40]!r}, which the chat template does not write")
-    for key in context:
-        others = {k: v for k, v in context.items() if k != key}
-        if texts(messages, others) == whole if key in CONTEXT else key not in template:
-            raise BadSample(f"{key[:40]!r} in a row, which the chat template does not use")
-
-
 def _record(row: str) -> Any:
     try:
         return json.loads(row)
@@ -427,27 +363,15 @@ def _turn(message: Any, role: str, content: str) -> dict[str, Any]:
     return {**turn, "role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None}
 
 
-def find_template(source: str | Path) -> str | None:
-    """Return a tokenizer's chat template, the default one if there are several; None if there is none.
-
-    Args:
-        source: the tokenizer's file or folder.
-
-    Raises:
-        ValueError: tokenizer_config.json is not JSON, or the template not UTF-8.
-    """
-    folder = _folder(source)
-    if (folder / CHAT_TEMPLATE).is_file():
-        return read_template(folder / CHAT_TEMPLATE)
-    template = read_config(folder).get("chat_template")
+def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return a tokenizer's chat template, the default one if there are several; None if there is none."""
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return decoded(file.read_bytes(), file)
+    template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _folder(source: str | Path) -> Path:
-    return Path(source).parent if Path(source).is_file() else Path(source)
 
 
 def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:

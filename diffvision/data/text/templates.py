@@ -1,6 +1,5 @@
 """Chat templates, rendered in Jinja's immutable sandbox as in transformers."""
 
-import datetime
 import functools
 import json
 from collections.abc import Sequence
@@ -15,19 +14,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from diffvision.data.shards.sample import BadSample
 
 
-def render(template: str, variables: Sequence[dict[str, Any]], *, clock: bool = False) -> list[str]:
-    """Return the texts of a template.
+def render(template: str, variables: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the texts of a template; it cannot ask for the time (`strftime_now`), so that they are always the same.
 
     Args:
         template: Jinja.
         variables: plain values, those of each text.
-        clock: whether it may ask for the time with `strftime_now`, as in transformers.
 
     Raises:
         BadSample: the template fails.
     """
     try:
-        compiled = _compile(template, clock)
+        compiled = _compile(template)
         return [compiled.render(**values) for values in variables]
     except _Refused as refusal:
         raise BadSample(f"the chat template refuses the row: {refusal}") from None
@@ -48,7 +46,7 @@ def check_template(template: str, name: str) -> None:
         ValueError: it is not Jinja.
     """
     try:
-        _compile(template, clock=False)
+        _compile(template)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from None
     except Exception as error:  # such as a RecursionError
@@ -56,15 +54,13 @@ def check_template(template: str, name: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compile(template: str, clock: bool) -> jinja2.Template:
+def _compile(template: str) -> jinja2.Template:
     """Compile a chat template in a sandbox, with what transformers' templates may use."""
     # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
     extensions = [loopcontrols, _Generation]
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     jinja.filters["tojson"] = _json
     jinja.globals["raise_exception"] = _refuse
-    if clock:
-        jinja.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
     return jinja.from_string(template)
 
 

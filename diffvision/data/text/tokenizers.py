@@ -7,7 +7,7 @@ is an id that only the data pipeline adds. Captions of images are tokenised by t
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """A digest of what the tokenizer does, wherever its file lies."""
-        return hashlib.sha256(f"{self._canonical()} {self.eos}".encode()).hexdigest()[:16]
+        canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
+        return hashlib.sha256(f"{canonical} {self.eos}".encode()).hexdigest()[:16]
 
     def save(self, path: str | os.PathLike) -> None:
         """Write tokenizer.json: at this path, or in it where it is a directory."""
@@ -150,22 +151,15 @@ class Tokenizer:
         if begins or Tokenizer(tokenizers.Tokenizer.from_file(str(path))).eos != self.eos:
             _write(path.with_name(_CONFIG), {"eos_token": self.eos, **begins})
 
-    def _canonical(self) -> str:
-        return json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
-
     def _encode_eos_name(self, text: str) -> list[int]:
         """Encode a text that has the name of the end token in it, as characters.
 
         Some tokenizers make the end token of this name in spite of `encode_special_tokens`, so the first character of
         the name is encoded apart from the rest.
         """
-        ids: list[int] = []
-        for number, part in enumerate(text.split(self.eos)):
-            halves = ([self.eos[1:]] if number else []) + [part]
-            if number:
-                halves.insert(0, self.eos[:1])
-            for half in halves:
-                ids += self._backend.encode(half, add_special_tokens=False).ids
+        first, *others = text.split(self.eos)
+        parts = [first] + [part for other in others for part in (self.eos[:1], self.eos[1:], other)]
+        ids = [number for part in parts for number in self._backend.encode(part, add_special_tokens=False).ids]
         if self.eos_id in ids:
             raise BadText(
                 "text that its tokenizer takes for the end of a document",
@@ -275,24 +269,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | Non
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    counted = _Counted(texts)
-    backend.train_from_iterator(counted, trainer)
-    if not counted.characters:
+    characters = 0
+
+    def checked() -> Iterator[str]:
+        nonlocal characters
+        for text in texts:
+            check_text(text)
+            characters += len(text)
+            yield text
+
+    backend.train_from_iterator(checked(), trainer)
+    if not characters:
         raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
     return Tokenizer(backend, END)
-
-
-class _Counted:
-    """An iterator of texts that counts their characters."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts, self.characters = iter(texts), 0
-
-    def __iter__(self) -> "_Counted":
-        return self
-
-    def __next__(self) -> str:
-        text = next(self._texts)
-        check_text(text)
-        self.characters += len(text)
-        return text
