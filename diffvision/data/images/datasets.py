@@ -254,6 +254,8 @@ def read_torchvision(location: str, split: str | None) -> ImageCollection:
         raise ValueError(f"{location} does not say where its files are: write torchvision:{name}:FOLDER")
     parameters = inspect.signature(dataset_class).parameters
     settings: dict[str, Any] = {"download": False} if "download" in parameters else {}
+    if "loader" in parameters:
+        settings["loader"] = str  # gives the path of an image in place of the image
     if "train" in parameters:
         settings["train"] = split != "test"
     elif "split" in parameters:
@@ -265,14 +267,17 @@ def read_torchvision(location: str, split: str | None) -> ImageCollection:
             f'{location} cannot be read ({str(error).strip()}): download it with python -c "import torchvision; '
             f'torchvision.datasets.{name}({root!r}, download=True)"'
         ) from None
-    targets = getattr(rows, "targets", None)
-    if targets is None:
-        targets = getattr(rows, "_labels", None) or [rows[row][1] for row in range(len(rows))]
-    names = [f"number {row}" for row in range(len(rows))]
-    reader: Reader = _Encoded(rows, f"{name} {split} {len(rows)}")
-    if files := getattr(rows, "_image_files", None) or getattr(rows, "_images", None):
-        names = [os.path.relpath(file, root) for file in files]
-        reader = ImageFiles(Path(root), names)
+    if "loader" in parameters:
+        pairs = [rows[row] for row in range(len(rows))]
+        targets: Any = [target for _, target in pairs]
+        names = [os.path.relpath(path, root) for path, _ in pairs]
+        reader: Reader = ImageFiles(Path(root), names)
+    else:
+        targets = getattr(rows, "targets", None)
+        if targets is None:
+            targets = [rows[row][1] for row in range(len(rows))]
+        names = [f"number {row}" for row in range(len(rows))]
+        reader = _Encoded(rows, f"{name} {split} {len(rows)}")
     location = f"{location}, split {split}" if split else location
     if isinstance(targets[0], str | list | tuple):
         return ImageCollection(location, names, reader, captions=[read_captions(target) for target in targets])

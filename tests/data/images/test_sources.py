@@ -438,6 +438,14 @@ def test_a_torchvision_dataset(tmp_path):
     assert number(ImageMember(to_float)(ImageSet(pictures).members((0, 3)))) == 7
     assert ImageEvaluationFolder(source).name == "FashionMNIST"
     assert len(ImageEvaluationFolder(source).images("test")) == 10
+    for n in range(6):
+        write(tmp_path / "food-101/images" / KINDS[n % 3] / f"{n}.jpg", n)
+    (tmp_path / "food-101/meta").mkdir()
+    listed = {kind: [f"{kind}/{n}" for n in range(6) if KINDS[n % 3] == kind] for kind in KINDS}
+    (tmp_path / "food-101/meta/train.json").write_text(json.dumps(listed))
+    pictures = find_images(f"torchvision:Food101:{tmp_path}")  # whose files are read as they are
+    assert sorted(pictures.names) == sorted(f"food-101/images/{name}.jpg" for kind in KINDS for name in listed[kind])
+    assert [KINDS[label] for label in pictures.labels] == [Path(name).parent.name for name in pictures.names]
     with pytest.raises(ValueError, match="download it with python"):
         find_images(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
     with pytest.raises(ValueError, match="torchvision has no dataset"):
