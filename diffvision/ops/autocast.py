@@ -33,4 +33,5 @@ def cast_once(x: Tensor) -> Tensor:
 
 def without_autocast(device: str) -> AbstractContextManager:
     """Return a context without autocast; it costs nothing where autocast is off, and takes any type of device."""
-    return torch.autocast(device, enabled=False) if is_enabled(device) else nullcontext()
+    is_on = device in DEVICES and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()

@@ -1,36 +1,90 @@
 """What a layer does besides its products: functions of ours that it enters, copies, and its joined projections."""
 
+import itertools
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import code_paths
-from diffvision.nn import Attention, DiffAttention, DiffAttentionV2
+from diffvision.nn import ATTENTION, Attention, DiffAttention, DiffAttentionV2
 from diffvision.nn import linear as linear_module
-from diffvision.ops import attention_backend, norm
-from diffvision.ops.attention import sdpa
+from diffvision.ops import attention_backend, norm, rotary_tables
+from diffvision.ops.attention import kernels, sdpa
+
+# variant -> the functions of ours that a warm layer enters: on a CPU, with rotary embedding and norms of queries and
+# keys; on an H100, likewise. Twelve are enough for V1 on a CPU; norms there add none, rotary embedding one. On a GPU
+# torch's attention takes five more to be prepared, the difference of two outputs three, and a norm one.
+FUNCTIONS = {
+    "standard": (9, 12, 14, 18),
+    "v1": (12, 13, 20, 21),
+    "v2": (11, 14, 18, 22),
+    "gda": (13, 14, 21, 22),
+    "v1_head": (13, 14, 21, 22),
+    "v1_token": (14, 15, 22, 23),
+    "v1_token_head": (14, 15, 22, 23),
+    "v1_dual": (12, 13, 20, 21),
+    "v1_dint": (21, 22, 28, 29),  # a third map, which plain attention computes
+    "dex": (12, 15, 17, 21),
+    "gated": (13, 16, 18, 22),
+    "v1_gated": (16, 17, 24, 25),
+    "v2_gated": (14, 17, 21, 25),
+    "sink": (12, 15, 17, 21),
+    "integral": (9, 12, 14, 18),
+}
 
 
-@pytest.mark.parametrize("half", [True, False])
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("make", [Attention, DiffAttention, DiffAttentionV2])
-def test_a_warm_layer_enters_few_functions(make, grad, half):
-    layer, x = make(64, 4, qkv_bias=True), torch.randn(1, 2, 64)
+def enters(layer, x, **given):
+    """Count the functions and calls of a warm layer: the most with and without gradients and autocast."""
+    functions = calls = 0
+    for grad, half in itertools.product([True, False], repeat=2):
+        with torch.set_grad_enabled(grad), autocast(x.device.type, half):
+            layer(x, **given)
+            counter = code_paths.Counter()
+            with counter.counting():
+                layer(x, **given)
+        functions, calls = max(functions, len(counter.functions)), max(calls, counter.calls)
+    return functions, calls
 
-    def run():
-        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=half):
-            layer(x)
 
-    run()
-    counter = code_paths.Counter()
-    with counter.counting():
-        run()
-    assert len(counter.functions) <= counter.calls <= 12
+@contextmanager
+def autocast(device, half):
+    """Autocast to bfloat16, on a GPU that torch does not see too."""
+    if device == "cpu":
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            yield
+        return
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    torch.set_autocast_enabled(device, half)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.clear_autocast_cache()
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")  # of torch.autocast("cuda", enabled=False)
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_a_warm_layer_enters_few_functions(variant, monkeypatch):
+    """On a CPU, and on fake tensors as on a GPU; rotary embedding takes the tables that a model computes once."""
+    monkeypatch.setattr(kernels, "_compute_capability", lambda index: 90)
+    monkeypatch.setattr(linear_module, "PLAIN", (*linear_module.PLAIN, FakeTensor))
+    found = []
+    for device, mode in (("cpu", nullcontext()), ("cuda", FakeTensorMode())):
+        for settings in ({}, {"rotary": 10_000.0, "qk_norm": True}):
+            with mode, torch.device(device):
+                layer = ATTENTION[variant](64, 4, qkv_bias=True, **settings)
+                found.append(
+                    enters(layer, torch.randn(1, 2, 64), rotation=rotary_tables(torch.arange(2), layer.head_dim))
+                )
+    assert tuple(functions for functions, _ in found) == FUNCTIONS[variant]
+    if variant in ("standard", "v1", "v2"):
+        assert found[0][1] <= 12  # calls
 
 
 class Kernel(torch.autograd.Function):
@@ -97,7 +151,7 @@ FILLS = ("zeros", "new_zeros", "zeros_like", "zero_", "fill_", "select_backward"
 )
 def test_a_layer_copies_little_and_fills_nothing_with_zeros(make, settings, most, monkeypatch):
     """Forward and backward under autocast, as on a card where torch takes cuDNN's kernel."""
-    monkeypatch.setattr(sdpa, "_prepare", sdpa._for_cuda)
+    monkeypatch.setattr(sdpa, "_for_others", sdpa._for_cuda)
     monkeypatch.setattr(sdpa, "compute_capability", lambda index: 90)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: Kernel.apply(q, k, v))
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps: Norm.apply(x, weight))

@@ -107,7 +107,7 @@ def attention(kind, q, k, v):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["v1", "compiled", "plain"])
 def test_a_kernel_s_gradient_has_one_layout(kind, layout, monkeypatch):
-    monkeypatch.setattr(module, "_is_at_risk", lambda out: out.itemsize == 2 and out.dim() == 4)
+    monkeypatch.setattr(module, "AT_RISK", ("cpu",))
     seen, kernel = [], torch.nn.functional.scaled_dot_product_attention
 
     def looked_at(*args, **settings):

@@ -112,7 +112,7 @@ def test_wide_values_on_an_ada_card(calls, monkeypatch, masked):
 @pytest.mark.parametrize("key_maps", [1, 2])
 def test_calls_prepared_for_a_card_are_the_formula_s(monkeypatch, capability, key_maps):
     monkeypatch.setattr(sdpa, "compute_capability", lambda index: capability)
-    monkeypatch.setattr(sdpa, "_prepare", sdpa._for_cuda)  # for a CPU too
+    monkeypatch.setattr(sdpa, "_for_others", sdpa._for_cuda)  # for a CPU too
     monkeypatch.setattr(sdpa, "_VERSION", (2, 14))
     shapes = (2, 4, 2, 9, 12), (2, 2, key_maps, 9, 12), (2, 2, 9, 24)
     q, k, v = (torch.randn(shape).bfloat16().requires_grad_() for shape in shapes)

@@ -57,6 +57,8 @@ def diff_attention(
     Source: arXiv 2410.05258 equation 1; grouped heads as microsoft/unilm Diff-Transformer/multihead_flashdiff_1.py.
     """
     _check(q, k, v, lam, dropout, scale)
+    if isinstance(lam, Tensor):
+        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
     return attend(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout, backend=backend)
 
 
@@ -72,10 +74,8 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute `diff_attention` without checking queries, keys and values, which a layer has made."""
+    """Compute `diff_attention` without checking queries, keys, values and lambda, which a layer has made."""
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    if lam.numel() != 1 or lam.dim() > 4:
-        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], q.shape[3], 1))
     if isinstance(mask, Documents):
         if (out := _packed_attention(q, k, v, lam, mask, causal, scale, dropout, backend)) is not None:
             return out

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+AT_RISK = ("cuda",)  # types of devices on which a kernel may misread a gradient (see `in_one_layout`)
+
 
 def compute_maps(attend: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return each map's output by `attend(queries, keys)`: one call where the maps share their key, else two.
@@ -45,7 +47,7 @@ def in_one_layout(out: Tensor) -> Tensor:
 
 
 def _is_at_risk(out: Tensor) -> bool:
-    return out.is_cuda and out.itemsize == 2 and out.dim() == 4
+    return out.device.type in AT_RISK and out.itemsize == 2 and out.dim() == 4
 
 
 def _by_token(grad: Tensor) -> Tensor:
@@ -72,7 +74,9 @@ def subtract(one: Tensor, two: Tensor, lam: Tensor, dtype: torch.dtype) -> Tenso
         lam: float32 or better, broadcastable to them.
         dtype: of the result.
     """
-    if one.dtype != dtype or dtype == lam.dtype or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if one.dtype == dtype == lam.dtype:
+        return torch.addcmul(one, two, lam, value=-1)
+    if one.dtype != dtype or torch.compiler.is_compiling() or torch.jit.is_tracing():
         one, two = in_one_layout(one), in_one_layout(two)
         return torch.addcmul(one, two, lam, value=-1).to(dtype)
     return _Difference.apply(one, two, lam)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffvision.ops.attention import difference
 from diffvision.ops.attention.difference import in_one_layout, subtract, unbind_maps, widen
 from diffvision.ops.attention.kernels import compute_capability, is_enabled, without_cudnn
-from diffvision.ops.attention.operators import needs_gradients
 from diffvision.ops.attention.problem import Problem, is_grouped
 
 CUDNN_FIRST = (90, 100)  # the compute capabilities on which torch takes cuDNN's kernel before others
@@ -49,7 +49,8 @@ def diff_attention(
         return (q[:, :, 0, :, :1] * lam * 0 + zero).expand(*q.shape[:2], q.shape[3], value_dim).to(q.dtype)
     if causal:
         mask, causal = _torch_mask(mask, q.shape[3], k.shape[3], q.device)
-    q, k, v, kernels = _prepare(q, k, v, mask, dropout)
+    prepare = _for_cuda if q.is_cuda else _for_others
+    q, k, v, kernels = prepare(q, k, v, mask, dropout)
     grouped = is_grouped(q, k)
 
     # One call a map: a single call over 2H heads would need the values (and V1's grouped keys) copied for each map.
@@ -73,13 +74,15 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Te
     scale, value_dim = q.shape[3] ** -0.5, v.shape[3]
     if causal:
         mask, causal = _torch_mask(mask, q.shape[2], k.shape[2], q.device)
-    q, k, v, kernels = _prepare(q, k, v, mask, dropout)
+    prepare = _for_cuda if q.is_cuda else _for_others
+    q, k, v, kernels = prepare(q, k, v, mask, dropout)
     grouped = is_grouped(q, k)
     with kernels:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    out = in_one_layout(out)
+    if out.device.type in difference.AT_RISK:
+        out = in_one_layout(out)
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
@@ -132,12 +135,15 @@ def plan_cuda(
         grad: whether gradients are needed.
         dropout: whether dropout is drawn.
     """
-    flash = half and not masked and flash_takes(max(head_dim, value_dim), capability, grad=grad, dropout=dropout)
-    widen = flash and head_dim < value_dim and capability not in CUDNN_FIRST and queries > 1
-    in_flash = flash and (widen or head_dim == value_dim)
+    widen = head_dim < value_dim and capability not in CUDNN_FIRST and queries > 1
+    repeat_heads = grouped and version < (2, 15)
+    if widen or repeat_heads:
+        flash = half and not masked and flash_takes(max(head_dim, value_dim), capability, grad=grad, dropout=dropout)
+        widen = widen and flash
+        repeat_heads = repeat_heads and not (flash and (widen or head_dim == value_dim))
     return Plan(
         widen=widen,
-        repeat_heads=grouped and version < (2, 15) and not in_flash,
+        repeat_heads=repeat_heads,
         avoid_cudnn=capability >= 90 and (queries != keys or (masked and grad and version >= (2, 11))),
     )
 
@@ -153,22 +159,22 @@ _MAJOR, _MINOR = torch.__version__.split(".")[:2]
 _VERSION = (int(_MAJOR), int(_MINOR))
 
 
-def _prepare(
+def _for_others(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager]:
-    """Return queries, keys and values as the device's kernels take them, and the context to call torch's attention in.
-
-    Heads are axis 1; queries, keys and values may have an axis of maps, and end in [.., N, D].
-    """
-    if q.is_cuda:
-        return _for_cuda(q, k, v, mask, dropout)
+    """Do what `_for_cuda` does, for other devices: one size of queries, keys and values."""
     return (q, k, v, _ALL) if q.shape[-1] == v.shape[-1] else (*_equal_sizes(q, k, v), _ALL)
 
 
 def _for_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager]:
-    q, k, v = (_multiple_of_8(t) for t in (q, k, v))
+    """Return queries, keys and values as the card's kernels take them, and the context to call torch's attention in.
+
+    Heads are axis 1; queries, keys and values may have an axis of maps, and end in [.., N, D].
+    """
+    if q.shape[-1] % 8 or v.shape[-1] % 8:  # which the memory-efficient kernel does not take
+        q, k, v = (_multiple_of_8(t) for t in (q, k, v))
     plan = plan_cuda(
         capability=compute_capability(q.device.index),
         version=_VERSION,
@@ -179,7 +185,7 @@ def _for_cuda(
         masked=mask is not None,
         queries=q.shape[-2],
         keys=k.shape[-2],
-        grad=needs_gradients(q, k, v),
+        grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         dropout=dropout > 0,
     )
     if plan.widen:
@@ -197,7 +203,7 @@ def _equal_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _multiple_of_8(t: Tensor) -> Tensor:
-    """Pad the last axis with zero columns to a multiple of 8, which the memory-efficient kernel needs."""
+    """Pad the last axis with zero columns to a multiple of 8."""
     return widen(t, -(-t.shape[-1] // 8) * 8)
 
 
