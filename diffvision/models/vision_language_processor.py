@@ -4,7 +4,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from transformers import LlavaImageProcessor, LlavaProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+import jinja2
+from transformers import (
+    GenerationConfig,
+    LlavaImageProcessor,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.image_utils import PILImageResampling
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
@@ -61,7 +68,8 @@ def make_processor(model: Any, tokenizer: Any) -> LlavaProcessor:
     """Return the processor of a `VisionLanguageModel`: transform, tokenizer with placeholders, chat template.
 
     An image is padded to a square with the mean colour, as LLaVA-1.5 has it, and resized to the tower's size. The
-    tokenizer's own chat template is used if it has one, with an image's placeholder and a line break before its text.
+    tokenizer's own chat template is used if it has one, with an image's placeholder and a line break before its text
+    where it does not write them itself. What ends an answer by the template ends the model's generation too.
 
     Args:
         model: the model.
@@ -88,12 +96,41 @@ def make_processor(model: Any, tokenizer: Any) -> LlavaProcessor:
         image_std=list(images["std"]),
     )
     own = tokenizer.chat_template
-    return LlavaProcessor(
+    processor = LlavaProcessor(
         image_processor=transform,
         tokenizer=tokenizer,
         patch_size=model.patch_size * config.shuffle,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" takes off again
-        chat_template=own if own and "image" in own else FLATTEN + (own or QUESTION),
+        chat_template=own if own and _writes_images(tokenizer, own) else FLATTEN + (own or QUESTION),
         image_token=IMAGE,
     )
+    _end_with_turns(model.generation_config, processor)
+    return processor
+
+
+def _messages(answer: str) -> list[dict[str, Any]]:
+    question = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+
+
+def _writes_images(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a chat template writes the placeholder of an image part."""
+    try:
+        written: Any = tokenizer.apply_chat_template(_messages("A star."), chat_template=template, tokenize=False)
+    except (jinja2.TemplateError, TypeError):  # a template for texts meets a list of parts
+        return False
+    return written.count(IMAGE) == 1
+
+
+def _end_with_turns(generation: GenerationConfig, processor: LlavaProcessor) -> None:
+    """Add the special token that the chat template writes after an answer to those that end a generation."""
+    tokenizer, answer = processor.tokenizer, "A star."
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    written = processor.apply_chat_template(_messages(answer), tokenize=False)
+    after = tokenizer(written.rpartition(answer)[2].strip(), add_special_tokens=False)["input_ids"][:1]
+    known = generation.eos_token_id
+    ends = [tokenizer.eos_token_id] if known is None else known if isinstance(known, list) else [known]
+    ends = [*ends, *(token for token in after if token in special)]
+    unique = [token for token in dict.fromkeys(ends) if token is not None]
+    generation.eos_token_id = unique[0] if len(unique) == 1 else unique or None

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 
 from diffvision.models import language as languages
 from diffvision.models import vision_language_parts as parts
+from diffvision.models.language.transformers import fast_tokenizer
 from diffvision.models.vision_language import VisionLanguageConfig, create, make_processor
 from diffvision.opening.vision_language import check_processor, open_vlm
 
@@ -178,6 +179,34 @@ def test_the_processor_writes_a_placeholder_for_each_token(tokenizer):
         both = processor(text=["<image> a", "<image> in the image"], images=pictures, padding=True, return_tensors="pt")
         assert both["attention_mask"][0, 0] == 0
         assert both["pixel_values"].shape[0] == 2
+
+
+CHATML = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+OTHER_IMAGES = (  # as Gemma-3's, whose placeholder is another
+    "{%- for message in messages %}{{ message.role + ':' }}{%- if message.content is string %}{{ message.content }}"
+    "{% else %}{%- for part in message.content %}{{ '<start_of_image>' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "ends"), [(CHATML, "<|im_end|>"), (OTHER_IMAGES, None), (None, None)])
+def test_a_text_template_is_used_and_its_turns_end_generation(tokenizer, template, ends):
+    fast = fast_tokenizer(tokenizer / "tokenizer.json", 400, 128)
+    fast.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    fast.chat_template = template
+    model = create("diff-vlm-debug", tokenizer=fast, language_args={"vocab_size": 400})
+    processor = make_processor(model, fast)
+    expected = [fast.eos_token_id, *([] if ends is None else [fast.convert_tokens_to_ids(ends)])]
+    found = model.generation_config.eos_token_id
+    assert (found if isinstance(found, list) else [found]) == expected
+    question = [{"type": "image", "image": Image.new("RGB", (9, 9))}, {"type": "text", "text": "Is there a star?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == model.image_tokens
 
 
 def test_a_processor_of_another_tokenizer(tokenizer):
