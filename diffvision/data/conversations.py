@@ -63,7 +63,7 @@ def read_row(members: Members) -> tuple[Messages, list[bytes]]:
 def read_conversation(record: dict[str, Any], images: int) -> Messages:
     """Return the messages of a row with that many images; see `read_row`."""
     try:
-        if "texts" in record:
+        if record.get("texts") is not None:
             record = {**record, "messages": [turn for pair in record["texts"] for turn in _read_pair(pair)]}
             for first in record["messages"][:1]:
                 first["content"] = PLACEHOLDER * images + first["content"]

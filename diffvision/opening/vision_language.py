@@ -62,8 +62,19 @@ def open_vlm(spec: str | Path) -> VLM:
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{path} lacks {few(missing)} of an {what}: save the whole model")
     processor = from_pretrained(AutoProcessor, str(path), "processor")
+    _complete(processor, model.config)
     check_processor(model, processor, str(path))
     return VLM(path.name, model.eval(), processor, str(path))
+
+
+def _complete(processor: Any, config: Any) -> None:
+    """Take from the configuration and the tokenizer what the processor of an older transformers' folder leaves out."""
+    if getattr(processor, "chat_template", None) is None:
+        processor.chat_template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)
+    if getattr(processor, "patch_size", 0) is None:  # of a LlavaProcessor
+        processor.patch_size = config.vision_config.patch_size
+        processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+        processor.num_additional_image_tokens = int(config.vision_config.model_type == "clip_vision_model")  # its class
 
 
 def is_vlm(spec: str | Path) -> bool:

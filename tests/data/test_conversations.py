@@ -151,6 +151,8 @@ def test_layouts_give_the_same_messages():
     assert read_conversation(llava("<image>\nWhat?", "a cat"), 1) == expected
     assert read_conversation({"texts": [{"user": "What?", "assistant": "a cat", "source": "x"}]}, 1) == expected
     assert read_conversation({"messages": expected}, 1) == expected
+    for empty in ({"texts": None}, {"messages": None}):  # as tables have it
+        assert read_conversation({**llava("<image>\nWhat?", "a cat"), **empty}, 1) == expected
     assert read_conversation(llava("What?\n<image>", "a cat"), 1) == expected  # as LLaVA's trainer moves it
     plain = [{"role": "user", "content": "<image>\nWhat?"}, {"role": "assistant", "content": "a cat"}]
     assert read_conversation({"messages": plain}, 1) == expected

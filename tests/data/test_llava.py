@@ -41,6 +41,7 @@ def read(directory):
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
 def test_rows_with_one_image_with_several_and_with_none_are_read_as_they_were(folder, tmp_path, name):
     rows = [record(number, f"coco/{number}.jpg") for number in range(10)]
+    rows[9] = {**record(9, None), "image": None, "images": ["coco/9.jpg"]}
     rows += [record(10, ["coco/3.jpg", "b.png"], "<image> or <image>?"), record(11, None, "Why?")]
     source = write(tmp_path / name, rows)
     assert make("llava", tmp_path / "out", source=source, images=str(folder), per_shard=5) == 0

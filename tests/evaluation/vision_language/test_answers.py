@@ -11,6 +11,7 @@ from PIL import Image
 from diffvision.evaluation.vision_language import answers as module
 from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
 from diffvision.evaluation.vision_language.questions import read_sets
+from diffvision.opening.vision_language import open_vlm
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
 
@@ -132,6 +133,24 @@ def test_images_go_before_a_question_wherever_its_placeholder_stands(vlm):
     for inputs, answer in others:
         assert torch.equal(inputs["input_ids"], alone[0]["input_ids"])
         assert torch.equal(answer, alone[1])
+
+
+def test_a_folder_of_an_older_transformers_is_completed(vlm, tmp_path):
+    """Its processor has no patch size, and the chat template stands in tokenizer_config.json alone."""
+    vlm.model.save_pretrained(tmp_path)
+    vlm.processor.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    for name, change in {
+        "processor_config.json": {"patch_size": None, "vision_feature_select_strategy": None},
+        "tokenizer_config.json": {"chat_template": vlm.processor.chat_template},
+    }.items():
+        settings = json.loads((tmp_path / name).read_text()) | change
+        settings.pop("num_additional_image_tokens", None)
+        (tmp_path / name).write_text(json.dumps(settings))
+    opened = open_vlm(tmp_path)
+    assert generate_answers(opened.model, opened.processor, ASKED, 4) == generate_answers(
+        vlm.model, vlm.processor, ASKED, 4
+    )
 
 
 def test_questions_that_cannot_be_asked(vlm):
