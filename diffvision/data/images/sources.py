@@ -50,6 +50,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 NAMED_TABLES = (*TABLES, ".txt")
 """The suffixes of a table that is named. In a folder a .txt is the caption of the image beside it."""
+_ARCHIVE = ".zip"
 _ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
 Reads = Literal["labels", "captions"]
 _SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
@@ -104,7 +105,7 @@ def is_image_source(source: Any) -> bool:
     if is_remote(location) or not location.strip() or not path.exists():
         return False
     if path.is_file():
-        return path.suffix.lower() in NAMED_TABLES
+        return path.suffix.lower() in (*NAMED_TABLES, _ARCHIVE)
     return not has_shards(path) or _has_images(path)
 
 
@@ -245,6 +246,8 @@ def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, C
         raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(NAMED_TABLES)})")
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give a folder of images")
+    if table.suffix.lower() == _ARCHIVE:
+        raise ValueError(f"{table} is an archive, which is not read in place: unpack it, and give its folder")
     if table.suffix.lower() == ".json":
         return read_caption_file(root, table)
     return {"": partial(_read_tables, str(table), root, [table], columns)}

@@ -165,6 +165,13 @@ def test_tables_of_another_kind(captioned, content, message):
         find_images(captioned / "t.csv")
 
 
+def test_an_archive_is_to_be_unpacked(captioned, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", captioned)
+    assert is_image_source(archive)
+    with pytest.raises(ValueError, match="unpack"):
+        find_images(archive)
+
+
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
 def test_tables(captioned, ending):
     rows = [{"file": f"{n}.png", "what it shows": f"picture {n}", "kind": KINDS[n % 3]} for n in range(12)]
