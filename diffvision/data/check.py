@@ -40,9 +40,10 @@ from diffvision.data.images.samples import (
 )
 from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
 from diffvision.data.shards.reader import ShardReader
+from diffvision.data.shards.remote import Shard
 from diffvision.data.shards.sample import BadSample, Members, SampleKind
 from diffvision.data.shards.sidecars import read_note, stamp, write_note
-from diffvision.data.shards.sources import Shard, find_shards, is_shard, natural, read_counts, read_small_file
+from diffvision.data.shards.sources import find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import MAX_LINES_BYTES, TextMember, check_document
 from diffvision.data.text.tokens import IDS, TOKENS, TokenFiles

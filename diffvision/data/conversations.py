@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from diffvision.data.batches import VisionLanguageBatch
 from diffvision.data.images.decode import check_processed, decode_image, json_record
 from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing
-from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
+from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet

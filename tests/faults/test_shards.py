@@ -10,8 +10,8 @@ from PIL import Image
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, Limits, ShardLoader, ShardSet
 from diffvision.data.images.module import to_float
-from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import shard_index
+from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sidecars import sha256_of
 from diffvision.data.shards.writer import write_manifest, write_tar
 

@@ -49,9 +49,10 @@ from diffvision.data.images.sources import (
     split_root,
 )
 from diffvision.data.shards.loader import EvaluationLoader
+from diffvision.data.shards.remote import is_remote
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
-from diffvision.data.shards.sources import find_shards, is_remote, is_shard, list_splits
+from diffvision.data.shards.sources import find_shards, is_shard, list_splits
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.splits import splits_in
 from diffvision.files import decoded

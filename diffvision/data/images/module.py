@@ -36,8 +36,8 @@ from diffvision.data.images.samples import (
     find_label_key,
 )
 from diffvision.data.images.sources import Reads, find_images, is_image_source, name_classes
-from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader
+from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet

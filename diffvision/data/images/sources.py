@@ -41,7 +41,8 @@ from diffvision.data.images.tables import (
     read_json_lines,
     read_label,
 )
-from diffvision.data.shards.sources import COMPRESSED, MANIFEST, PLAIN, SIZES, has_shards, is_remote, is_shard
+from diffvision.data.shards.remote import COMPRESSED, PLAIN, is_remote
+from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.index import (
     MEMBER_TYPES,
     RENAME,
@@ -23,9 +22,9 @@ from diffvision.data.shards.index import (
     scan,
     shard_index,
 )
+from diffvision.data.shards.remote import Shard, ShardCache
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sidecars import sha256_of
-from diffvision.data.shards.sources import Shard
 
 _RETRY_AFTER = 30.0  # seconds before an unreadable shard is tried again; doubled each time, up to an hour
 _MAX_RETRY_AFTER = 3600.0
@@ -56,7 +55,7 @@ class ShardReader:
         cache: where remote and compressed shards are kept; it compares them with their manifest when they arrive.
 
     Attributes:
-        shard: replaced by one with a pinned version once its server answers.
+        shard: with what its manifest says.
         in_cache: whether the shard is read from the cache rather than from its location.
         content: (how the content is known, a digest of it), as of `count`.
     """
@@ -194,8 +193,6 @@ class ShardReader:
         if not self.in_cache:
             yield Path(self.shard.location)
             return
-        if not self.shard.pinned:  # its server did not answer at the start
-            self.shard = self._cache.pin(self.shard)
         with self._cache.hold(self.shard) as path:
             yield path
 
@@ -203,7 +200,7 @@ class ShardReader:
         """Fetch, unpack and verify the shard ahead of its use; any thread may call this."""
         with suppress(OSError), self.hold() as path:  # the error is raised again where the shard is read
             if not self.in_cache and self.shard.sha256 is not None and path.stat().st_size >= (self.shard.bytes or 0):
-                sha256_of(path, self._cache.progress)  # which notes it
+                sha256_of(path)  # which notes it
 
     def count(self) -> tuple[int, str]:
         """Return the number of samples, by the manifest or by indexing; and what is damaged behind them, or "".
@@ -334,7 +331,7 @@ class ShardReader:
                 # A tar that was cut is used as far as it goes. One that is whole is another shard, and so may be one
                 # that is being written now.
                 return "" if index.cut and not changed else f"{_MISMATCH} (bytes)"
-            if sha256_of(path, self._cache.progress) != shard.sha256:
+            if sha256_of(path) != shard.sha256:
                 return f"{_MISMATCH} (sha256)"
             self._verified = version
         if shard.sha256 is None and self._digest is None:

@@ -1,206 +1,265 @@
-"""Files at URLs, through fsspec: read within time limits, and again after failures, for a limited time.
+"""Shards that are no plain tars on local disk: fetched by fsspec or unpacked, into a folder of bounded size.
 
-`cache` keeps whole shards on disk.
+A copy gets its name only once it is whole and as its manifest says; the least recently used copies make room. A process
+that has a copy open keeps reading it after it was removed. Without a manifest, the version that a run began with (the
+server's ETag, else time and size) is the only one that it reads.
 """
 
+import bz2
+import gzip
+import hashlib
 import logging
-import random
-import tempfile
+import lzma
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fsspec.callbacks import Callback
+from diffvision.files import lock_of, locked, locked_if_free, scratch, sha256, sweep, user_cache
 
-_log = logging.getLogger(__name__)
-_MAX_SMALL_FILE = 1 << 30  # bytes of a manifest; one of ten million shards is as large
-_LOG_EVERY = 30.0  # seconds, of a transfer that takes long
-_VERSION_FIELDS = ("ETag", "Last-Modified", "LastModified", "generation", "size")  # in the answers of http, s3 and gs
+REMOTE_SCHEMES = ("http", "https", "s3", "gs", "hf")
+PLAIN = (".tar",)
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+DEFAULT_BYTES = 100 * 10**9
+
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_REQUESTS = 16  # at a time, for the versions of shards
+_TRIES = 5
+_PAUSE = 1.0  # seconds before the second try; doubled before each later one
+_CONNECT, _READ = 20.0, 60.0  # seconds that a server may take to answer, and between two pieces
 _AGAIN = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
-
-
-class Refused(OSError):
-    """A failure after which trying again cannot help."""
-
-
-class TooLarge(Refused):
-    """A file with more bytes than there is room for."""
-
-
-class GivenUp(OSError):
-    """A server did not give a file within the patience with it."""
+_VERSION_FIELDS = ("ETag", "Last-Modified", "LastModified", "generation", "blob_id", "size")  # of http, s3, gs, hf
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a remote file is waited for; all in seconds.
+class Shard:
+    """A shard and what the manifest says of it; None where there is no manifest to say it.
 
     Attributes:
-        connect: for a connection.
-        read: for the next bytes of one that was made.
-        tries: how often a file is asked for before it counts as unreadable.
-        pause: before the second try; doubled before each later one, at most a minute, and drawn at random from its
-            upper half, so that a thousand readers do not come back together.
-        total: for one file, with all tries and pauses.
+        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pin`.
     """
 
-    connect: float = 20.0
-    read: float = 60.0
-    tries: int = 5
-    pause: float = 1.0
-    total: float = 1800.0
+    location: str
+    samples: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+    version: str | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in self.__dict__.items():
-            if value <= 0:
-                raise ValueError(f"{name} is {value}: it must be above 0")
+    @property
+    def name(self) -> str:
+        """The file name."""
+        return PurePosixPath(self.location).name
 
-    def pauses(self) -> Iterator[float]:
-        """Yield the seconds between the tries."""
-        for number in range(self.tries - 1):
-            yield min(60.0, self.pause * 2**number) * random.Random().uniform(0.5, 1.0)
+    @property
+    def remote(self) -> bool:
+        """Whether the location is a URL."""
+        return is_remote(self.location)
 
 
-def read(location: str, patience: Patience = Patience()) -> bytes | None:
-    """Return the content of a small file, or None where there is none.
+def is_remote(location: str) -> bool:
+    """Return whether a location is a URL of an allowed scheme."""
+    return location.partition("://")[0] in REMOTE_SCHEMES and "://" in location
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: the URL's kind needs a package that is not installed.
-    """
-    files, path = _files(location, patience)
+
+def identity(shard: Shard) -> str:
+    """Return a name of a shard and its version: that of its manifest or server, else of its file as it is now."""
+    version = (shard.sha256 if shard.remote else None) or shard.version
+    if version is None and not shard.remote:
+        version = _stamp(shard.location)[0]
+    return "".join(hashlib.sha256(str(part).encode()).hexdigest()[:16] for part in (shard.location, version))
+
+
+def read(location: str) -> bytes | None:
+    """Return the content of a small file at a URL, or None where there is none; raise OSError if it cannot be read."""
     try:
-        with tempfile.NamedTemporaryFile() as file:
-
-            def attempt(deadline: float) -> None:
-                # Not cat_file: it takes whatever a server sends, or unpacks what it sends compressed, into memory.
-                progress = Progress(location, _MAX_SMALL_FILE, deadline, lambda: None)
-                files.get_file(path, file.name, callback=progress)
-
-            patiently(attempt, location, patience)
-            return Path(file.name).read_bytes()
+        return _patiently(location, lambda files, path: files.cat_file(path))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise OSError(f"{location} cannot be read: {error}") from error
 
 
-def download(location: str, to: str, progress: Callback, patience: Patience) -> None:
-    """Try once to copy a file to this machine; `progress` is called with each piece, and may raise to end it."""
-    files, path = _files(location, patience)
-    files.get_file(path, to, callback=progress)
+class ShardCache:
+    """A bounded directory of shards, which any number of processes may share.
 
-
-def stamp(location: str, patience: Patience = Patience()) -> tuple[str, int | None]:
-    """Return a file's version (such as its ETag) and size in bytes from its server; "" and None where unknown.
-
-    Raises:
-        OSError: the server does not answer, or has no such file.
+    Args:
+        directory: the folder of the copies; by default in the user's cache (`~/.cache/diffvision/shards`).
+        max_bytes: room for shards, including those being fetched; it should hold two shuffle windows, or shards are
+            fetched more than once an epoch.
     """
-    files, path = _files(location, patience)
 
-    def attempt(deadline: float) -> dict[str, Any]:
-        files.invalidate_cache(path)  # of what an earlier request said
+    def __init__(self, directory: str | Path | None = None, max_bytes: int = DEFAULT_BYTES) -> None:
+        self.directory = Path(directory) if directory else user_cache("shards")
+        self.max_bytes = max_bytes
+
+    def keeps(self, shard: Shard) -> bool:
+        """Return whether a shard is read from this cache rather than from its location."""
+        return shard.remote or shard.name.endswith(COMPRESSED)
+
+    def pin(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Return the shards, those that this cache keeps with the version and size that they have now.
+
+        Raises:
+            OSError: a server does not answer, or has no such file.
+            ValueError: a shard is larger than this cache.
+        """
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            pinned = list(pool.map(self._pin, shards))
+        for shard in filter(self.keeps, pinned):
+            if (shard.bytes or 0) > self.max_bytes:
+                raise ValueError(
+                    f"shard {shard.location} has {shard.bytes:,} bytes: cache_bytes must be at least that, got "
+                    f"{self.max_bytes:,}"
+                )
+        return pinned
+
+    def check_room(self, shards: Sequence[Shard], at_once: int) -> None:
+        """Warn if `at_once` shards that are in use together may not fit: each is then fetched again."""
+        sizes = sorted((shard.bytes or 0 for shard in shards if self.keeps(shard)), reverse=True)
+        if (needed := sum(sizes[:at_once])) > self.max_bytes:
+            warnings.warn(
+                f"cache_bytes should be at least {needed:,}, got {self.max_bytes:,}: shards will be fetched several "
+                "times an epoch (or lower window)",
+                stacklevel=3,
+            )
+
+    @contextmanager
+    def hold(self, shard: Shard) -> Iterator[Path]:
+        """Hold the plain local copy of a remote or compressed shard, made now if need be; later it may be removed.
+
+        Raises:
+            OSError: the shard cannot be read, is not what the manifest says, does not fit, or has another version now.
+        """
+        name = shard.name.removesuffix(next((e for e in COMPRESSED if shard.name.endswith(e)), ".tar"))
+        path = self.directory / f"{identity(shard)}-{name[-80:]}.tar"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with locked(lock_of(path)):
+            known = shard.bytes if shard.name.endswith(PLAIN) else None
+            if not path.is_file() or known not in (None, path.stat().st_size):  # cut by a crash of the machine
+                try:
+                    self._make(shard, path)
+                except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                    raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+            yield path
+
+    def _pin(self, shard: Shard) -> Shard:
+        if not self.keeps(shard) or shard.version is not None or (shard.remote and shard.sha256 is not None):
+            return shard
         try:
-            return files.info(path)
-        except FileNotFoundError as error:
-            missing = error
-        # fsspec raises this for any failure over HTTP.
-        raise (missing.__cause__ if _is_http(location) else None) or missing
+            version, size = _stamp(shard.location)
+        except OSError as error:
+            raise OSError(f"shard {shard.location} cannot be read: {error}") from error
+        return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
 
-    info = patiently(attempt, location, patience)
+    def _make(self, shard: Shard, path: Path) -> None:
+        """Fetch, verify and unpack a shard in a scratch folder, and move it into place."""
+        with scratch(self.directory) as folder:
+            self._make_room(shard.bytes or 0)
+            source = folder / "fetched" if shard.remote else Path(shard.location)
+
+            def fetch(files: Any, location: str) -> None:
+                files.get_file(location, str(source))
+                _compare(shard, source)
+
+            if shard.remote:
+                _patiently(shard.location, fetch)
+            else:
+                _compare(shard, source)
+            whole = self._unpack(source, folder / "unpacked", _OPENERS.get(Path(shard.name).suffix))
+            if shard.version is not None and shard.sha256 is None and _stamp(shard.location)[0] != shard.version:
+                raise OSError("it was replaced since this run began; start again, or give it a manifest")
+            if whole.stat().st_size > self.max_bytes:
+                raise OSError(f"it is larger than cache_bytes, {self.max_bytes:,}")
+            self._make_room(0)
+            os.replace(whole, path)
+
+    def _unpack(self, source: Path, target: Path, opener: Any) -> Path:
+        """Return the decompressed file, or the file itself where it is plain."""
+        if opener is None:
+            return source
+        with opener(source) as packed, open(target, "wb") as file:
+            while block := packed.read(1 << 20):
+                if file.tell() + len(block) > self.max_bytes:
+                    raise OSError(f"it unpacks to more than cache_bytes, {self.max_bytes:,}")
+                file.write(block)
+        return target
+
+    def _make_room(self, coming: int) -> None:
+        """Remove what killed processes left, then the least recently used copies that no process holds."""
+        with locked(self.directory / "room.lock"):
+            files = [(path, path.stat()) for path in self.directory.glob("*.tar")]
+            used = sweep(self.directory) + coming + sum(stat.st_size for _, stat in files)
+            for path, stat in sorted(files, key=lambda entry: entry[1].st_atime_ns):
+                if used <= self.max_bytes:
+                    break
+                with locked_if_free(lock_of(path)) as free:
+                    if free:
+                        for file in (path, path.parent / ".index" / f"{path.name}.npz", lock_of(path)):
+                            file.unlink(missing_ok=True)
+                        used -= stat.st_size
+
+
+def _compare(shard: Shard, path: Path) -> None:
+    """Raise OSError if a file is not as the manifest says, or the server when the run began."""
+    size = path.stat().st_size
+    if shard.bytes not in (None, size):
+        raise OSError(f"its size must be {shard.bytes:,} bytes, got {size:,}")
+    if shard.sha256 is not None and sha256(path) != shard.sha256:
+        raise OSError("its sha256 is not the manifest's")
+
+
+def _stamp(location: str) -> tuple[str, int | None]:
+    """Return a file's version and size: what its server says of its content, or the local file's size and time."""
+    if not is_remote(location):
+        status = os.stat(location)
+        return f"{status.st_size} {status.st_mtime_ns}", status.st_size
+    info = _patiently(location, lambda files, path: files.info(path))
     fields = {name: str(info[name]).removeprefix("W/") for name in _VERSION_FIELDS if info.get(name) is not None}
-    size = info.get("size")
-    return " ".join(f"{name}={value}" for name, value in fields.items()), size if isinstance(size, int) else None
+    return " ".join(f"{name}={value}" for name, value in fields.items()), info.get("size")
 
 
-def patiently(attempt: Callable[[float], Any], location: str, patience: Patience) -> Any:
-    """Return what `attempt` returns, which is called with the time (`time.monotonic`) at which it has to give up.
+def _patiently(location: str, act: Callable[[Any, str], Any]) -> Any:
+    """Return act(file system, path in it), tried again where that may help.
 
     Raises:
-        FileNotFoundError, Refused, OSError: at once, where trying again cannot help.
-        GivenUp: after the last try, or when the time is over.
+        FileNotFoundError, OSError: at once where the file is missing or refused, else after the last try.
+        ValueError: the URL's kind needs a package that is not installed.
     """
-    deadline = time.monotonic() + patience.total
-    pauses = patience.pauses()
-    while True:
-        try:
-            return attempt(deadline)
-        except Exception as error:
-            pause = next(pauses, None)
-            if not _may_pass(error):
-                raise _as_os_error(error) from error
-            if pause is None or time.monotonic() + pause > deadline:
-                spent = time.monotonic() - deadline + patience.total
-                raise GivenUp(f"given up after {spent:.1f} s: {_message(error)}") from error
-            _log.warning("%s: %s; again in %.1f s", location, _message(error), pause)
-            time.sleep(pause)
-
-
-class Progress(Callback):
-    """Ends a transfer that grows too large or takes too long, and logs one that takes a while."""
-
-    def __init__(self, location: str, limit: int, deadline: float, beat: Callable[[], None]) -> None:
-        super().__init__()
-        self._location, self._limit, self._deadline, self._beat = location, limit, deadline, beat
-        self._logged = time.monotonic()
-
-    def call(self, *args: Any, **kwargs: Any) -> None:
-        self._beat()
-        now = time.monotonic()
-        if max(self.size or 0, self.value) > self._limit:
-            raise TooLarge(f"it is larger than the {self._limit:,} bytes that there is room for")
-        if now > self._deadline:
-            raise TimeoutError(f"only {self.value:,} of {self.size or 0:,} bytes arrived within the time limit")
-        if now - self._logged > _LOG_EVERY:
-            self._logged = now
-            _log.warning("%s: %s of %s bytes so far", self._location, f"{self.value:,}", f"{self.size or 0:,}")
-
-
-def _files(location: str, patience: Patience) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it."""
     import fsspec
 
-    try:
-        return fsspec.core.url_to_fs(location, **_settings(location.partition("://")[0], patience))
-    except ImportError as error:
-        raise ValueError(f"{location} needs a package that is not installed: {error}") from error
-
-
-def _settings(scheme: str, patience: Patience) -> dict[str, Any]:
-    """Return the limits as each scheme's package takes them, without its retries."""
-    if _is_http(scheme):
+    settings = {}
+    if location.startswith("http"):
         from aiohttp import ClientTimeout
 
-        # total: cat_file has no callback that could end it.
-        limits = ClientTimeout(total=patience.total, sock_connect=patience.connect, sock_read=patience.read)
-        return {"client_kwargs": {"timeout": limits}}
-    if scheme == "s3":
-        once = {"total_max_attempts": 1}
-        return {"config_kwargs": {"connect_timeout": patience.connect, "read_timeout": patience.read, "retries": once}}
-    return {"requests_timeout": patience.read} if scheme == "gs" else {}
-
-
-def _is_http(location: str) -> bool:
-    return location.partition("://")[0] in ("http", "https")
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether trying again could help: not where a file is missing, not allowed, or too large."""
-    if isinstance(error, (FileNotFoundError, PermissionError, Refused, GivenUp, ValueError, TypeError, AttributeError)):
-        return False
-    status = getattr(error, "status", None)
-    return not isinstance(status, int) or status >= 500 or status in _AGAIN
-
-
-def _as_os_error(error: Exception) -> Exception:
-    return error if isinstance(error, OSError) else OSError(_message(error))
-
-
-def _message(error: Exception) -> str:
-    status = getattr(error, "status", None)
-    if status == 0:  # without an answer: too many redirects
-        return type(error).__name__
-    if isinstance(status, int):
-        return f"the server answers {status} {getattr(error, 'message', '')}".strip()
-    return str(error) or type(error).__name__
+        timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_READ)
+        settings = {"client_kwargs": {"timeout": timeout}}
+    try:
+        files, path = fsspec.core.url_to_fs(location, **settings)
+    except ImportError as error:
+        raise ValueError(f"{location} needs a package that is not installed: {error}") from error
+    for number in range(_TRIES):
+        try:
+            files.invalidate_cache(path)  # of what an earlier request said
+            return act(files, path)
+        except Exception as error:
+            # fsspec raises FileNotFoundError for any failure to ask for a file over HTTP.
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+            status = getattr(cause, "status", None)
+            if isinstance(cause, FileNotFoundError) or status == 404:
+                raise FileNotFoundError("it does not exist") from error
+            is_refused = isinstance(status, int) and status < 500 and status not in _AGAIN
+            message = str(cause) or type(cause).__name__
+            if is_refused or isinstance(cause, PermissionError) or number == _TRIES - 1:
+                raise OSError(message) from error
+            pause = _PAUSE * 2**number
+            _log.warning("%s: %s; again in %.0f s", location, message, pause)
+            time.sleep(pause)
+    raise AssertionError

@@ -9,56 +9,23 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from diffvision.data.shards import remote
+from diffvision.data.shards.remote import COMPRESSED, PLAIN, REMOTE_SCHEMES, Shard, is_remote
 from diffvision.data.splits import by_split, named_splits, splits_in
 from diffvision.files import decoded
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "diffvision-shards-1"
 SIZES = "sizes.json"
-REMOTE_SCHEMES = ("http", "https", "s3", "gs")
-PLAIN = (".tar",)
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_SHARDS = 10_000_000
 _MAX_SAMPLES = 10_000_000  # of a shard; the order of a window of shards is in memory, whatever a manifest says
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A shard and what the manifest says of it; None where there is no manifest to say it.
-
-    Attributes:
-        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pin_all`.
-    """
-
-    location: str
-    samples: int | None = None
-    bytes: int | None = None
-    sha256: str | None = None
-    version: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The file name."""
-        return PurePosixPath(self.location).name
-
-    @property
-    def remote(self) -> bool:
-        """Whether the location is a URL."""
-        return is_remote(self.location)
-
-    @property
-    def pinned(self) -> bool:
-        """Whether it is known which version is read: by `version`, or by the sha256 of a remote shard."""
-        return self.version is not None or (self.remote and self.sha256 is not None)
 
 
 def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
@@ -171,11 +138,6 @@ def _matching(pattern: str) -> list[str]:
 def is_shard(name: str) -> bool:
     """Return whether a file's name is that of a shard, plain or compressed."""
     return name.endswith(PLAIN + COMPRESSED)
-
-
-def is_remote(location: str) -> bool:
-    """Return whether a location is a URL of an allowed scheme."""
-    return location.partition("://")[0] in REMOTE_SCHEMES and "://" in location
 
 
 def checked_location(location: str) -> str:

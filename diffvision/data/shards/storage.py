@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from diffvision.data.shards.cache import ShardCache
 from diffvision.data.shards.reader import ShardReader
+from diffvision.data.shards.remote import Shard, ShardCache
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
-from diffvision.data.shards.sources import SIZES, Shard, find_shards
+from diffvision.data.shards.sources import SIZES, find_shards
 
 _MAX_OPEN = 64  # shards; a few shuffle windows
 _FIRST_SAMPLES = 16  # that show which members the samples of a dataset have
@@ -36,13 +36,14 @@ class ShardSet(SampleSource):
     same size and mtime whose index is the same, such as a copy made with `cp -p`.
 
     Raises:
-        ValueError: no shards, a shard that is not a tar or is damaged, a refused URL; while reading, a shard that was
-            changed and that no manifest describes, or whose index is false.
+        ValueError: no shards, a shard that is not a tar, is damaged or larger than the cache, a refused URL; while
+            reading, a shard that was changed and that no manifest describes, or whose index is false.
+        OSError: a server does not answer, or lacks a shard.
     """
 
     def __init__(self, source: str | Path | Sequence[str | Path | Shard], cache: ShardCache | None = None) -> None:
         self.cache = cache or ShardCache()
-        self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pin_all(find_shards(source))]
+        self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pin(find_shards(source))]
         self._used: OrderedDict[int, None] = OrderedDict()  # the shards that may be open, in the order of opening
         self.counts = np.array(self._count(), dtype=np.int64)
         contents = [reader.content for reader in self._readers]

@@ -11,8 +11,9 @@ from pathlib import Path
 import webdataset
 
 from diffvision.data.shards.index import RENAME, scan
+from diffvision.data.shards.remote import COMPRESSED, PLAIN
 from diffvision.data.shards.sample import BadSource
-from diffvision.data.shards.sources import COMPRESSED, MANIFEST, MANIFEST_FORMAT, PLAIN, SIZES, is_shard, natural
+from diffvision.data.shards.sources import MANIFEST, MANIFEST_FORMAT, SIZES, is_shard, natural
 from diffvision.files import replacing, sha256
 
 Sample = Mapping[str, str | bytes]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from diffvision.data.shards.cache import identity
+from diffvision.data.shards.remote import identity
 from diffvision.data.shards.report import BadDataError, Limits
 from diffvision.data.shards.sample import BadSample, SampleId
 from diffvision.data.shards.storage import ShardSet

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffvision.data.shards.remote import COMPRESSED, PLAIN
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import COMPRESSED, PLAIN, find_shards
+from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of

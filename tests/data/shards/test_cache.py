@@ -11,11 +11,10 @@ import time
 
 import pytest
 
-from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.remote import Patience
+from diffvision.data.shards.remote import Shard, ShardCache
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.sources import Shard, find_shards
+from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.shards.writer import write_tar
 from diffvision.data.text.tokenize import cached_tokens
@@ -42,17 +41,9 @@ def test_a_remote_shard_is_fetched_once(corpus, whole, serve, cache):
     assert len([path for path in requests if "000002.tar" in path]) == 1
 
 
-DAMAGE = {
-    "cut": lambda copy: os.truncate(copy, 1000),
-    "a folder": lambda copy: (copy.unlink(), (copy / "inside").mkdir(parents=True)),
-    "a pipe": lambda copy: (copy.unlink(), os.mkfifo(copy)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_copy_is_fetched_again(damage, whole, serve, cache):
-    shard = cache.pin(Shard(f"{serve(whole)[0]}/000002.tar"))
-    DAMAGE[damage](fetch(cache, shard))
+def test_a_cut_copy_is_fetched_again(whole, serve, cache):
+    (shard,) = cache.pin([Shard(f"{serve(whole)[0]}/000002.tar")])
+    os.truncate(fetch(cache, shard), 1000)
     assert fetch(cache, shard).read_bytes() == (whole / "000002.tar").read_bytes()
 
 
@@ -62,19 +53,20 @@ def test_the_least_recently_used_shards_make_room(whole, serve, cache):
     cache.max_bytes = 3 * size
     shards = [Shard(f"{url}/00000{n}.tar") for n in range(5)]
     for number in (0, 1, 2, 0, 3, 4):
-        kept = fetch(cache, shards[number])
+        fetch(cache, shards[number])
     assert tars(cache) == ["000000.tar", "000003.tar", "000004.tar"]
     assert not list(cache.directory.glob("*.part"))
     cache.max_bytes = size - 1
-    with pytest.raises(OSError, match=r"larger than the .* bytes that there"):
+    with pytest.raises(OSError, match="cache_bytes"):
         fetch(cache, shards[1])
-    assert kept.exists()
+    with pytest.raises(ValueError, match="cache_bytes"):
+        ShardSet(shards[1], cache)
 
 
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        ({"bytes": 7}, "bytes came, the manifest says 7"),
+        ({"bytes": 7}, "must be 7 bytes"),
         ({"sha256": "0" * 64}, "sha256 is not the manifest's"),
     ],
 )
@@ -84,43 +76,6 @@ def test_what_is_not_as_the_manifest_says_is_refused(whole, serve, cache, shard,
         fetch(cache, Shard(f"{url}/000000.tar", **shard))
     assert not tars(cache)
     assert not list(cache.directory.glob("*.part"))
-
-
-def test_a_server_that_recovers_is_asked_again(whole, cache):
-    class Flaky(http.server.BaseHTTPRequestHandler):
-        failures = 2
-
-        def do_GET(self):
-            data = (whole / "000000.tar").read_bytes()
-            bad = Flaky.failures > 0
-            Flaky.failures -= bad
-            self.send_response(503 if bad else 200)
-            self.send_header("Content-Length", "0" if bad else str(len(data)))
-            self.end_headers()
-            self.wfile.write(b"" if bad else data)
-
-        def do_HEAD(self):
-            self.send_response(405)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Flaky)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        path = fetch(cache, Shard(f"http://127.0.0.1:{server.server_port}/000000.tar"))
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert path.read_bytes() == (whole / "000000.tar").read_bytes()
-
-
-def test_a_missing_remote_shard_is_an_error_at_once(whole, serve, cache):
-    url, requests = serve(whole)
-    with pytest.raises(OSError, match="cannot fetch shard"):
-        fetch(cache, Shard(f"{url}/nothing.tar"))
-    assert len(requests) <= 2
 
 
 def test_compressed_shards_are_unpacked_once_and_anew_when_they_change(corpus, whole, tmp_path, cache):
@@ -140,7 +95,7 @@ def test_compressed_shards_are_unpacked_once_and_anew_when_they_change(corpus, w
 def test_a_decompression_bomb_stops_early(tmp_path, cache):
     bomb = tmp_path / "bomb.tar.gz"
     bomb.write_bytes(gzip.compress(bytes(50_000_000)))
-    with pytest.raises(OSError, match="unpacks to more than 1,000,000"):
+    with pytest.raises(OSError, match="cache_bytes, 1,000,000"):
         fetch(cache, Shard(str(bomb)))
     assert not tars(cache)
     assert not list(cache.directory.glob("*.part"))
@@ -226,37 +181,11 @@ def test_a_shard_that_its_server_replaced_is_fetched_again_by_the_next_run(corpu
     assert sorted(n for batch in again for n in batch) == [*range(10), *range(20, 30), *range(70, 80)]
 
 
-def test_a_copy_whose_server_is_away_is_used_and_said_once(corpus, counted, serve, cache):
-    cache.patience = Patience(connect=0.5, read=0.5, tries=2, pause=0.01, total=2)
-    (counted / "sizes.json").unlink()
+def test_a_server_that_lacks_a_shard_is_an_error_at_the_start(corpus, counted, serve, cache):
     url, _ = serve(counted)
-    source = [f"{url}/00000{n}.tar" for n in range(3)]
-    ShardSet(source, cache)
     (counted / "000001.tar").unlink()
-    with pytest.warns(UserWarning, match="1 of 3 shards could not be compared") as warned:
-        corpus.read(corpus.loader(source, cache=cache))
-    assert len(warned) == 1
-
-
-def test_a_silent_server_is_not_asked_for_each_shard(corpus, counted, cache, monkeypatch):
-    from diffvision.data.shards import remote
-
-    cache.patience = Patience(connect=0.5, tries=1, pause=0.01, total=1)
-    for number in range(100):
-        shard = Shard(f"http://127.0.0.1:9/{number:06}.tar", samples=10, version="0" * 16)
-        path = cache._path(shard)
-        cache.directory.mkdir(exist_ok=True)
-        path.write_bytes((counted / "000000.tar").read_bytes())
-    asked = []
-    files = remote._files
-    monkeypatch.setattr(
-        remote, "_files", lambda location, patience: asked.append(location) or files(location, patience)
-    )
-    open_ones = [Shard(f"http://127.0.0.1:9/{number:06}.tar", samples=10) for number in range(100)]
-    with pytest.warns(UserWarning, match="100 of 100 shards could not be"):
-        pinned = cache.pin_all(open_ones)
-    assert len(asked) <= 40  # those that were under way when the first gave up
-    assert {shard.version for shard in pinned} == {"0" * 16}
+    with pytest.raises(OSError, match=r"000001\.tar cannot be read: it does not exist"):
+        ShardSet([f"{url}/00000{n}.tar" for n in range(3)], cache)
 
 
 def without_copies(shards):
@@ -266,7 +195,7 @@ def without_copies(shards):
     return pickle.loads(pickle.dumps(shards))
 
 
-def test_what_replaces_a_shard_during_a_run_is_not_read_in_its_place(corpus, counted, serve, cache, caplog):
+def test_what_replaces_a_shard_during_a_run_is_not_read_in_its_place(corpus, counted, serve, cache):
     url, _ = serve(counted)
     shards, kind = ShardSet([f"{url}/00000{n}.tar" for n in range(3)], cache), corpus.kind()
     assert kind.decode(shards.members((1, 0)))["text"] == "sample 10"
@@ -275,7 +204,6 @@ def test_what_replaces_a_shard_during_a_run_is_not_read_in_its_place(corpus, cou
     shards = without_copies(shards)
     with pytest.raises(BadSample, match="unreadable shard"):
         kind.decode(shards.members((1, 0)))
-    assert "000001.tar was replaced since this run began" in caplog.text
     assert kind.decode(shards.members((2, 0)))["text"] == "sample 20"
 
 
@@ -339,7 +267,7 @@ def test_a_shard_that_is_held_makes_no_room(whole, serve, cache):
     assert tars(cache) == ["000002.tar"]
 
 
-@pytest.mark.filterwarnings("ignore:the cache of shards has room")
+@pytest.mark.filterwarnings("ignore:cache_bytes should be")
 def test_a_cache_with_room_for_one_shard_loses_no_sample(corpus, whole, serve, cache):
     url, _ = serve(whole)
     cache.max_bytes = int(1.05 * (whole / "000000.tar").stat().st_size)
@@ -356,7 +284,7 @@ def test_a_cache_that_is_too_small_is_told_at_the_start(corpus, tmp_path, serve,
     size = (source / "000000.tar").stat().st_size
     named = f"{url}/{{000000..000005}}.tar"
     cache.max_bytes = 4 * size - 1
-    with pytest.warns(UserWarning, match=rf"set cache_bytes to {4 * size:,}"):
+    with pytest.warns(UserWarning, match=rf"cache_bytes should be at least {4 * size:,}"):
         corpus.loader(named, cache=cache, window=2)
     cache.max_bytes = size - 1
     with pytest.raises(ValueError, match=rf"{size:,} bytes.* {size - 1:,}"):

@@ -3,17 +3,23 @@
 import http.server
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from diffvision.data.shards import remote
-from diffvision.data.shards.cache import ShardCache
-from diffvision.data.shards.remote import Patience, read, stamp
+from diffvision.data.shards.remote import Shard, ShardCache, read
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import Shard
 from tests.data.conftest import fetch
 
-QUICK = Patience(connect=1.0, read=0.2, tries=4, pause=0.05, total=5.0)
+TRIES = 4
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    for name, value in {"_TRIES": TRIES, "_PAUSE": 0.05, "_READ": 0.2}.items():
+        monkeypatch.setattr(remote, name, value)
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -49,10 +55,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         half = len(server.data) // 2
         if answer == "good":
             self.wfile.write(server.data)
-        elif answer == "drips":
-            for start in range(0, len(server.data), 64):
-                self.wfile.write(server.data[start : start + 64])
-                time.sleep(0.05)
         else:
             self.wfile.write(server.data[:half])
             if answer == "stall":
@@ -84,7 +86,7 @@ def serving(whole):
 
 @pytest.fixture
 def cache(tmp_path):
-    return ShardCache(tmp_path / "cache", patience=QUICK)
+    return ShardCache(tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -97,14 +99,12 @@ def test_what_may_pass_is_asked_for_again_with_growing_pauses(serving, cache, wh
     assert fetch(cache, server.shard).read_bytes() == (whole / "000000.tar").read_bytes()
     assert len(server.times) == len(answers)
     gaps = [b - a for a, b in zip(server.times, server.times[1:], strict=False)]
-    for number, gap in enumerate(gaps):
-        assert gap >= 0.025 * 2**number  # at least half of the pause
+    assert all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps))
     assert len(caplog.records) == len(answers) - 1
-    assert all("again in 0." in record.message for record in caplog.records)
     assert not list(cache.directory.glob("*.part"))
 
 
-@pytest.mark.parametrize(("status", "error"), [(404, "000000.tar"), (403, "403 Forbidden"), (401, "401 Unauthorized")])
+@pytest.mark.parametrize(("status", "error"), [(404, "does not exist"), (403, "Forbidden"), (401, "Unauthorized")])
 def test_what_cannot_pass_is_an_error_at_once(serving, cache, status, error):
     server = serving(status)
     with pytest.raises(OSError, match=f"cannot fetch shard http.*{error}"):
@@ -114,35 +114,19 @@ def test_what_cannot_pass_is_an_error_at_once(serving, cache, status, error):
 
 @pytest.mark.parametrize(
     ("answer", "error"),
-    [(500, "the server answers 500"), ("stall", "imeout"), ("cut", "payload is not completed")],
+    [(500, "Internal Server Error"), ("stall", "imeout"), ("cut", "payload is not completed")],
 )
 def test_patience_ends(serving, cache, answer, error):
     server = serving(answer)
-    with pytest.raises(OSError, match=f"given up after .* s: .*{error}"):
+    with pytest.raises(OSError, match=f"cannot fetch shard http.*{error}"):
         fetch(cache, server.shard)
-    assert len(server.times) == QUICK.tries
+    assert len(server.times) == TRIES
     assert not list(cache.directory.glob("*.tar")) + list(cache.directory.glob("*.part"))
-
-
-@pytest.mark.parametrize("ask", [read, stamp])
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "s3://bucket/0.tar", "/000000.tar"])
-def test_a_redirect_to_another_scheme_or_in_a_circle_is_an_error(serving, target, ask):
-    with pytest.raises(OSError, match=r"passwd|bucket|TooManyRedirects"):
-        ask(serving(target).shard.location, QUICK)
 
 
 def test_a_redirect_is_followed(serving, cache, whole):
     shard = serving(serving("good").shard.location).shard
     assert fetch(cache, shard).read_bytes() == (whole / "000000.tar").read_bytes()
-
-
-def test_a_body_that_comes_in_drops_is_ended_in_the_time_that_a_file_has(serving, tmp_path):
-    cache = ShardCache(tmp_path, patience=Patience(read=1.0, tries=3, pause=0.05, total=0.8))
-    beats = []
-    cache.progress = lambda: beats.append(None)
-    with pytest.raises(OSError, match="given up after"):  # the whole file would come in the end
-        fetch(cache, serving("drips").shard)
-    assert beats  # it did come: a loader that waits is not stalled
 
 
 def test_half_a_shard_without_a_length_is_told_by_the_manifest(serving, cache, whole):
@@ -155,33 +139,26 @@ def test_half_a_shard_without_a_length_is_told_by_the_manifest(serving, cache, w
 
 def test_small_files_are_waited_for_too(serving, whole):
     server = serving(503, "stall", "good")
-    assert read(server.shard.location, QUICK) == (whole / "000000.tar").read_bytes()
-    assert read(serving(404).shard.location, QUICK) is None
-    with pytest.raises(OSError, match="given up after"):
-        read(serving(503).shard.location, QUICK)
+    assert read(server.shard.location) == (whole / "000000.tar").read_bytes()
+    assert read(serving(404).shard.location) is None
+    with pytest.raises(OSError, match="Service Unavailable"):
+        read(serving(503).shard.location)
 
 
 def test_an_unreadable_shard_is_asked_for_less_and_less(corpus, serving, tmp_path, monkeypatch):
     """Its samples are counted at once; or an epoch would wait for each of them."""
-    server = serving(500)
-    cache = ShardCache(tmp_path, patience=Patience(tries=1, pause=0.01, total=5))
+    monkeypatch.setattr(remote, "_TRIES", 1)
+    server, cache = serving(500), ShardCache(tmp_path)
     good = corpus.write(tmp_path / "s", 90)
     (tmp_path / "s" / "sizes.json").write_text("{}")
     shards = [str(p) for p in sorted(good.glob("*.tar"))]
     monkeypatch.setattr("diffvision.data.shards.sources.read_counts", lambda directory: {"000000.tar": {"samples": 10}})
+    monkeypatch.setattr(ShardCache, "pin", lambda self, shards: [replace(shard, version="1") for shard in shards])
     loader = corpus.loader([*shards[1:], server.shard.location], cache=cache, limits=Limits(1.0))
     corpus.read(loader)
     corpus.read(loader)
     assert loader.report.skipped == {"unreadable shard": 10}
     assert len(server.times) <= 4  # a thread fetches ahead
-
-
-def test_patience_that_cannot_be():
-    with pytest.raises(ValueError, match="tries is 0: it must be above 0"):
-        Patience(tries=0)
-    pauses = [pause for _ in range(20) for pause in Patience(tries=12).pauses()]
-    assert max(pauses) <= 60
-    assert len(set(pauses)) > 100  # no two readers come back together
 
 
 @pytest.mark.parametrize(
@@ -190,18 +167,16 @@ def test_patience_that_cannot_be():
         ("s3", {"ETag": '"a"', "LastModified": 1, "size": 5}, {"StorageClass": "COLD"}, {"ETag": '"b"'}),
         ("gs", {"generation": "7", "etag": "x", "size": 5}, {"etag": "y", "updated": 2}, {"generation": "8"}),
         ("https", {"ETag": '"a"', "Last-Modified": "x", "size": 5}, {"ETag": 'W/"a"'}, {"Last-Modified": "y"}),
+        ("hf", {"size": 5, "blob_id": "a"}, {"last_commit": 1}, {"blob_id": "b"}),
         ("http", {"size": 5}, {"mimetype": "x"}, {"size": 6}),
     ],
 )
 def test_a_version_is_what_the_store_says_of_the_content(scheme, said, same, other, monkeypatch):
-    class Store:
-        info = staticmethod(lambda path: answer)
-        invalidate_cache = staticmethod(lambda path: None)
-
-    monkeypatch.setattr(remote, "_files", lambda location, patience: (Store, location))
-    stamps = []
+    files = SimpleNamespace(info=lambda path: answer, invalidate_cache=lambda path: None)
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda location, **settings: (files, location))
+    pins = []
     for more in ({}, same, other):
         answer = said | more
-        stamps.append(stamp(f"{scheme}://bucket/0.tar"))
-    assert stamps[0] == stamps[1] != stamps[2]
-    assert stamps[0][1] == 5
+        pins += ShardCache().pin([Shard(f"{scheme}://bucket/0.tar")])
+    assert pins[0] == pins[1] != pins[2]
+    assert pins[0].bytes == 5

@@ -13,12 +13,10 @@ import pytest
 
 from diffvision.data import Limits, ShardSet
 from diffvision.data.make import check
-from diffvision.data.shards import reader, storage
-from diffvision.data.shards.cache import ShardCache
+from diffvision.data.shards import reader
 from diffvision.data.shards.index import shard_index
-from diffvision.data.shards.remote import Patience
+from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.sources import Shard
 from diffvision.data.shards.writer import write_manifest, write_tar
 
 LENIENT = Limits(max_bad_fraction=1.0)
@@ -389,12 +387,6 @@ def test_content_that_cannot_be_compared_is_a_warning(corpus, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader.load_state_dict(loader.state_dict())
-
-
-def test_of_distant_shards_the_content_is_what_is_known(corpus, whole, tmp_path, monkeypatch):
-    shards = [Shard("http://127.0.0.1:9/0.tar", samples=10), Shard("http://127.0.0.1:9/1.tar", samples=3)]
-    monkeypatch.setattr(storage, "find_shards", lambda source: shards)
-    assert ShardSet("x", ShardCache(patience=Patience(tries=1))).content.startswith("names:")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
