@@ -53,8 +53,12 @@ def write_sidecar(places: list[Path], write: Callable[[IO[bytes]], object]) -> b
     return False
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Path, progress: Callable[[], object] = lambda: None) -> str:
     """Return the sha256 of a local file, from its note or computed now, by one process of this machine at a time.
+
+    Args:
+        path: the file.
+        progress: called with each MiB that is read.
 
     Raises:
         OSError: the file cannot be read.
@@ -69,7 +73,7 @@ def sha256_of(path: Path) -> str:
         if len(known := read_note(path, ".sha256")) == 64:
             return known
         since = stamp(path)
-        digest = sha256(path)
+        digest = sha256(path, progress)
         write_note(path, ".sha256", since, digest)
         return digest
 

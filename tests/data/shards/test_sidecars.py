@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_a_compressed_shard(corpus, source, tmp_path):
 def test_each_version_of_a_file_is_read_once(source, tmp_path, monkeypatch):
     reads = []
     read = sidecars.sha256
-    monkeypatch.setattr(sidecars, "sha256", lambda path: reads.append(path.name) or read(path))
+    monkeypatch.setattr(sidecars, "sha256", lambda path, progress: reads.append(path.name) or read(path, progress))
     path = source / "000000.tar"
     first = sha256_of(path)
     assert first == ShardSet(source).shards[0].sha256
