@@ -1,7 +1,6 @@
 """The smallest run of each benchmark. No time is asserted, since none is to be trusted here."""
 
 import contextlib
-import functools
 import json
 import shutil
 import signal
@@ -17,12 +16,10 @@ import attention_modules
 import attention_ways
 import bench_attention
 import bench_data
-import bench_growth
 import bench_images
 import bench_language
 import bench_models
 import bench_programs
-import bench_retrieval
 import bench_step
 import benchmark
 import machine
@@ -78,25 +75,6 @@ def test_models(tmp_path, capsys):
     report = written(tmp_path, "models-cpu-float32", capsys.readouterr().out)
     assert [entry["task"] for entry in report["tables"]] == ["training step", "inference"]
     assert all(entry["models"]["diff_vit_debug"]["ratio"] > 0 for entry in report["tables"])
-
-
-@pytest.mark.nightly
-def test_growth(monkeypatch, tmp_path, capsys):
-    sizes = {"tokens": (5, 9), "batch": (1, 2), "depth": (2,), "workers": (0,)}
-    monkeypatch.setattr(bench_growth, "QUICK_SIZES", sizes)
-    monkeypatch.setattr(bench_growth, "vit_batch", functools.partial(bench_models.vit_batch, image=32))
-    classes = {"num_classes": 1000}
-    vits = {"plain": ("plain", "plain_vit_debug", classes), "ours, V1": ("ours", "diff_vit_debug", classes)}
-    monkeypatch.setattr(bench_growth, "VITS", vits)
-    assert bench_growth.main([*SMALL, "--quick", "--output", str(tmp_path)]) == 0
-    report = written(tmp_path, "growth-cpu-float32", capsys.readouterr().out)
-    assert {name: tuple(map(int, axis)) for name, axis in report["axes"].items()} == sizes
-    assert all(result["ratio"] > 0 for axis in report["axes"].values() for of in axis.values() for result in of.values()
-               if "failed" not in result and "cannot" not in result)  # fmt: skip
-    assert bench_growth.slope([(1, 9.0), (2, 2.0), (4, 4.0), (8, 8.0), (16, 16.0)]) == pytest.approx(1)
-    with pytest.raises(SystemExit):
-        bench_growth.main(["width"])
-    assert "no axis is called width: there are tokens, batch, depth, workers" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -240,13 +218,3 @@ def test_ratios_are_medians_over_rounds_and_a_failing_way_disturbs_no_other():
 def test_commands_are_recorded_without_folders():
     given = ["/somewhere/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "ViT 197"]
     assert machine.command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes 'ViT 197'"
-
-
-@pytest.mark.slow
-def test_retrieval(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_retrieval.py", "--images", "20", "--memory", "0"])
-    bench_retrieval.main()
-    assert "| 20 x 100 | diffvision | " in (printed := capsys.readouterr().out)
-    assert "CLIP_benchmark" not in printed
-    near = bench_retrieval.ours(*bench_retrieval.features(20))
-    assert near["image_retrieval_recall@10"] > near["image_retrieval_recall@1"] > 0.5
