@@ -202,23 +202,28 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         head = self.language_model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             return False
-        read: list[Tensor] = []
+        seen: dict[str, Tensor] = {}
         known = torch.linspace(-100, 100, head.out_features).to(head.weight)
 
         def replace(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            read.append(inputs[0])
+            seen["read"] = inputs[0]
             return known.expand_as(output)
+
+        def keep(decoder: nn.Module, inputs: Any, output: Any) -> None:
+            seen["hidden"] = output.last_hidden_state
 
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
         modes = {module: module.training for module in self.modules()}
-        hook = head.register_forward_hook(replace)
+        hooks = head.register_forward_hook(replace), self.language_model.base_model.register_forward_hook(keep)
         try:
-            hidden, logits = self.eval().hidden(tokens), self.logits(tokens)
+            logits = self.eval().logits(tokens)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             for module, mode in modes.items():
                 module.training = mode
-        return bool(read) and torch.equal(read[0], hidden) and torch.equal(logits.to(known), known.expand_as(logits))
+        is_same = seen.keys() == {"read", "hidden"} and torch.equal(seen["read"], seen["hidden"])
+        return is_same and torch.equal(logits.to(known), known.expand_as(logits))
 
     @property
     def head_weight(self) -> Float[Tensor, "vocabulary dim"]:
