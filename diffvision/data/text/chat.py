@@ -82,8 +82,18 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str, bos_token: str = "") -> None:
+        check_template(template, name)
         self.tokenizer, self.template, self.name, self.bos_token = tokenizer, template, name, bos_token
-        self._prepare()
+        tokens = sorted(tokenizer.special_tokens().items(), key=lambda item: -len(item[1].content))
+        self._special = {token.content: number for number, token in tokens}
+        self._names = re.compile("|".join(re.escape(token.content) for _, token in tokens))
+        spaced = [
+            (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+            for _, token in tokens
+        ]
+        self._pattern = re.compile(f"({'|'.join(spaced)})")
+        self._after_special = _without_space(tokenizer, ["first"])
+        self._after_text = _without_space(tokenizer, ["first", "always"])
 
     def check_training(self, question: Any = "1 + 1?", answer: Any = "It is 2.") -> list[int]:
         """Return the ids of a question with its answer, the contents of two messages.
@@ -100,27 +110,6 @@ class Chat:
                 f"chat template {self.name} cannot be used: for a question with its answer, {reason}; correct it, or "
                 f"give another ({', '.join(TEMPLATES)}, or a file of Jinja)"
             ) from None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("tokenizer", "template", "name", "bos_token")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Check the template, and compile the pattern of the special tokens."""
-        check_template(self.template, self.name)
-        self._special = {token.content: number for number, token in self.tokenizer.special_tokens().items()}
-        tokens = sorted(self.tokenizer.special_tokens().values(), key=lambda token: -len(token.content))
-        self._names = re.compile("|".join(re.escape(token.content) for token in tokens))
-        spaced = [
-            (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
-            for token in tokens
-        ]
-        self._pattern = re.compile(f"({'|'.join(spaced)})")
-        self._after_special = _without_space(self.tokenizer, ["first"])
-        self._after_text = _without_space(self.tokenizer, ["first", "always"])
 
     def encode(self, row: str) -> tuple[list[int], list[bool]]:
         """Return the ids of a row's conversation, and whether each is learned.

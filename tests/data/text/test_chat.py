@@ -1,6 +1,7 @@
 """Conversations to tokens: which are learned, against a reading by hand; layouts, templates and rows that fail."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -80,8 +81,7 @@ def spaced(scheme, template=TEMPLATES["plain"], **special):
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.add_special_tokens([AddedToken(END, special=True)])
     backend.add_special_tokens([AddedToken(name, special=True, **special) for name in names[-3:]])
-    chat = Chat.__new__(Chat)
-    chat.__setstate__({"tokenizer": Tokenizer(backend), "template": template, "name": "", "bos_token": ""})
+    chat = pickle.loads(pickle.dumps(Chat(Tokenizer(backend), template, "")))  # as workers get it
     return chat, lambda *turns: [names[n] for n in chat.encode_messages(alternating(turns))[0]]
 
 
