@@ -38,14 +38,14 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
-from diffvision.data.shards.index import RENAME, ShardIndex, correct_sidecars, count_with_webdataset, scan
+from diffvision.data.shards.index import RENAME, ShardIndex, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.remote import Shard
 from diffvision.data.shards.sample import BadSample, Members, SampleKind
 from diffvision.data.shards.sidecars import read_note, stamp, write_note
 from diffvision.data.shards.sources import find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.documents import MAX_LINES_BYTES, TextMember, check_document
+from diffvision.data.text.documents import TextMember, check_document
 from diffvision.data.text.tokens import IDS, TOKENS, TokenFiles
 from diffvision.files import sha256
 from diffvision.progress import track
@@ -105,7 +105,7 @@ class Keys:
             return self._reading()
         for shard in filter(is_file, shards):
             with suppress(OSError, ValueError):
-                index, _, samples = open_shard(shard)
+                index, samples = open_shard(shard)
                 if len(index):
                     return self._reading_of(index, samples, directory)
         return self._reading()
@@ -286,8 +286,8 @@ def _evaluation(directory: Path) -> EvaluationFolder | None:
     return folder if directory.name in folder.splits else None
 
 
-def open_shard(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
-    """Return a shard's index, read anew; what was wrong with its sidecar; and its samples as training reads them.
+def open_shard(shard: Shard) -> tuple[ShardIndex, ShardSet]:
+    """Return a shard's index, read from its headers; and its samples as training reads them.
 
     Raises:
         OSError: it cannot be read, fetched or unpacked.
@@ -295,10 +295,9 @@ def open_shard(shard: Shard) -> tuple[ShardIndex, list[str], ShardSet]:
     samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # not counted here: it may be damaged
     with samples.reader(0).hold() as path:
         index = scan(path)
-        problems = correct_sidecars(path, index)
     if shard.samples is None:
         samples = ShardSet([replace(samples.shards[0], samples=len(index))], samples.cache)
-    return index, problems, samples
+    return index, samples
 
 
 def _check(job: _Job) -> ShardCheck:
@@ -350,8 +349,8 @@ def _read_shard(shard: Shard, reading: _Reading) -> ShardCheck:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is reported as problems
-            index, problems, samples = open_shard(shard)
-            result.problems += problems + _problems(shard, index)
+            index, samples = open_shard(shard)
+            result.problems += _problems(shard, index)
             _decode(result, reading, index, samples)
     except ValueError as error:  # training would stop
         result.problems.append(str(error))
@@ -378,9 +377,6 @@ def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: S
 def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     """Return what is wrong with a shard as a whole."""
     problems = [f"tar is damaged: {index.damage}"] if index.damage else []
-    is_unread = index.damage and not len(index) and not shard.remote
-    if is_unread and (count := count_with_webdataset(Path(shard.location))[0]):
-        problems.append(f"webdataset reads {count} samples: unpack it, or give it the ending of its compression")
     if shard.samples not in (None, len(index)):
         problems.append(f"{len(index)} samples, the manifest says {shard.samples}")
     if not shard.remote:  # a remote one was compared when it was fetched
@@ -402,7 +398,7 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
 def holds_text(index: ShardIndex) -> bool:
     """Return whether a shard is of a language corpus."""
     kinds = {name.rpartition(".")[2] for name in index.types}
-    return bool(kinds) and not index.other_types and kinds <= {"txt", "json", "jsonl"}
+    return bool(kinds) and kinds <= {"txt", "json", "jsonl"}
 
 
 def _check_text(reader: ShardReader, row: int) -> None:
@@ -410,8 +406,9 @@ def _check_text(reader: ShardReader, row: int) -> None:
     names = reader.index.members(row)
     if not names:
         raise BadSample("missing text")
+    members = reader.read(row)
     for name in names:
-        check_document(reader.read_member(row, name, MAX_LINES_BYTES), name)
+        check_document(members[name], name)
 
 
 def _no_tensor(image: Image) -> Tensor:

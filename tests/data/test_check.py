@@ -1,4 +1,3 @@
-import gzip
 import io
 import json
 import os
@@ -263,12 +262,6 @@ def test_the_samples_of_an_evaluation_folder_are_read_as_evaluation_does(corpus,
     (folder / "dataset_type.txt").write_text("retrieval")
     (result,) = check_shards(tmp_path, 0)
     assert (result.read, result.bad) == ("retrieval", {"empty caption": 1})
-
-
-def test_what_the_index_cannot_read_is_counted_with_webdataset(shards):
-    path = shards / "000001.tar"
-    path.write_bytes(gzip.compress(path.read_bytes()))  # and its name does not say so
-    assert "webdataset reads 10 samples: unpack it" in " ".join(problems(shards)["000001.tar"])
 
 
 # ---- going on where a check was ------------------------------------------------------------------------------------

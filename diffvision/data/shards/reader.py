@@ -18,7 +18,6 @@ from diffvision.data.shards.index import (
     RENAME,
     ShardIndex,
     Version,
-    correct_sidecars,
     scan,
     shard_index,
 )
@@ -96,54 +95,30 @@ class ShardReader:
 
         Raises:
             BadSample: as `index`, or the sample is too large, or the shard ends before its end.
-            ValueError: as `index`, or a member is not where the index says.
+            ValueError: as `index`.
         """
         index = (self._opened or self._open()).index
         if row >= len(index.key_ends):
             raise BadSample("truncated shard")
         extents = []
         members: dict[str, bytes] = {}
-        columns = (index.offsets[:, row].tolist(), index.sizes[:, row].tolist(), index.heads[:, row].tolist())
-        for name, offset, size, head in zip(index.types, *columns, strict=True):
+        columns = (index.offsets[:, row].tolist(), index.sizes[:, row].tolist())
+        for name, offset, size in zip(index.types, *columns, strict=True):
             if offset >= 0:
                 members[name] = b""
-                if limit := MEMBER_TYPES[name.rpartition(".")[2]]:
-                    extents.append((offset - head, offset, offset + min(size, limit + 1), name))
-        if index.other_types:
-            members |= dict.fromkeys(index.other_names(row), b"")
+                if limit := MEMBER_TYPES.get(name.rpartition(".")[2]):
+                    extents.append((offset, offset + min(size, limit + 1), name))
         if not extents:
             return members
         extents.sort()
-        first, end = extents[0][0], extents[-1][2]
-        wanted = sum(stop - begin for begin, _, stop, _ in extents)
+        first, end = extents[0][0], extents[-1][1]
+        wanted = sum(stop - begin for begin, stop, _ in extents)
         if wanted > _MAX_SAMPLE:
             raise BadSample("sample too large")
         data = self.read_bytes(first, end - first) if end - first <= wanted + _MAX_GAP else None
-        for begin, offset, stop, name in extents:
-            part = self.read_bytes(begin, stop - begin) if data is None else data[begin - first : stop - first]
-            if not index.matches(row, name, part[: offset - begin]):
-                raise self._false_index(f"{index.key(row)}.{name}")
-            members[name] = part[offset - begin :]
+        for begin, stop, name in extents:
+            members[name] = self.read_bytes(begin, stop - begin) if data is None else data[begin - first : stop - first]
         return members
-
-    def read_member(self, row: int, name: str, at_most: int) -> bytes:
-        """Return the first `at_most` bytes of one member.
-
-        Raises:
-            KeyError: the sample has no such member.
-            BadSample, ValueError: as `read`.
-        """
-        index = self.index
-        if row >= len(index):
-            raise BadSample("truncated shard")
-        if (extent := index.extent(row, name)) is None:
-            raise KeyError(name)
-        offset, size = extent
-        head = index.head(row, name)
-        data = self.read_bytes(offset - head, head + min(size, at_most))
-        if not index.matches(row, name, data[:head]):
-            raise self._false_index(f"{index.key(row)}.{name}")
-        return data[head:]
 
     def read_bytes(self, offset: int, size: int) -> bytes:
         """Return bytes of the shard, of the version that its index describes.
@@ -323,7 +298,7 @@ class ShardReader:
                 raise self._changed()
         elif shard.sha256 is None:
             assert self._first is not None
-            if changed or (version.inode != self._first.inode and not self._has_same_content(path)):
+            if changed or (version != self._first and not self._has_same_content(path)):
                 raise self._changed()
             self._first = version
         elif self._verified != version:
@@ -339,23 +314,12 @@ class ShardReader:
         return ""
 
     def _is_unchanged(self, file: int | Path, version: Version) -> bool:
-        """Return whether a file still is this version.
-
-        Its ctime counts where the file can be compared with a manifest again; not in the cache, where each use of a
-        file changes it, and not of an open file that was removed, which changes it too.
-        """
+        """Return whether a file still is this version; that an open file was removed changes its ctime alone."""
         now = Version.of(file)
-        if now[:3] != version[:3]:
-            return False
-        if now == version or self.shard.sha256 is None or self.in_cache:
-            return True
-        return os.stat(file).st_nlink == 0
+        return now == version or (now[:3] == version[:3] and os.stat(file).st_nlink == 0)
 
     def _has_same_content(self, path: Path) -> bool:
-        """Return whether another file of the same size and mtime holds what was first read, as far as that is known.
-
-        Its headers are read, because the sidecar may be that of the first file.
-        """
+        """Return whether another file of the same size and mtime holds what was first read, as far as that is known."""
         if self._digest is not None:
             return scan(path).digest == self._digest
         return self._content() == self.content
@@ -384,13 +348,4 @@ class ShardReader:
             f"shard {self.shard.location} was changed after it was first read, and no manifest says what it should "
             "hold: leave it alone during a run, or write a manifest (diffvision.data.make.write_manifest); then start "
             "the run again"
-        )
-
-    def _false_index(self, member: str) -> ValueError:
-        """Return the error where a member is not where the index says; false sidecars are replaced."""
-        with self.hold() as path:
-            corrected = correct_sidecars(path, scan(path)) or ["the file was written to"]
-        return ValueError(
-            f"shard {self.shard.location} does not hold {member} where its index says: {'; '.join(corrected)}. See "
-            "`diffvision data check`, then start or resume the run again"
         )

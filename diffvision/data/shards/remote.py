@@ -147,7 +147,7 @@ class ShardCache:
                     self._make(shard, path)
                 except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
                     raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+            os.utime(lock_of(path), ns=(time.time_ns(), time.time_ns()))  # of the last use
             yield path
 
     def _pin(self, shard: Shard) -> Shard:
@@ -195,16 +195,17 @@ class ShardCache:
     def _make_room(self, coming: int) -> None:
         """Remove what killed processes left, then the least recently used copies that no process holds."""
         with locked(self.directory / "room.lock"):
-            files = [(path, path.stat()) for path in self.directory.glob("*.tar")]
-            used = sweep(self.directory) + coming + sum(stat.st_size for _, stat in files)
-            for path, stat in sorted(files, key=lambda entry: entry[1].st_atime_ns):
+            copies = list(self.directory.glob("*.tar"))
+            used = sweep(self.directory) + coming + sum(path.stat().st_size for path in copies)
+            last_use = {path: lock_of(path).stat().st_mtime_ns if lock_of(path).exists() else 0 for path in copies}
+            for path in sorted(copies, key=last_use.__getitem__):
                 if used <= self.max_bytes:
                     break
                 with locked_if_free(lock_of(path)) as free:
                     if free:
+                        used -= path.stat().st_size
                         for file in (path, path.parent / ".index" / f"{path.name}.npz", lock_of(path)):
                             file.unlink(missing_ok=True)
-                        used -= stat.st_size
 
 
 def _compare(shard: Shard, path: Path) -> None:

@@ -1,22 +1,18 @@
-"""Small files about local shards, next to them or in the user's cache: read and written safely; and notes.
+"""Small files about local shards, next to them or in the user's cache: their index, and notes such as of a sha256.
 
-`index` decides what is in a sidecar with an index. A note, such as of a sha256, is true as long as the file's size,
-times and inode are: a copy, even one that keeps its mtime, is read again. What the disk changes without the file system
-after that is not noticed here; `diffvision data check --recheck true` reads everything.
+They are true as long as the file's size, times and inode are: a copy, even one that keeps its mtime, is read again.
+What the disk changes without the file system after that is not noticed here; `diffvision data check --recheck true`
+reads everything.
 """
 
-import errno
 import hashlib
 import os
-import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
 from diffvision.files import locked, replacing, sha256, user_cache
-
-_MAX_NOTE = 1 << 20  # bytes
 
 
 def sidecars(path: Path, ending: str) -> list[Path]:
@@ -27,19 +23,6 @@ def sidecars(path: Path, ending: str) -> list[Path]:
     digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     folder, cache = path.parent / ".index", user_cache("index") / f"{digest}{ending}"
     return [cache] if folder.is_symlink() else [folder / f"{path.name}{ending}", cache]
-
-
-def read_sidecar(path: Path, at_most: int) -> bytes:
-    """Return the content of a sidecar.
-
-    Raises:
-        OSError: there is none, or it is a link, a pipe, a device or longer than `at_most` bytes.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > at_most:
-            raise OSError(errno.EINVAL, "not a sidecar", str(path))
-        return file.read(at_most)
 
 
 def write_sidecar(places: list[Path], write: Callable[[IO[bytes]], object]) -> bool:
@@ -89,7 +72,7 @@ def read_note(path: Path, ending: str) -> str:
     now = f"{stamp(path)} "
     for note in sidecars(path.absolute(), ending):
         with suppress(OSError, ValueError):
-            if (text := read_sidecar(note, _MAX_NOTE).decode("ascii")).startswith(now):
+            if (text := note.read_text("ascii")).startswith(now):
                 return text.removeprefix(now)
     return ""
 

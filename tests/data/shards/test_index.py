@@ -1,5 +1,4 @@
 import io
-import os
 import tarfile
 
 import numpy as np
@@ -32,9 +31,9 @@ def test_members_lie_where_the_index_says(whole):
     assert len(index) == 10
     assert index.damage == ""
     for row in range(10):
-        offset, size = index.extent(row, "txt")
+        column = index.types.index("txt")
+        offset, size = index.offsets[column, row], index.sizes[column, row]
         assert data[offset : offset + size] == f"sample {30 + row}".encode()
-        assert index.extent(row, "webp") is None
 
 
 def test_samples_are_those_that_webdataset_finds(tmp_path):
@@ -75,10 +74,11 @@ def test_only_regular_files_are_members(tmp_path, kind):
 
 
 def test_types_and_names_without_bound_are_not_kept(tmp_path):
-    names = [f"{n}.t{n}.txt" for n in range(50)] + ["k" * 5000 + ".txt"]
+    names = [f"{n}.t{n}.txt" for n in range(50)]
     index = scan(tar_of(tmp_path / "a.tar", names))
     assert len(index) == 50
     assert len(index.types) == 32
+    assert index.dotted
 
 
 def damaged(data, how):
@@ -134,23 +134,12 @@ def test_zeros_are_the_end_only_where_nothing_follows(whole, tmp_path, how):
     assert not index.cut
     before = {"a page over headers": 2, "a page at the start": 0, "one header": 3}.get(how, 10)
     assert len(index) == before
-    behind = {"a page over headers": 8, "a page at the start": 9, "one header": 7, "another tar joined to it": 10}.get(
-        how
-    )
-    assert behind is None or f"with {behind} more samples" in index.damage
     with pytest.raises(ValueError, match="are not its end"):
         ShardSet(path)
     with pytest.raises(ValueError, match="are not its end"):
         write_manifest(tmp_path)
     assert not (tmp_path / "manifest.json").exists()
     assert check(str(tmp_path)) == 1
-
-
-def test_a_broken_header_says_what_lies_behind_it(whole, tmp_path):
-    data = bytearray((whole / "000000.tar").read_bytes())
-    data[6 * 512 * 2 + 20] ^= 1
-    (tmp_path / "a.tar").write_bytes(data)
-    assert scan(tmp_path / "a.tar").damage.endswith(f"at byte {6 * 512 * 2}, with 8 more samples")
 
 
 def test_a_disk_that_cannot_be_read_is_no_damage_of_the_tar():
@@ -161,52 +150,14 @@ def test_a_disk_that_cannot_be_read_is_no_damage_of_the_tar():
 LONG = "a-long-folder-name/" * 12
 
 
-@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
-@pytest.mark.parametrize("key", ["a", "a/b", LONG + "a", "f\u00e4ng", LONG[:150] + "/x"])
-def test_a_member_is_known_by_its_headers(tmp_path, form, key):
-    names = [f"{key}{number}.{ending}" for number in range(3) for ending in ("JPG", "v1.txt")]
-    try:
-        with tarfile.open(tmp_path / "a.tar", "w", format=form) as tar:
-            for name in names:
-                info = tarfile.TarInfo(name)
-                info.size = 3
-                tar.addfile(info, io.BytesIO(b"abc"))
-    except ValueError:
-        pytest.skip("ustar has no room for this name")
-    index, data = scan(tmp_path / "a.tar"), (tmp_path / "a.tar").read_bytes()
-
-    def headers(row, member_type):
-        offset, _ = index.extent(row, member_type)
-        return data[offset - index.head(row, member_type) : offset]
-
-    for row in range(3):
-        assert index.matches(row, "jpg", headers(row, "jpg"))
-        assert index.matches(row, "v1.txt", headers(row, "v1.txt"))
-        assert not index.matches(row, "jpg", headers(row, "v1.txt"))
-        assert not index.matches(row, "jpg", headers((row + 1) % 3, "jpg"))
-    assert not index.matches(0, "jpg", bytes(512))
-    assert not index.matches(0, "jpg", b"x" * 512)
-    assert not index.matches(0, "jpg", b"")
-
-
-@pytest.mark.parametrize("notes", [{"mtime": "1.5"}, {"path": "b.txt"}, {"size": "2"}, {"comment": "x" * 600}])
-def test_an_extended_header_is_heard(tmp_path, notes):
-    """It may say another name or size than the header behind it, which alone is plain."""
-    plain = tarfile.TarInfo("a.txt")
-    plain.size = 3
-    block = plain.tobuf(tarfile.USTAR_FORMAT)
-    extended = bytearray(tarfile.TarInfo.create_pax_global_header(notes))
-    extended[156:157], extended[148:156] = b"x", b" " * 8
-    extended[148:156] = b"%06o\0 " % sum(extended[:512])
-    (tmp_path / "a.tar").write_bytes(bytes(extended) + block + b"abc".ljust(512, b"\0") + bytes(1024))
-    index = scan(tmp_path / "a.tar")
-    plainly = index.key(0) == "a" and index.extent(0, "txt")[1] == 3
-    assert plainly == (not notes.keys() & {"path", "size"})
-    headers = bytes(extended) + block
-    assert index.head(0, "txt") == len(headers)
-    assert index.matches(0, "txt", headers)
-    (tmp_path / "b.tar").write_bytes(block + b"abc".ljust(512, b"\0") + bytes(1024))
-    assert scan(tmp_path / "b.tar").matches(0, "txt", headers) == plainly
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_and_extended_headers_are_heard(tmp_path, form):
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as tar:
+        for number in range(3):
+            info = tarfile.TarInfo(f"{LONG}f\u00e4ng{number}.JPG")
+            info.size, info.mtime = 3, 1.5
+            tar.addfile(info, io.BytesIO(b"abc"))
+    assert rows(scan(tmp_path / "a.tar")) == [(f"{LONG}f\u00e4ng{number}", ["jpg"]) for number in range(3)]
 
 
 def test_the_sidecar_saves_the_second_scan_and_no_more(whole, tmp_path, monkeypatch):
@@ -230,17 +181,8 @@ def test_a_broken_sidecar_is_made_anew(whole, tmp_path, content):
     (tmp_path / ".index").mkdir()
     (tmp_path / ".index" / "a.tar.npz").write_bytes(content)
     assert len(shard_index(path)) == 10
-    assert index_module._load(tmp_path / ".index" / "a.tar.npz", index_module._stamp(path)) is not None
-
-
-def test_a_sidecar_with_types_that_are_not_read_is_not_trusted(whole, tmp_path):
-    path, sidecar = tmp_path / "a.tar", tmp_path / ".index" / "a.tar.npz"
-    path.write_bytes((whole / "000000.tar").read_bytes())
-    types = shard_index(path).types
-    with np.load(sidecar) as kept:
-        content = dict(kept)
-    np.savez(sidecar, **{**content, "types": np.array(["exe", *types[1:]])})
-    assert shard_index(path).types == types
+    with np.load(tmp_path / ".index" / "a.tar.npz") as kept:
+        assert len(kept["key_ends"]) == 10
 
 
 def test_the_index_in_the_former_cache_folder_is_found(whole, tmp_path, monkeypatch):
@@ -276,55 +218,6 @@ def test_no_sidecar_is_written_through_a_link(whole, tmp_path):
     assert {note.suffix for note in kept.iterdir()} == {".npz", ".sha256", ".lock"}
 
 
-@pytest.mark.parametrize("ending", ["npz", "sha256"])
-@pytest.mark.parametrize("kind", ["link", "pipe", "endless"])
-def test_what_is_no_file_is_no_sidecar(whole, tmp_path, ending, kind):
-    path, sidecar = tmp_path / "a.tar", tmp_path / ".index" / f"a.tar.{ending}"
-    path.write_bytes((whole / "000000.tar").read_bytes())
-    sidecar.parent.mkdir()
-    if kind == "pipe":
-        os.mkfifo(sidecar)  # to open it would wait for ever
-    elif kind == "endless":
-        sidecar.write_bytes(b"")
-        os.truncate(sidecar, 1 << 40)
-    else:
-        sidecar.symlink_to(tmp_path / "target")
-        (tmp_path / "target").write_text("kept")
-    assert len(shard_index(path)) == 10
-    assert len(sha256_of(path)) == 64
-    assert sidecar.stat().st_size < 1 << 20
-    assert kind != "link" or (tmp_path / "target").read_text() == "kept"
-
-
-def forge(sidecar, **changes):
-    """A sidecar with other values, and all that it is believed by."""
-    with np.load(sidecar) as kept:
-        content = dict(kept)
-    np.savez(sidecar, **{name: changes.get(name, lambda value: value)(value) for name, value in content.items()})
-
-
-IMPOSSIBLE = {
-    "far": {"offsets": lambda value: value + (1 << 50)},
-    "negative": {"sizes": lambda value: -value - 5},
-    "of another type": {"offsets": lambda value: value.astype(float)},
-    "of another shape": {"sizes": lambda value: value[:1]},
-    "without keys": {"key_bytes": lambda value: value[:3]},
-    "that drops rows": {name: lambda value: value[..., :5] for name in ("offsets", "sizes", "heads", "key_ends")}
-    | {"other_rows": lambda value: value[:, :5], "key_bytes": lambda value: value[: len(value) // 2]},
-    "that repeats a row": {name: lambda value: value[:, [0] * 10] for name in ("offsets", "sizes", "heads")},
-    "with great headers": {"heads": lambda value: value + (1 << 29)},
-}
-
-
-@pytest.mark.parametrize("changes", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_an_index_that_cannot_be_is_made_anew(whole, tmp_path, changes):
-    path = tmp_path / "a.tar"
-    path.write_bytes((whole / "000000.tar").read_bytes())
-    first = shard_index(path)
-    forge(tmp_path / ".index" / "a.tar.npz", **changes)
-    assert shard_index(path).digest == first.digest
-
-
 def test_a_sidecar_is_never_unpickled(whole, tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes((whole / "000000.tar").read_bytes())
@@ -334,7 +227,7 @@ def test_a_sidecar_is_never_unpickled(whole, tmp_path):
             return (open, (str(tmp_path / "ran"), "w"))
 
     (tmp_path / ".index").mkdir()
-    np.savez(tmp_path / ".index" / "a.tar.npz", stamp=np.array([Payload()], dtype=object))
+    np.savez(tmp_path / ".index" / "a.tar.npz", version=np.array([Payload()], dtype=object))
     assert len(shard_index(path)) == 10
     assert not (tmp_path / "ran").exists()
 
