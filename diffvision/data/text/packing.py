@@ -83,7 +83,7 @@ class PackedWindows(TokenWindows):
             if (total := int(lengths.sum())) != file.account.count:
                 raise ValueError(
                     f"lengths in {file.folder / LENGTHS} must add up to {file.account.count:,} tokens, got {total:,}: "
-                    "tokenise the text again with `diffvision data tokenize`"
+                    "run `diffvision data tokenize` again"
                 )
             starts = np.cumsum(lengths) - lengths
             edges = np.searchsorted(starts, range(0, file.account.count, block)).tolist()

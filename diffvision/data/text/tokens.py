@@ -39,7 +39,7 @@ MEMBER_DTYPE = np.dtype("<u4")  # of ids in samples, whatever that of their file
 BLOCK = 1 << 24  # tokens
 
 _FORMER_FORMAT = "diffvision-tokens-1"  # arrays in tar shards
-_AGAIN = "tokenise the text again with `diffvision data tokenize`"
+_AGAIN = "run `diffvision data tokenize` again"
 _READ_TOKENS = 1 << 20  # at a time, where a file is read from end to end
 
 
