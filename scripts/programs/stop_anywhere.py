@@ -138,7 +138,8 @@ class Recorder(pl.Callback):
     def __init__(self, case: Case, part: int, folder: Path, calls: int) -> None:
         rank = os.environ.get("LOCAL_RANK", "0")
         self.file = (folder / f"trace-{part}-{rank}.jsonl").open("w")
-        self.case, self.batch, self.calls, self.end = case, 0, 0, {}
+        self.case, self.batch, self.calls = case, 0, 0
+        self.end: dict[str, Any] = {}
         self.armed = bool(case.place) and not part and int(rank) == case.to
         self.at = int(case.share * (calls if case.place == "save" else BATCHES))
         if self.armed and case.hook:
@@ -163,11 +164,11 @@ class Recorder(pl.Callback):
     def _count_saves(self) -> None:
         sync = os.fsync
 
-        def counted(file: Any) -> None:
+        def counted(fd: Any) -> None:
             self.calls += 1
             if self.case.place == "save" and self.calls > self.at:
                 self._stop()
-            sync(file)
+            sync(fd)
 
         os.fsync = counted
 

@@ -4,8 +4,8 @@ The meta device computes nothing: `.item()`, `bool()` and most operations with a
 `scripts/benchmarks/waits.py` counts the waits of a CUDA device.
 """
 
-import json
 import math
+import re
 import sys
 from functools import partial
 
@@ -281,12 +281,12 @@ def test_losses_that_are_read_are_those_of_all_ranks(case, monitor, tmp_path):
 
 
 class Tiny(pl.LightningModule):
-    """A line after a batch norm."""
+    """Two lines."""
 
     def __init__(self, **guard):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.guard = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), finite.StepGuard(**guard)
+        self.net, self.guard = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), finite.StepGuard(**guard)
 
     def configure_callbacks(self):
         return [self.guard]
@@ -328,13 +328,16 @@ def train(root, bad, monkeypatch, *, steps=10, **guard):
     return module, trainer, data
 
 
-def lines(root):
-    return [json.loads(line) for line in (root / "fit" / "version_0" / finite.FILE).read_text().splitlines()]
+def reported(warned):
+    """The number of each step that was reported as skipped, how many there were in a row, and its first sample."""
+    pattern = r"at step (\d+) .*skipped \((\d+) in a row\); samples: (0.tar: \d+)"
+    lines = [re.search(pattern, str(line.message)) for line in warned]
+    return [(int(line[1]), int(line[2]), line[3]) for line in lines if line]
 
 
 def test_steps_skipped_between_two_readings_change_nothing_and_are_all_reported(monkeypatch, tmp_path):
     module, trainer, data = train(tmp_path, (2, 6, 9), monkeypatch)
-    with pytest.warns(UserWarning, match=r"at step [269] .batch [269] of epoch"):
+    with pytest.warns(UserWarning, match="skipped") as warned:
         trainer.fit(module, data)
     good, other, rest = train(tmp_path / "good", (), monkeypatch)
     kept = [row for number, row in enumerate(rest.dataset) if number // 4 not in (2, 6, 9)]
@@ -342,34 +345,20 @@ def test_steps_skipped_between_two_readings_change_nothing_and_are_all_reported(
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), good.state_dict().values(), strict=True))
     moments = zip(trainer.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True)
     assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
-    assert [(line["step"], line["in_a_row"], line["samples"][0]) for line in lines(tmp_path)] == [
-        (step, 1, f"0.tar: {step * 4}") for step in (2, 6, 9)
-    ]
+    assert reported(warned) == [(step, 1, f"0.tar: {step * 4}") for step in (2, 6, 9)]
     assert trainer.logged_metrics["train/skipped_steps"] == 3
     saved = torch.load(tmp_path / "kept" / "step=9.ckpt", weights_only=True)
     assert saved["callbacks"]["StepGuard"] == {"skipped": 2, "in_a_row": 0}
 
 
-def test_a_run_stops_at_the_next_reading_and_reports_what_an_error_leaves_unread(monkeypatch, tmp_path):
+def test_a_run_stops_at_the_next_reading(monkeypatch, tmp_path):
     """Three in a row are read at the checkpoint after step 6, one more than is allowed; it is not written."""
     module, trainer, data = train(tmp_path, (3, 4, 5), monkeypatch, max_skipped=2)
     trainer.log_every_n_steps = 50
     with (
-        pytest.warns(UserWarning, match="skipped"),
+        pytest.warns(UserWarning, match="skipped") as warned,
         pytest.raises(FloatingPointError, match="steps 3 to 5"),
     ):
         trainer.fit(module, data)
     assert [path.name for path in (tmp_path / "kept").glob("*.ckpt")] == ["step=3.ckpt"]
-    assert [line["step"] for line in lines(tmp_path)] == [3, 4, 5]
-
-    class Broken(Tiny):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2:
-                raise KeyError
-            return super().training_step(batch, batch_idx)
-
-    module, trainer, data = train(tmp_path / "broken", (1,), monkeypatch)
-    module.__class__ = Broken
-    with pytest.warns(UserWarning, match="at step 1 "), pytest.raises(KeyError):
-        trainer.fit(module, data)
-    assert [line["step"] for line in lines(tmp_path / "broken")] == [1]
+    assert [step for step, *_ in reported(warned)] == [3, 4, 5]

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from diffvision.training.fault_tolerance import lightning_internals
-from diffvision.training.fault_tolerance.checkpoints import open_for_writing
 
-FILE = "skipped_steps.jsonl"
 UNREAD = 1000  # steps after which they are read even where nothing is logged
 LEAST_SCALE = 1.0  # below it a gradient scaler has no overflow left to avoid: the gradients themselves are infinite
-REMEDIES = "lower optimizer.lr, set optimizer.clip_norm, train in bf16-mixed or 32-true, or look for damaged data"
+NAMED = 8  # at most as many samples of a skipped step are named
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """An optimizer step whose gradient was computed; its tensors are on the device until they are read.
 
     Attributes:
@@ -48,9 +39,8 @@ class StepGuard(pl.Callback):
     """Clips the gradient before each step and logs its norm; a step whose loss or gradient is not finite is skipped.
 
     All ranks decide alike without a message between them: the gradients are those after the strategy's reduction, into
-    which a rank whose loss is not finite has put NaN. A skipped step changes no weight, moment or running statistic.
-    The trainer's step and the schedule advance; a line in `skipped_steps.jsonl` next to the logs names its batches and
-    samples, and `train/skipped_steps` counts. Only the first process writes.
+    which a rank whose loss is not finite has put NaN. A skipped step changes no weight and no moment. The trainer's
+    step and the schedule advance, `train/skipped_steps` counts, and a warning has the step's position in the data.
 
     The device decides, and an optimizer that takes `found_inf` (torch's fused ones) skips by itself. What it decided
     is read, counted and reported on logging steps, at each checkpoint and at the end, so no step between them waits
@@ -92,8 +82,6 @@ class StepGuard(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer, self._unread = trainer, []
-        self._file = Path(trainer.log_dir or trainer.default_root_dir, FILE)  # all ranks ask together: a broadcast
-        self._statistics = Statistics(pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -119,7 +107,6 @@ class StepGuard(pl.Callback):
         finite = norm.isfinite()
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-        self._statistics.keep_or_restore(finite)
         place = trainer.global_step, trainer.current_epoch, self._batches
         self._unread.append(Step(*place, norm.detach(), self._losses))
         self._losses, self._batches = [], []
@@ -139,89 +126,52 @@ class StepGuard(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.read()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Report the skipped steps that were not read yet, without the other ranks, which may be gone."""
-        with suppress(FloatingPointError, RuntimeError):  # the device may be what failed
-            self.read(alone=True)
-
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave optimizers as they were."""
         for optimizer in trainer.optimizers:
             vars(optimizer).pop("found_inf", None)
         self._trainer, self._unread = None, []
 
-    def read(self, alone: bool = False) -> None:
+    def read(self) -> None:
         """Read from the device which steps were finite, and report the others; all ranks call it together.
-
-        Args:
-            alone: whether only this rank does.
 
         Raises:
             FloatingPointError: on all ranks, where more than `max_skipped` steps in a row were not finite.
         """
         steps, self._unread = self._unread, []
-        error: FloatingPointError | None = None
         if not steps or self._trainer is None:
             return
         for step, norm in zip(steps, torch.stack([step.norm for step in steps]).tolist(), strict=True):
-            if not math.isfinite(norm):
-                error = self._report(self._trainer, step, norm, alone) or error
-            elif error is None:
+            if math.isfinite(norm):
                 self.in_a_row = 0
-        if error is not None:
-            raise error
+            elif not is_overflow(self._trainer, step):
+                self._report(self._trainer, step, norm)
 
-    def _report(self, trainer: pl.Trainer, step: Step, norm: float, alone: bool) -> FloatingPointError | None:
-        """Count and report a skipped step; return an error where it is one too many."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        bad = not all(bool(loss.isfinite().all()) for loss in step.losses)
-        if scaler is not None and scaler.get_scale() >= LEAST_SCALE and not any(gather(trainer, bad, alone)):
-            return None
+    def _report(self, trainer: pl.Trainer, step: Step, norm: float) -> None:
+        """Count and report a skipped step; raise FloatingPointError where it is one too many."""
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        record = {"step": step.number, "epoch": step.epoch, "batches": step.batches, "norm": str(norm)}
+        place = f"step {step.number} (epoch {step.epoch}, batches {', '.join(map(str, step.batches))})"
+        text = f"the gradient's norm is {norm} at {place}: it is skipped ({self.in_a_row} in a row)"
         names = getattr(trainer.train_dataloader, "names", None)
         if trainer.is_global_zero and names is not None:
-            record["samples"] = [name for batch in step.batches for name in names(step.epoch, batch)]
-        self._append(trainer, record | {"in_a_row": self.in_a_row})
-        where = f"step {step.number} (batch {step.batches[-1]} of epoch {step.epoch})"
-        if self.in_a_row <= self.max_skipped:
-            rank_zero_warn(
-                f"the gradient's norm is {norm} at {where}: it is skipped ({self.in_a_row} in a row); {self._file} "
-                "lists its samples"
-            )
-            return None
-        return FloatingPointError(
-            f"the gradient's norm is {norm} at {where}: steps {step.number + 1 - self.in_a_row} to {step.number} were "
-            f"not finite, over optimizer.max_skipped={self.max_skipped}: see their batches in {self._file}; {REMEDIES}"
-        )
-
-    def _append(self, trainer: pl.Trainer, record: dict[str, Any]) -> None:
-        """Append a line to the file of skipped steps; warn where it cannot be written."""
-        if not trainer.is_global_zero or lightning_internals.is_dry_run(trainer):
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_for_writing(self._file, os.O_WRONLY | os.O_APPEND), "a") as lines:
-                lines.write(json.dumps(record) + "\n")
-        except OSError as error:
-            rank_zero_warn(
-                f"{self._file} cannot be written ({error.strerror}); of a skipped step it would say {record}"
+            samples = [name for batch in step.batches for name in names(step.epoch, batch)]
+            more = f" and {len(samples) - NAMED} more" if len(samples) > NAMED else ""
+            text += f"; samples: {', '.join(samples[:NAMED])}{more}"
+        rank_zero_warn(text)
+        if self.in_a_row > self.max_skipped:
+            raise FloatingPointError(
+                f"steps {step.number + 1 - self.in_a_row} to {step.number} were not finite, over "
+                f"optimizer.max_skipped={self.max_skipped}: lower optimizer.lr, set optimizer.clip_norm, train in "
+                "bf16-mixed or 32-true, or look for damaged data"
             )
 
 
-class Statistics:
-    """Batch norms' running statistics as of the last finite step: a forward pass changes them before the loss."""
-
-    def __init__(self, module: nn.Module) -> None:
-        layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-        self.live = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-        self.kept = [buffer.clone() for buffer in self.live]
-
-    def keep_or_restore(self, finite: Tensor) -> None:
-        """Keep the current statistics after a finite step, or restore the last ones kept."""
-        for kept, live in zip(self.kept, self.live, strict=True):
-            kept.copy_(torch.where(finite, live, kept))
-            live.copy_(kept)
+def is_overflow(trainer: pl.Trainer, step: Step) -> bool:
+    """Return whether a gradient scaler (16-mixed), which searches its scale, made a finite loss's gradient infinite."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or scaler.get_scale() < LEAST_SCALE:
+        return False
+    return all(gather(trainer, all(bool(loss.isfinite().all()) for loss in step.losses)))
 
 
 def keep_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -257,9 +207,9 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds a part of the norm
 
 
-def gather(trainer: pl.Trainer, value: Any, alone: bool = False) -> list[Any]:
-    """Return each rank's value, by rank; `alone`: this rank's only."""
-    if alone or trainer.world_size == 1:
+def gather(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return each rank's value, by rank."""
+    if trainer.world_size == 1:
         return [value]
     values = [None] * trainer.world_size
     torch.distributed.all_gather_object(values, value)
