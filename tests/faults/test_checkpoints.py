@@ -63,8 +63,7 @@ def test_a_disk_that_fills_up_during_a_run_is_one_error_and_the_checkpoint_befor
     succeeds(*fit(steps=2))
     before = {path: path.read_bytes() for path in KEPT.glob("*.ckpt")}
     with files_up_to(100_000):
-        message = refused(*fit("--resume=auto", steps=3), words="no checkpoint can be written to")
-    assert "bytes" in message
+        refused(*fit("--resume=auto", steps=3), words="no checkpoint can be written to")
     assert (KEPT / LAST).read_bytes() == before[KEPT / LAST]
     assert {path.name for path in KEPT.iterdir()} <= {*(path.name for path in before), ".lock", "step=2.ckpt.replaced",
                                                        "final.ckpt.replaced"}  # fmt: skip
@@ -72,10 +71,10 @@ def test_a_disk_that_fills_up_during_a_run_is_one_error_and_the_checkpoint_befor
 
 CLASSES = "--model.num_classes=10"
 OTHER = {
-    "depth": (["--model.model=diff_vit_debug", "--model.model_args={depth: 3}"], "keys differ"),
-    "heads and width": (["--model.model_args={embed_dim: 96, num_heads: 3}"], "keys differ"),
-    "classes": (["--model.num_classes=11"], "keys differ"),
-    "kind of lambda": (["--model.model=diffv2_vit_debug"], "keys differ"),
+    "depth": (["--model.model=diff_vit_debug", "--model.model_args={depth: 3}"], "cannot resume from"),
+    "heads and width": (["--model.model_args={embed_dim: 96, num_heads: 3}"], "cannot resume from"),
+    "classes": (["--model.num_classes=11"], "cannot resume from"),
+    "kind of lambda": (["--model.model=diffv2_vit_debug"], "cannot resume from"),
     "kind of module": (["--model=ContrastiveModule", "--data=ImageTextData", "--model.model=CLIP-debug"], "resume"),
     "number of processes": (["--trainer.devices=2", "--trainer.strategy=ddp"], "processes trained it"),
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import shutil
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from torch import Tensor, nn
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 RUN_KEY = "diffvision_run"  # in a checkpoint: what a run needs besides Lightning's keys; in files, so never rename it
@@ -25,17 +24,13 @@ LAST, PREEMPTED, FINAL = "last.ckpt", "preempted.ckpt", "final.ckpt"
 EXACT = (LAST, PREEMPTED)  # names of the files that runs resume from
 TEMPORARY = ".saving-{}.tmp"
 SUFFIX, REPLACED = ".ckpt", ".replaced"
-
-
-class DamagedCheckpoint(ValueError):
-    """A file is no checkpoint that can be resumed from; the message is the reason."""
+MAKE_ROOM = "make room, or set another directory (ModelCheckpoint's dirpath)"
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
     """Lightning's plugin that saves, loads and removes checkpoints; this one never leaves half of a file.
 
-    Directories of sharded checkpoints (save_distributed_checkpoint: true) are not written through it, and remote ones
-    are left to fsspec, whose stores replace an object at once.
+    Remote checkpoints are left to fsspec, whose stores replace an object at once.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -46,7 +41,9 @@ class DurableCheckpointIO(TorchCheckpointIO):
             ValueError: it holds objects that cannot be loaded with weights_only=True.
             FloatingPointError: it holds weights that are NaN or infinite; a file that was there before is untouched.
         """
-        if bad := find_bad_weights(checkpoint):
+        # With EMA there are two sets of weights.
+        sets = (checkpoint.get(name, {}) for name in ("state_dict", "current_model_state"))
+        if bad := next(filter(None, map(find_bad_tensors, sets)), ""):
             raise FloatingPointError(
                 f"no checkpoint is written to {path}: {bad} has NaN or infinity: resume an earlier one with a lower "
                 "optimizer.lr"
@@ -59,7 +56,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)  # left by a killed run, or a link that came with the directory
             with temporary.open("xb") as file:
-                _save(checkpoint, file)
+                torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             if unsafe := sorted(get_unsafe_globals_in_checkpoint(temporary)):
@@ -68,9 +65,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
                     "tensors and plain values in it"
                 )
             os.replace(temporary, path)
-            _sync_directory(path.parent)
-        except OSError as error:
-            raise explain_unwritable(error, path, needed=tensor_bytes(checkpoint)) from error
+            sync_directory(path.parent)
+        except (OSError, RuntimeError) as error:
+            # Where a write fails, torch.save says "unexpected pos", in the context of the system's reason.
+            reason = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(reason, OSError):
+                raise
+            raise explain_unwritable(reason, path) from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -89,30 +90,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only is None or weights_only)
 
 
-def _save(checkpoint: dict[str, Any], file: Any) -> None:
-    """Write with torch.save; raise the OSError that it reports as "unexpected pos"."""
-    failed: list[OSError] = []
-    write = file.write
-
-    class Writer:
-        flush = staticmethod(file.flush)
-
-        @staticmethod
-        def write(data: Any) -> int:
-            try:
-                return write(data)
-            except OSError as error:
-                failed.append(error)
-                raise
-
-    writer: Any = Writer()
-    try:
-        torch.save(checkpoint, writer)
-    except RuntimeError as error:
-        raise (failed[0] if failed else error) from error
-
-
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Sync a directory to the disk, because a power failure may otherwise undo a rename."""
     opened = os.open(directory, os.O_RDONLY)
     try:
@@ -128,32 +106,22 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Open a checkpoint and check all its bytes; its tensors are read only when they are used.
 
     Raises:
-        DamagedCheckpoint: it is damaged, no checkpoint with an optimizer, or holds objects, NaN or infinity.
+        ValueError: it is damaged, holds objects, or is not a checkpoint with an optimizer; the message begins with a
+            verb, for a caller to put the file's name before it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:
-                raise DamagedCheckpoint("has other bytes than were saved")
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except DamagedCheckpoint:
-        raise
+            damaged = archive.testzip() is not None
+        content = {} if damaged else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise DamagedCheckpoint("holds more than tensors and plain values, or is none") from error
+        raise ValueError("holds more than tensors and plain values, or is none") from error
     except Exception as error:  # a file that is no checkpoint can fail in any way
-        raise DamagedCheckpoint(f"is damaged or no checkpoint ({type(error).__name__})") from error
-    if not isinstance(content, dict) or "state_dict" not in content or "global_step" not in content:
-        raise DamagedCheckpoint("is no checkpoint of Lightning")
-    if "optimizer_states" not in content:
-        raise DamagedCheckpoint("holds weights alone, no optimizer state")
-    if bad := find_bad_states(content):
-        raise DamagedCheckpoint(f"holds NaN or infinity in {bad}")
+        raise ValueError(f"is damaged or no checkpoint ({type(error).__name__})") from error
+    if damaged:
+        raise ValueError("has other bytes than were saved")
+    if not isinstance(content, dict) or not content.keys() >= {"state_dict", "global_step", "optimizer_states"}:
+        raise ValueError("is not a checkpoint with an optimizer's state")
     return content
-
-
-def is_exact(checkpoint: dict[str, Any]) -> bool:
-    """Return whether a checkpoint says that a run resumes from it exactly."""
-    run = checkpoint.get(RUN_KEY)
-    return isinstance(run, dict) and run.get("exact") is True
 
 
 def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Path, str]]:
@@ -169,11 +137,11 @@ def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Pat
             continue
         try:
             content = read_checkpoint(path)
-            if is_exact(content):
+            if content.get(RUN_KEY, {}).get("exact") is True:
                 found.append((content["global_step"], path.stat().st_mtime, path))
             else:
                 faults[path] = "does not say that it resumes exactly: give it with --ckpt_path"
-        except DamagedCheckpoint as error:
+        except ValueError as error:
             faults[path] = str(error)
     step, _, newest = max(found, default=(0, 0.0, None))
     return newest, step, faults
@@ -197,32 +165,13 @@ def set_aside(path: Path) -> None:
     path.rename(path.with_name(path.name + REPLACED))
 
 
-def clean(directory: Path) -> list[Path]:
+def clean(directory: Path) -> None:
     """Remove the temporary files that killed runs left."""
-    left = [*directory.glob(TEMPORARY.format("*"))]
-    for path in left:
+    for path in directory.glob(TEMPORARY.format("*")):
         path.unlink(missing_ok=True)
-    return left
 
 
 # --- numbers that are not finite ---
-
-
-def find_bad_states(checkpoint: dict[str, Any]) -> str:
-    """Name the first few weights and optimizer states that hold NaN or infinity; "" where all are finite."""
-    moments = (
-        {f"{name} of parameter {index}": value for name, value in state.items()}
-        for optimizer in checkpoint["optimizer_states"]
-        for index, state in optimizer["state"].items()
-        if isinstance(state, dict)
-    )
-    return find_bad_weights(checkpoint) or next(filter(None, map(find_bad_tensors, moments)), "")
-
-
-def find_bad_weights(checkpoint: dict[str, Any]) -> str:
-    """Apply `find_bad_tensors` to a checkpoint's weights; with EMA there are two sets of them."""
-    sets = (checkpoint.get(name, {}) for name in ("state_dict", "current_model_state"))
-    return next(filter(None, map(find_bad_tensors, sets)), "")
 
 
 def find_bad_tensors(weights: dict[str, Any], few: int = 3) -> str:
@@ -236,8 +185,6 @@ def find_bad_tensors(weights: dict[str, Any], few: int = 3) -> str:
 
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether no value is NaN or infinite; tensors of 0 and -inf are masks, and pass."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.element_size() == 1:
@@ -249,16 +196,12 @@ def _is_finite(tensor: Tensor) -> bool:
 # --- files ---
 
 
-def explain_unwritable(error: OSError, path: Path, *, needed: int) -> OSError:
-    """Return the error to raise where a checkpoint cannot be written: which, why, the bytes it takes and a remedy."""
-    try:
-        free = f"{shutil.disk_usage(path.parent).free:,} are free"
-    except OSError:
-        free = "its directory cannot be read"
+def explain_unwritable(error: OSError, path: Path) -> OSError:
+    """Return the error to raise where a checkpoint cannot be written: which, why, and a remedy."""
     return OSError(
         error.errno,
-        f"no checkpoint can be written to {path}: {error.strerror or error}. It takes {needed:,} bytes and {free}: "
-        "make room, or set another directory (ModelCheckpoint's dirpath). Checkpoints saved before are untouched",
+        f"no checkpoint can be written to {path}: {error.strerror or error}: {MAKE_ROOM}. Checkpoints saved before are "
+        "untouched",
     )
 
 
@@ -266,35 +209,6 @@ def refuse_link(path: Path) -> None:
     """Raise OSError if a file that will be written to is a symbolic link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{path} is a link to {os.readlink(path)}, which would be written to: remove it")
-
-
-def open_for_writing(path: Path, flags: int) -> int:
-    """Open a file for writing, and create it if it is missing; return its descriptor.
-
-    Raises:
-        OSError: it cannot be written, is no regular file, or is a link: then another file would be written to.
-    """
-    refuse_link(path)
-    if path.exists() and not path.is_file():  # opening a FIFO may wait for ever
-        raise OSError(errno.EINVAL, f"{path} is no regular file (a directory, FIFO or device): remove it")
-    opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    if os.fstat(opened).st_nlink > 1:
-        os.close(opened)
-        raise OSError(errno.EMLINK, f"{path} has another name too (a hard link), and would be written to: remove it")
-    return opened
-
-
-def tensor_bytes(content: Any) -> int:
-    """Count the bytes of all tensors in nested containers, about what a checkpoint of them takes."""
-    if isinstance(content, Tensor):
-        return content.nbytes
-    values = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
-    return sum(map(tensor_bytes, values))
-
-
-def module_bytes(module: nn.Module) -> int:
-    """Count the bytes of a module's weights, the least that a checkpoint of it takes."""
-    return tensor_bytes([*module.parameters(), *module.buffers()])
 
 
 def is_remote(path: str | Path) -> bool:

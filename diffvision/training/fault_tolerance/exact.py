@@ -75,8 +75,7 @@ class LastCheckpoint(Checkpoint):
 
     Attributes:
         last_model_path: `final.ckpt` once it is written; as ModelCheckpoint's.
-        path: the checkpoint that this process resumes from; None for a new run.
-        saved: what that checkpoint says of the run that wrote it.
+        optimizers: names of the optimizers' classes in the checkpoint that is resumed; None where it has none.
         settings: the configuration, as nested dictionaries of plain values.
         enabled: whether it writes files; otherwise it only resumes from them.
     """
@@ -84,8 +83,7 @@ class LastCheckpoint(Checkpoint):
     enabled = True
     monitor: str | None = None
     best_model_path = last_model_path = ""
-    path: str | None = None
-    saved: dict[str, Any]
+    optimizers: list[str] | None = None
 
     def __init__(self, every_n_train_steps: int | None = None) -> None:
         """Set how often a running epoch is saved.
@@ -207,10 +205,10 @@ class LastCheckpoint(Checkpoint):
         self._positions, self._late, self.last_model_path = None, False, ""
         directories = run_directories(trainer) if self.enabled else []
         self.directory = trainer.strategy.broadcast(next(iter(directories), None))
-        first = trainer.strategy.broadcast(self.path)
-        if not trainer.strategy.reduce_boolean_decision(first == self.path):
+        first = trainer.strategy.broadcast(trainer.ckpt_path)
+        if not trainer.strategy.reduce_boolean_decision(first == trainer.ckpt_path):
             raise RuntimeError(
-                f"process {trainer.global_rank} resumes from {self.path}, the first one from {first}: "
+                f"process {trainer.global_rank} resumes from {trainer.ckpt_path}, the first one from {first}: "
                 "all nodes must see the same directory of checkpoints"
             )
 
@@ -237,14 +235,9 @@ class LastCheckpoint(Checkpoint):
         Raises:
             ValueError: they are of others.
         """
-        if self.path is None:
-            return
-        saved, current = self.saved.get("optimizers"), names_of(trainer.optimizers)
-        before, now = self.saved["groups"], settings_of([vars(optimizer) for optimizer in trainer.optimizers])
-        # Lightning's own checkpoints name no classes, only settings; a new version of torch may add some.
-        if saved != current if saved else not (before <= now or now <= before):
+        if self.optimizers not in (None, current := names_of(trainer.optimizers)):
             raise ValueError(
-                f"cannot resume from {self.path}: its optimizer is {', '.join(saved or ['another'])} and here it is "
+                f"cannot resume from {trainer.ckpt_path}: its optimizer is {', '.join(self.optimizers)} and here it is "
                 f"{', '.join(current)}: set the same optimizer, or begin a new run"
             )
 
@@ -362,11 +355,6 @@ def _comparable(value: str) -> str:
 def names_of(optimizers: list[Any]) -> list[str]:
     """Return the names of the classes of optimizers."""
     return [type(optimizer).__name__ for optimizer in optimizers]
-
-
-def settings_of(states: list[dict[str, Any]]) -> set[str]:
-    """Return the names of the settings in optimizers' states, such as momentum."""
-    return {key for state in states for group in state["param_groups"] for key in group}
 
 
 def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:

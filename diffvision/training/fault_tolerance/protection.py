@@ -110,7 +110,7 @@ def protect(
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     peers, last = Peers(), own_last(trainer)
-    last.settings, last.path, last.saved = settings or {}, None, {}
+    last.settings = settings or {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not isinstance(callback, (*_OURS, Checkpoint))]
     savers = lightning_internals.find_callbacks(trainer, Checkpoint)

@@ -64,7 +64,7 @@ def save_until_killed(number: int, path: Path) -> None:
 
         return touch
 
-    checkpoints._save = counted(checkpoints._save)
+    checkpoints.torch.save = counted(torch.save)
     os.fsync, os.replace = counted(os.fsync), counted(os.replace)
     save(path, 2)
 
@@ -120,14 +120,9 @@ DAMAGE = [
     (empty, "is damaged or no checkpoint"),
     (flip, "has other bytes than were saved"),
     (lambda path: (path.unlink(), path.mkdir()), "is damaged or no checkpoint"),
-    (lambda path: torch.save([1], path), "is no checkpoint of Lightning"),
+    (lambda path: torch.save([1], path), "is not a checkpoint with an optimizer"),
     (rewritten(here=Path(".")), "holds more than tensors and plain values"),
-    (rewritten(optimizer_states=None), "holds weights alone"),
-    (rewritten(state_dict={"weight": torch.tensor([float("nan")])}), "holds NaN or infinity in weight"),
-    (
-        rewritten(optimizer_states=[{"state": {0: {"exp_avg": torch.tensor([float("inf")])}}}]),
-        "holds NaN or infinity in exp_avg of parameter 0",
-    ),
+    (rewritten(optimizer_states=None), "is not a checkpoint with an optimizer"),
     (rewritten(**{RUN_KEY: {"exact": False}}), "does not say that it resumes exactly"),
     (rewritten(**{RUN_KEY: None}), "does not say that it resumes exactly"),
 ]
@@ -172,7 +167,7 @@ def test_a_full_disk_is_one_error_and_the_checkpoint_before_stays(tmp_path):
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"last\.ckpt: File too large\. It"):
+        with pytest.raises(OSError, match=r"last\.ckpt: File too large: make room"):
             save(path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -24,7 +24,6 @@ from diffvision.training.fault_tolerance.checkpoints import (
     find_newest,
 )
 from diffvision.training.fault_tolerance.finite import StepGuard
-from diffvision.training.fault_tolerance.resume import check_resumable
 from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
 from tiny_runs import plain_checkpoint
 
@@ -354,7 +353,7 @@ def test_a_zero_embedding_has_no_gradient_and_others_keep_theirs():
 # --- checkpoints ---
 
 
-def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path):
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     path, io, module = tmp_path / "last.ckpt", DurableCheckpointIO(), Tiny()
     good = plain_checkpoint(module.state_dict(), 1) | {RUN_KEY: {"exact": True}}
     io.save_checkpoint(good, path)
@@ -369,10 +368,6 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed_from(tmp_path
     with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight has NaN"):
         io.save_checkpoint(averaged, path)
     assert find_newest([tmp_path]) == (path, 1, {})
-
-    torch.save(bad | {"global_step": 2}, foreign := tmp_path / "foreign.ckpt")
-    with pytest.raises(ValueError, match=r"foreign.ckpt: it holds NaN"):
-        check_resumable(str(foreign), module, world_size=1, ranks="same")
 
 
 def test_what_counts_as_finite():
