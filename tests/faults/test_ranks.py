@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from command_line import KEPT, fit, run, write_data
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.preemption import Preemption
-from diffvision.training.fault_tolerance.ranks import Peers, SameShards
+from diffvision.training.fault_tolerance.ranks import SameShards
 from ranks import Ranks, kill
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]
@@ -47,7 +47,6 @@ class Line(pl.LightningModule):
 
 def train(module: Line) -> None:
     """Train as one of two ranks, 6 steps an epoch, with a checkpoint every 2."""
-    peers = Peers()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -56,8 +55,8 @@ def train(module: Line) -> None:
         max_epochs=2,
         callbacks=[
             ModelCheckpoint(KEPT, filename="{step}", every_n_train_steps=2, save_top_k=-1),
-            SameShards(peers),
-            Preemption(peers, None),
+            SameShards(),
+            Preemption(None),
         ],
         plugins=[DurableCheckpointIO()],
         enable_progress_bar=False,

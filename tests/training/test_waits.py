@@ -30,7 +30,7 @@ from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import finite
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.preemption import Preemption
-from diffvision.training.fault_tolerance.ranks import Peers, SameShards
+from diffvision.training.fault_tolerance.ranks import SameShards
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.vision_language import VisionLanguageModule
@@ -181,7 +181,7 @@ def collectives_of(case, root):
     """Return the collectives that a step makes on one of two ranks, and what OpenCLIP's step of the same model does."""
     torch.set_num_threads(1)
     module, row = CASES[case]()
-    peers, count = Peers(), Collectives()
+    count = Collectives()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -192,7 +192,7 @@ def collectives_of(case, root):
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        callbacks=[EMA(), Throughput(), SameShards(peers), Preemption(peers, None), count],
+        callbacks=[EMA(), Throughput(), SameShards(), Preemption(None), count],
     )
     counts = []
     module.on_train_end = lambda: counts.extend(

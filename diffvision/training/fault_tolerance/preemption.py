@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
@@ -26,7 +28,6 @@ from torch.multiprocessing import ProcessExitedException
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import PREEMPTED
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
-from diffvision.training.fault_tolerance.ranks import Peers
 from diffvision.training.fault_tolerance.workers import shield_workers
 
 SAVE = signal.SIGUSR2  # the run continues
@@ -45,14 +46,16 @@ class Preempted(SIGTERMException):
 class Preemption(pl.Callback):
     """Lets a fit save and end on SIGTERM and SIGINT, save and continue on SIGUSR2, and requeue itself under SLURM.
 
+    A signal to one rank is one to all. They agree over a separate gloo group, on CPUs: no accelerator's queue waits.
+
     Args:
-        peers: the run's ranks; a signal to one is one to all.
         last: writes preempted.ckpt, which is replaced each time; None: nothing is saved.
     """
 
-    def __init__(self, peers: Peers, last: LastCheckpoint | None) -> None:
-        self.peers, self.last = peers, last
+    def __init__(self, last: LastCheckpoint | None) -> None:
+        self.last = last
         self.received: set[int] = set()
+        self._group: Any = None  # None: there is one rank
         self._agreed = 0  # the signal that is acted on before the next batch
         self._known: tuple[int, ...] = (SAVE, signal.SIGINT, signal.SIGTERM)  # of several received, the last one counts
         self._requeues: int | None = None
@@ -69,7 +72,8 @@ class Preemption(pl.Callback):
         if stage != "fit":
             return
         self._trainer, self._agreed = trainer, 0
-        self.peers.join(trainer)
+        if trainer.world_size > 1 and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
         environment = lightning_internals.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._requeues = environment.requeue_signal
@@ -99,10 +103,10 @@ class Preemption(pl.Callback):
         self._before.clear()
         self.received.clear()
         self._shield.close()
+        self._group = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore()
-        self.peers.leave()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give signals their former effect; in a preempted run further ones are ignored until the process ends."""
@@ -112,7 +116,14 @@ class Preemption(pl.Callback):
             ignore_until_the_end(noted)
             self._before = {number: handler for number, handler in self._before.items() if number not in noted}
         self._restore()
-        self.peers.leave()
+
+    def _max(self, *numbers: int) -> list[int]:
+        """Return the largest of each number over all ranks."""
+        if self._group is None:
+            return list(numbers)
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
+        return sent.tolist()
 
     def _agree_on_signal(self) -> int:
         """Return the signal that any rank has received, the same on all; 0 for none.
@@ -120,8 +131,8 @@ class Preemption(pl.Callback):
         Ranks also agree on how many steps of the slowest of them take `PATIENCE`, and ask again after so many.
         """
         took = (time.monotonic() - self._asked) / max(self._steps, 1)
-        *received, slowest = self.peers.max([*(number in self.received for number in self._known), int(1e3 * took)])
-        self._every = min(int(1e3 * PATIENCE) // max(slowest, 1), MOST) if self.peers.world > 1 else 1
+        *received, slowest = self._max(*(number in self.received for number in self._known), int(1e3 * took))
+        self._every = 1 if self._group is None else min(int(1e3 * PATIENCE) // max(slowest, 1), MOST)
         self._asked, self._steps = time.monotonic(), 0
         return max(
             (number for number, seen in zip(self._known, received, strict=True) if seen),
@@ -164,7 +175,7 @@ class Preemption(pl.Callback):
         """Count how often the ranks will ask each other in this validation."""
         batches = sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         # Ranks may have different numbers of batches: they ask as often as all of them can.
-        self._turns = self.peers.min(int(min(batches, sys.maxsize)))
+        self._turns = -self._max(-int(min(batches, sys.maxsize)))[0]
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Act between two batches of a validation."""
@@ -174,7 +185,7 @@ class Preemption(pl.Callback):
 
     def watch_signals(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of a long evaluation on all ranks; between two of them a run may end."""
-        turns = self.peers.min(len(batches))
+        turns = -self._max(-len(batches))[0]
         for number, batch in enumerate(batches):
             if number < turns and self._trainer is not None:
                 self._interrupt(self._trainer)

@@ -63,7 +63,7 @@ from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.preemption import Preemption, forward_signals
-from diffvision.training.fault_tolerance.ranks import Peers, SameShards, end_with_first_rank
+from diffvision.training.fault_tolerance.ranks import SameShards, end_with_first_rank
 from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare
 
 _OURS = (SameShards, Preemption)
@@ -109,13 +109,13 @@ def protect(
     refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
-    peers, last = Peers(), own_last(trainer)
+    last = own_last(trainer)
     last.settings = settings or {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not isinstance(callback, (*_OURS, Checkpoint))]
     savers = lightning_internals.find_callbacks(trainer, Checkpoint)
     # Signals are agreed on after the other callbacks have finished a step; Lightning calls Checkpoint callbacks last.
-    callbacks[:] = [*others, SameShards(peers), Preemption(peers, last), *[s for s in savers if s is not last], last]
+    callbacks[:] = [*others, SameShards(), Preemption(last), *[s for s in savers if s is not last], last]
     with (
         forward_signals(trainer),
         prepare(trainer, module, last, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path,

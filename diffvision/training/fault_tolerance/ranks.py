@@ -1,4 +1,4 @@
-"""What the ranks of a run say to each other besides gradients, and that none outlives the first.
+"""What holds the ranks of a run together: none outlives the first, and all read the same shards.
 
 A rank that fails is left to the launcher: torchrun, srun and Lightning's own end the others.
 """
@@ -10,57 +10,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
+
+from diffvision.training.fault_tolerance.finite import gather
 
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # environment variables of launchers that end ranks by themselves
-
-
-class Peers:
-    """The ranks of a run, which exchange numbers; with one process, there is no one to exchange with.
-
-    Numbers are sent over a separate gloo group, on CPUs: no accelerator's queue waits for them.
-
-    Attributes:
-        world: the number of processes.
-    """
-
-    def __init__(self) -> None:
-        self.world = 1
-        self._group: Any = None
-
-    def join(self, trainer: pl.Trainer) -> None:
-        """Connect the ranks; all of them call it together, once torch.distributed is initialised."""
-        self.world = trainer.world_size
-        if self.world > 1 and dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
-
-    def leave(self) -> None:
-        self._group = None
-
-    def max(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks."""
-        if self._group is None:
-            return list(numbers)
-        sent = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
-        return sent.tolist()
-
-    def min(self, number: int) -> int:
-        """Return the smallest number over all ranks."""
-        return -self.max([-number])[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 def end_with_first_rank() -> None:
@@ -74,14 +30,7 @@ def end_with_first_rank() -> None:
 
 
 class SameShards(pl.Callback):
-    """Checks before the first step that all ranks read the same shards, or they would train on wrong samples.
-
-    Args:
-        peers: the run's ranks.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    """Checks before the first step that all ranks read the same shards, or they would train on wrong samples."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the ranks' shards.
@@ -89,8 +38,7 @@ class SameShards(pl.Callback):
         Raises:
             ValueError: ranks read different shards.
         """
-        if self.peers.world > 1:
-            check_shards(self.peers.gather(describe_shards(trainer)))
+        check_shards(gather(trainer, describe_shards(trainer)))
 
 
 def describe_shards(trainer: pl.Trainer) -> str:

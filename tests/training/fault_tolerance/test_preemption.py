@@ -25,7 +25,6 @@ from diffvision.training.fault_tolerance.checkpoints import PREEMPTED as SAVED
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.preemption import Preempted, Preemption, watch_signals
 from diffvision.training.fault_tolerance.ranks import (
-    Peers,
     SameShards,
     check_shards,
     describe_shards,
@@ -78,8 +77,7 @@ class Tiny(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def trainer_of(root, peers=None, **settings):
-    peers = peers or Peers()
+def trainer_of(root, **settings):
     trainer = pl.Trainer(
         **{
             "accelerator": "cpu",
@@ -96,7 +94,7 @@ def trainer_of(root, peers=None, **settings):
         }
     )
     last = LastCheckpoint() if trainer.checkpoint_callbacks else None
-    trainer.callbacks[:0] = [SameShards(peers), Preemption(peers, last)]
+    trainer.callbacks[:0] = [SameShards(), Preemption(last)]
     trainer.callbacks += [last] if last else []
     return trainer
 
@@ -308,18 +306,14 @@ def test_ranks_ask_each_other_about_once_a_second(seconds, every, monkeypatch):
     now, asked = [0.0], []
     monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
 
-    class Two(Peers):
-        world = 2
-
-        def __init__(self):
-            self.rank = 0
-
-        def max(self, numbers):
+    class Two(Preemption):
+        def _max(self, *numbers):
             asked.append(step)
             return [*numbers[:-1], 2 * numbers[-1]]
 
     monkeypatch.setattr(preemption.lightning_internals, "is_accumulating", lambda trainer: False)
-    callback = Preemption(Two(), None)
+    callback = Two(None)
+    callback._group = "two"
     for step in range(1, 60):  # noqa: B007  `max` notes it
         now[0] += seconds / 2
         callback.on_train_batch_end(SimpleNamespace(global_step=0, max_steps=99))

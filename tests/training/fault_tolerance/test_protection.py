@@ -1,6 +1,9 @@
 """`protect` around the fit of a script: what it adds to a trainer, and that a stopped run resumes."""
 
+import os
 import re
+import signal
+import time
 from collections import defaultdict
 
 import lightning.pytorch as pl
@@ -26,6 +29,7 @@ from diffvision.training.fault_tolerance import protect, protection
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, step_of
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import RunSummary
+from ranks import alone
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -49,12 +53,11 @@ class Tiny(pl.LightningModule):
 def trainer_of(root, steps, **settings):
     return pl.Trainer(
         accelerator="cpu",
-        devices=1,
         logger=CSVLogger(root, "fit", 0),
         callbacks=[ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1), LastCheckpoint(1)],
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_steps": steps} | settings,
+        **{"devices": 1, "max_steps": steps} | settings,
     )
 
 
@@ -98,6 +101,27 @@ def test_a_checkpoint_plugin_that_was_asked_for_is_kept(tmp_path):
     trainer = trainer_of(tmp_path, 1, plugins=[Custom()])
     with protect(trainer, Tiny()):
         assert type(trainer.strategy.checkpoint_io) is Custom
+
+
+@pytest.mark.forks
+def test_a_process_that_only_waits_for_its_ranks_forwards_sigterm(tmp_path):
+    """Ranks of `ddp_fork` would train on without it."""
+
+    class Shot(Tiny):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_step == 2 and self.global_rank == 0:
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(0.5)
+            return super().training_step(batch, batch_idx)
+
+    def work():
+        module, trainer = Shot(), trainer_of(tmp_path, 90, devices=2, strategy="ddp_fork")
+        with protect(trainer, module):
+            trainer.fit(module, DataLoader(torch.ones(400, 3)))
+
+    ended = alone(work)
+    assert ended.code == 143, ended.output[-600:]
+    assert step_of(tmp_path / "kept" / "preempted.ckpt") > 2
 
 
 def test_no_modelcheckpoint_writes_the_same_file(tmp_path):
