@@ -3,35 +3,16 @@
     with protect(trainer, module, resume="auto") as checkpoint:
         trainer.fit(module, data, ckpt_path=checkpoint)
 
-Other packages import from here, and nothing from the modules inside but `lightning_internals`. Names are imported when
-they are first used, because most of them need Lightning.
+Other packages import from here, and nothing from the modules inside but `lightning_internals`.
 """
 
-from typing import TYPE_CHECKING
+from diffvision.training.fault_tolerance.checkpoints import refuse_link, step_of
+from diffvision.training.fault_tolerance.exact import LastCheckpoint
+from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
+from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
+from diffvision.training.fault_tolerance.protection import protect
+from diffvision.training.fault_tolerance.resume import Ranks, Resume
 
-from diffvision.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from diffvision.training.fault_tolerance.checkpoints import refuse_link, step_of
-    from diffvision.training.fault_tolerance.exact import LastCheckpoint
-    from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
-    from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
-    from diffvision.training.fault_tolerance.protection import protect
-    from diffvision.training.fault_tolerance.resume import Ranks, Resume
-
-_MODULES = {
-    "LastCheckpoint": "exact",
-    "Preempted": "preemption",
-    "Ranks": "resume",
-    "Resume": "resume",
-    "StepGuard": "finite",
-    "watch_signals": "preemption",
-    "gather": "finite",
-    "protect": "protection",
-    "refuse_link": "checkpoints",
-    "spread_nan": "finite",
-    "step_of": "checkpoints",
-}
 __all__ = [
     "LastCheckpoint",
     "Preempted",
@@ -45,6 +26,3 @@ __all__ = [
     "step_of",
     "watch_signals",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

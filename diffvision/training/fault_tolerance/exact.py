@@ -193,13 +193,7 @@ class LastCheckpoint(Checkpoint):
     # --- resuming ---
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the directory, and check that all processes resume from the same checkpoint.
-
-        Each one looked for it before there was a group to ask.
-
-        Raises:
-            RuntimeError: they see different files.
-        """
+        """Find the directory, and check that all processes, each of which looked for it, found the same checkpoint."""
         if stage != "fit":
             return
         self._positions, self._late, self.last_model_path = None, False, ""
@@ -213,16 +207,10 @@ class LastCheckpoint(Checkpoint):
             )
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Check what a checkpoint is resumed with, before data is read.
-
-        Raises:
-            ValueError: it cannot be resumed.
-        """
+        """Note what a checkpoint says of its run; refuse averages of weights where none are computed."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = checkpoint.get(RUN_KEY, {})
-        for saver in find_callbacks(trainer, ModelCheckpoint):  # which saves its last score, and does not load it
-            saver.current_score = checkpoint.get("callbacks", {}).get(saver.state_key, {}).get("current_score")
         if "current_model_state" in checkpoint and not find_callbacks(trainer, WeightAveraging):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its weights are averages: add the callback "
@@ -230,11 +218,7 @@ class LastCheckpoint(Checkpoint):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that optimizers are of the kinds whose states will be loaded.
-
-        Raises:
-            ValueError: they are of others.
-        """
+        """Check that optimizers are of the kinds whose states will be loaded."""
         if self.optimizers not in (None, current := names_of(trainer.optimizers)):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its optimizer is {', '.join(self.optimizers)} and here it is "
@@ -343,12 +327,10 @@ def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator
 
 
 def _comparable(value: str) -> str:
-    """Return a setting with our classes by their names alone, and a whole number without its decimals.
+    """Return a whole number without its decimals: whether jsonargparse reads 3 as 3.0 follows from what is imported.
 
-    The module before a class may be written in several ways, and whether jsonargparse reads 3 as an integer or as a
-    float follows from what else was imported. 1.0 stays, for Lightning takes it as a share where 1 is a number.
+    1.0 stays, for Lightning takes it as a share where 1 is a number.
     """
-    value = re.sub(r"\bdiffvision(?:\.\w+)*\.(\w+)", r"\1", value)
     return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
 
 

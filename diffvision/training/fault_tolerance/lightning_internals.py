@@ -148,13 +148,13 @@ def forget_started_batch(trainer: pl.Trainer) -> None:
 # --- checkpoints ---
 
 
-def sharded_checkpoint_setting(strategy: Any) -> tuple[str, str] | None:
-    """Return the setting with which a strategy saves sharded checkpoints, and the value with which it does not."""
+def refuse_sharded_checkpoints(strategy: Any) -> None:
+    """Raise ValueError for a strategy that saves shards: they are not atomic, and are read back by unpickling."""
+    name = type(strategy).__name__
     if getattr(strategy, "_save_distributed_checkpoint", False):
-        return "save_distributed_checkpoint", "false"
+        raise ValueError(f"{name} must save one file: set save_distributed_checkpoint to false")
     if getattr(strategy, "_state_dict_type", "full") == "sharded":
-        return "state_dict_type", "full"
-    return None
+        raise ValueError(f"{name} must save one file: set state_dict_type to full")
 
 
 def renumbers_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:

@@ -106,7 +106,7 @@ def protect(
     """
     lightning_internals.require()
     end_with_first_rank()
-    refuse_sharded_checkpoints(trainer.strategy)
+    lightning_internals.refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
     last = own_last(trainer)
@@ -141,17 +141,3 @@ def own_last(trainer: pl.Trainer) -> LastCheckpoint:
     last = next((saver for saver in savers if isinstance(saver, LastCheckpoint)), LastCheckpoint())
     last.enabled = bool(savers) and not lightning_internals.is_dry_run(trainer)
     return last
-
-
-def refuse_sharded_checkpoints(strategy: Any) -> None:
-    """Refuse a strategy that saves sharded checkpoints: they are read back by unpickling whatever is in them.
-
-    They are also written past our plugin for checkpoints.
-    """
-    if (setting := lightning_internals.sharded_checkpoint_setting(strategy)) is None:
-        return
-    name, remedy = setting
-    raise ValueError(
-        f"{type(strategy).__name__} would save shards that are not atomic: set the strategy's {name} to {remedy}, "
-        "which writes one file"
-    )

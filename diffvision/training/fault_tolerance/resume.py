@@ -10,7 +10,6 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,7 +34,6 @@ from diffvision.training.fault_tolerance.checkpoints import (
     find_newest,
     is_remote,
     read_checkpoint,
-    refuse_link,
     set_aside,
 )
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, list_few, run_directories
@@ -57,19 +55,15 @@ def prepare(
     ranks: Ranks,
     ckpt_path: str | None,
 ) -> Iterator[str | None]:
-    """Lock, clean and check the directories of a run; yield the checkpoint that it resumes from, or None.
-
-    Raises:
-        ValueError: there is nothing to resume from, or something that must not be resumed from; or the checkpoint is
-            of another architecture or number of processes.
-        OSError: a directory cannot be written to, or another run holds it.
-    """
+    """Lock, clean and check the directories of a run; yield the checkpoint that it resumes from, or None."""
     if ckpt_path and how != "never":
         raise ValueError(
             f"ckpt_path is {ckpt_path} and resume is {how}: give one of them, because both say where to resume from"
         )
     if ckpt_path in NAMED:
         raise ValueError(f"ckpt_path is {ckpt_path}: give a file, or --resume auto, which checks what it finds")
+    if is_remote(ckpt_path or ""):
+        raise ValueError(f"ckpt_path must be a local file, got {ckpt_path}: download it, and give the file")
     with ExitStack() as stack, warnings.catch_warnings():
         # These directories may hold files: what a run could overwrite in them is refused or kept below.
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
@@ -84,7 +78,7 @@ def prepare(
                     f"({len(earlier)}: {list_few(p.name for p in earlier)})"
                 )
         needed, last.optimizers = sum(parameter.nbytes for parameter in module.parameters()), None
-        if path and not is_remote(path):
+        if path:
             content = check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
             last.optimizers = content.get(RUN_KEY, {}).get("optimizers")
             if lightning_internals.renumbers_moments(trainer.strategy, content["optimizer_states"]):
@@ -161,16 +155,10 @@ def _refuse_later(directories: list[Path], path: str, step: int) -> None:
 
 @contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process; the lock ends with the process, however that ends.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        OSError: it cannot be written to.
-    """
-    refuse_link(directory / LOCK)
+    """Lock a directory for this process; the lock ends with the process, however that ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / LOCK).open("a+")
+        file = (directory / LOCK).open("a")
     except OSError as error:
         raise explain_unwritable(error, directory) from error
     with file:
@@ -178,17 +166,11 @@ def lock(directory: Path) -> Iterator[None]:
             # Not flock: workers would inherit that, and hold it after their parent was killed.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
             raise BlockingIOError(
-                error.errno,
-                f"another run ({file.read().strip() or 'unknown'}) writes to {directory}: wait for its end, or give "
-                f"this one {SEPARATE}",
+                error.errno, f"another run writes to {directory}: wait for its end, or give this one {SEPARATE}"
             ) from error
         except OSError as error:  # a filesystem without locks
             rank_zero_warn(f"{directory} cannot be locked ({error.strerror}): see that no other run writes to it")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
-        file.flush()
         yield
 
 
@@ -196,12 +178,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
-    """Check that this module, in so many processes, can resume from a checkpoint; return its content.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, holds objects, or is of another architecture or number of processes.
-    """
+    """Check that this module, in so many processes, can resume from a checkpoint; return its content."""
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}: give a file that exists, or --resume auto")
     try:

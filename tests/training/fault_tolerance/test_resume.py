@@ -195,6 +195,8 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
     assert run(tmp_path, ckpt_path=str(last), version=0, steps=4) == [2, 3]
     with pytest.raises(ValueError, match="ckpt_path is last: give a file"):
         run(tmp_path, ckpt_path="last")
+    with pytest.raises(ValueError, match="ckpt_path must be a local file"):
+        run(tmp_path, ckpt_path="https://example.org/x.ckpt")
     with pytest.raises(ValueError, match=r"ckpt_path is .* and resume is auto"):
         run(tmp_path, "auto", ckpt_path=str(given))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint nowhere.ckpt"):
@@ -340,7 +342,7 @@ def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path)
     first.start()
     assert ready.wait(20)
     data = Data()
-    with pytest.raises(OSError, match=rf"process {first.pid} .*{directory}"):
+    with pytest.raises(OSError, match=rf"another run writes to {directory}"):
         run(tmp_path, version=0, data=data)
     assert not data.asked
     first.kill()  # nothing is left to be cleaned by hand
@@ -348,23 +350,12 @@ def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path)
     assert run(tmp_path, version=0) == [0, 1]
 
 
-@pytest.mark.parametrize("dangling", [False, True])
-def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path, dangling):
-    directory, other = tmp_path / "checkpoints", tmp_path / "notes.txt"
-    directory.mkdir()
-    if not dangling:
-        other.write_text("years of work")
-    (directory / ".lock").symlink_to(other)
-    with pytest.raises(OSError, match=r"\.lock is a link to"):
-        lock(directory).__enter__()
-    assert not other.exists() if dangling else other.read_text() == "years of work"
-
-
-def test_links_under_the_names_of_temporary_files_are_not_followed(tmp_path):
+def test_nothing_is_written_to_what_links_lead_to(tmp_path):
     saved(tmp_path).mkdir(parents=True)
     other = tmp_path / "notes.txt"
     other.write_text("years of work")
-    (saved(tmp_path) / f".saving-{os.getpid()}.tmp").symlink_to(other)
+    for name in (f".saving-{os.getpid()}.tmp", ".lock"):
+        (saved(tmp_path) / name).symlink_to(other)
     DurableCheckpointIO().save_checkpoint({"state_dict": {}}, saved(tmp_path) / "weights.ckpt")
     (saved(tmp_path) / "weights.ckpt").unlink()
     (saved(tmp_path).parent / "metrics.csv").symlink_to(other)
@@ -393,10 +384,10 @@ def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, mo
         run(tmp_path / "file", data=data)
     with monkeypatch.context() as patched:
 
-        def refuse(*args):
+        def refuse(*args, **kwargs):
             raise OSError(errno.EROFS, "Read-only file system")
 
-        patched.setattr(Path, "open", refuse)
+        patched.setattr(Path, "mkdir", refuse)
         with pytest.raises(OSError, match="no checkpoint can be written"):
             run(tmp_path, data=data)
     assert not data.asked
