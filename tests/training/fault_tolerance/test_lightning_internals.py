@@ -112,7 +112,7 @@ def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(monkeypatch, cap
     (finding,) = doctor.check_private_names()
     assert finding.broken
     assert "_broadcast_sigterm_tensor" in finding.text
-    assert "install lightning>=2.6.5,<2.7" in finding.text
+    assert "install lightning>=2.6.5,<3" in finding.text
 
 
 ABSENT = """

@@ -7,6 +7,7 @@ import signal
 import stat
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from diffvision.data import ShardSet
 from diffvision.data.shards.writer import write_shards
-from diffvision.training.fault_tolerance import preemption
+from diffvision.training.fault_tolerance import preemption, ranks
 from diffvision.training.fault_tolerance.checkpoints import LAST, DurableCheckpointIO, find_newest
 from diffvision.training.fault_tolerance.checkpoints import PREEMPTED as SAVED
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
@@ -30,7 +31,7 @@ from diffvision.training.fault_tolerance.ranks import (
     describe_shards,
     end_with_first_rank,
 )
-from ranks import Ended, Ranks, alive, children, kill, send, until
+from ranks import Ended, Ranks, alive, alone, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
@@ -405,3 +406,12 @@ def test_a_rank_ends_with_the_first_one_that_started_it(tmp_path):
     started.kill()
     started.join()
     until(lambda: not alive(rank) and not alive(worker), 60, "the end of the rank and its worker")
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize(("process_1", "code"), [("/sbin/init", 1), (sys.executable, 0)])
+def test_a_rank_whose_parent_is_process_1_is_an_orphan_unless_that_is_the_first_rank(process_1, code, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(ranks, "INIT", Path(process_1))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert alone(end_with_first_rank).code == code
