@@ -129,7 +129,9 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
             f"no checkpoint in {held[0].parent} can be resumed from: move {list_few(p.name for p in held)} away, or "
             "set another logger version"
         )
-    rank_zero_info(f"nothing to resume from in {searched}: a new run")
+    others = list_few(_versions(logger))
+    elsewhere = f" (there are checkpoints of {others} in {logger.root_dir})" if others else ""
+    rank_zero_info(f"nothing to resume from in {searched}: a new run{elsewhere}")
     return None
 
 
@@ -137,10 +139,15 @@ def _adopt_version(logger: Any) -> bool:
     """Let a logger without a chosen version continue the last one with checkpoints; return whether there is one."""
     if not lightning_internals.has_open_version(logger):
         return False
-    versions = {path.parents[1].name for path in Path(logger.root_dir).glob(f"*/checkpoints/*{SUFFIX}")}
-    numbers = [int(name.removeprefix("version_")) for name in versions if re.fullmatch(r"version_\d+", name)]
+    numbers = [int(name.removeprefix("version_")) for name in _versions(logger) if re.fullmatch(r"version_\d+", name)]
     lightning_internals.set_version(logger, max(numbers, default=None))
     return bool(numbers)
+
+
+def _versions(logger: Any) -> list[str]:
+    """Return the names of a logger's versions that hold checkpoints."""
+    root = getattr(logger, "root_dir", None)
+    return sorted({path.parents[1].name for path in Path(root).glob(f"*/checkpoints/*{SUFFIX}")}) if root else []
 
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
