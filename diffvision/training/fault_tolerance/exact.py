@@ -211,6 +211,8 @@ class LastCheckpoint(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = checkpoint.get(RUN_KEY, {})
+        for saver in find_callbacks(trainer, ModelCheckpoint):  # which saves its last score, and does not load it
+            saver.current_score = checkpoint.get("callbacks", {}).get(saver.state_key, {}).get("current_score")
         if "current_model_state" in checkpoint and not find_callbacks(trainer, WeightAveraging):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its weights are averages: add the callback "
