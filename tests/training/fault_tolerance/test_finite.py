@@ -153,11 +153,11 @@ def test_fused_sgd_begins_its_momentum_after_a_skipped_first_step(tmp_path):
 
 def test_with_accumulation_the_whole_step_is_skipped(tmp_path):
     module, states = Tiny(), States()
-    with pytest.warns(UserWarning, match="batches 2, 3.* 0.tar: 15$"):
-        trainer = fit(module, batches(b2=6.0), tmp_path, states, accumulate_grad_batches=2)
-    assert equal(states.after[1], states.after[3])
-    assert not equal(states.after[3], states.after[5])
-    assert trainer.global_step == 3
+    with pytest.warns(UserWarning, match="batches 3, 4, 5.* 0.tar: 19 and 4 more$"):
+        trainer = fit(module, batches(b4=6.0), tmp_path, states, accumulate_grad_batches=3)
+    assert not equal(states.after[1], states.after[2])
+    assert equal(states.after[2], states.after[5])
+    assert trainer.global_step == 2
 
 
 def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays(tmp_path):

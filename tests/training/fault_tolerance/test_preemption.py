@@ -409,9 +409,18 @@ def test_a_rank_ends_with_the_first_one_that_started_it(tmp_path):
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(("process_1", "code"), [("/sbin/init", 1), (sys.executable, 0)])
-def test_a_rank_whose_parent_is_process_1_is_an_orphan_unless_that_is_the_first_rank(process_1, code, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
+@pytest.mark.parametrize(
+    ("process_1", "variables", "code"),
+    [
+        ("/sbin/init", {"LOCAL_RANK": "1"}, 1),
+        (sys.executable, {"LOCAL_RANK": "1"}, 0),  # the first rank, in a container
+        ("/sbin/init", {"LOCAL_RANK": "0"}, 0),
+        ("/sbin/init", {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7"}, 0),
+    ],
+)
+def test_a_rank_whose_parent_is_process_1_is_an_orphan_unless_that_is_the_first_rank(
+    process_1, variables, code, monkeypatch
+):
     monkeypatch.setattr(ranks, "INIT", Path(process_1))
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert alone(end_with_first_rank).code == code
+    assert alone(lambda: (os.environ.update(variables), end_with_first_rank())).code == code
