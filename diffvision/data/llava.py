@@ -78,7 +78,7 @@ class _Records:
         record = json.loads(self.text[start:end])
         if not isinstance(record, dict) or end - start > MAX_JSON_BYTES:
             raise BadSample("row is not an object, or too large")
-        names = next((value for key in ("image", "images") if (value := record.get(key)) is not None), [])
+        names: Any = next((value for key in ("image", "images") if (value := record.get(key)) is not None), [])
         names = names if isinstance(names, list) else [names]
         names = [check_path(self.root, name, f"{self.source}, row {row}") for name in names]
         read_conversation(record, len(names))

@@ -16,7 +16,7 @@ import zlib
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -226,7 +226,7 @@ def _load(sidecar: Path, version: str) -> ShardIndex | None:
             if str(kept["version"]) != version:
                 return None
             arrays = {name: kept[name] for name in _ARRAYS}
-            texts = {name: str(kept[name]) for name in _TEXTS}
+            texts: dict[str, Any] = {name: str(kept[name]) for name in _TEXTS}
             return ShardIndex(tuple(kept["types"].tolist()), **arrays, **texts, cut=bool(kept["cut"]))
     except (OSError, ValueError, TypeError, KeyError, EOFError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
