@@ -17,11 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 from diffvision.data.batches import VisionLanguageBatch
 from diffvision.data.images.decode import check_processed, decode_image, json_record
 from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing
-from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
+from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.workers import STALL_TIMEOUT
 from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_context, read_turns
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.trainer import LoaderData

@@ -36,11 +36,12 @@ from diffvision.data.images.samples import (
     find_label_key,
 )
 from diffvision.data.images.sources import Reads, find_images, is_image_source, name_classes
-from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader
+from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.workers import STALL_TIMEOUT
 from diffvision.data.trainer import LoaderData
 
 

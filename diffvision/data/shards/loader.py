@@ -7,10 +7,7 @@ the others. `EvaluationLoader` has every sample once, in order.
 """
 
 import hashlib
-import logging
-import multiprocessing
 import random
-import signal
 import struct
 import time
 import warnings
@@ -28,14 +25,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
-from diffvision.data.shards.report import Limits, Report, Tally, WorkerError
+from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-
-STALL_TIMEOUT = 300.0
-"""Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
+from diffvision.data.shards.workers import STALL_TIMEOUT, read_batches, timeout_of
 
 _PREPARING_THREADS = 2
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,7 @@ class ShardLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            timeout=_timeout(num_workers, stall_timeout),
+            timeout=timeout_of(num_workers, stall_timeout),
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else each epoch would draw from the process's generator
             persistent_workers=num_workers > 0,
@@ -249,7 +243,7 @@ class ShardLoader:
         self.report = report = self._new_report(epoch, first)
         self._requests.epoch, self._requests.first = 0 if self.repeats else epoch, first
         last = len(self) - 1
-        batches, begun = _read(self._loader, self._workers), time.monotonic()
+        batches, begun = read_batches(self._loader, self._workers), time.monotonic()
         for number, (batch, tally) in enumerate(batches, start=first):
             self.waited += time.monotonic() - begun
             report.add(tally, self.limits)
@@ -434,79 +428,15 @@ class EvaluationLoader:
             batch_size=None,
             sampler=[self._requests[number] for number in numbers],
             num_workers=num_workers,
-            timeout=_timeout(num_workers, self._stall_timeout),
+            timeout=timeout_of(num_workers, self._stall_timeout),
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
         )
-        yield from _read(loader, [])
+        yield from read_batches(loader, [])
 
     def new_report(self) -> Report:
         """Return an empty report of this rank's part."""
         return Report(self._samples, extra_counts=self._extra_counts)
-
-
-def _timeout(num_workers: int, stall_timeout: float) -> float:
-    """Return the time limit of a DataLoader, of which `_read` allows two in a row."""
-    return stall_timeout / 2 if num_workers else 0.0
-
-
-def _read(loader: DataLoader, workers: list[Any]) -> Iterator[Any]:
-    """Yield the loader's batches; `workers` gets the processes that it starts.
-
-    Raises:
-        WorkerError: no batch came within twice the loader's timeout, or a worker ended. The other workers are ended.
-    """
-    before = multiprocessing.active_children()
-    batches = iter(loader)
-    workers += [process for process in multiprocessing.active_children() if process not in before]
-    late = False
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except Exception as error:
-            stuck = str(error).startswith("DataLoader timed out")
-            if stuck and not late:  # as after this process was suspended, while its workers have a batch ready
-                late = True
-                _log.warning("no batch came within %g s", loader.timeout)
-                continue
-            message = _STUCK.format(2 * loader.timeout) if stuck else _death(workers, error)
-            if not message:
-                raise
-            _end(workers)
-            raise WorkerError(message) from error
-        late = False
-        yield batch
-
-
-_STUCK = (
-    "no batch came within {:g} s (stall_timeout): check the disk, the server and the transform, or raise stall_timeout"
-)
-
-
-def _death(workers: list[Any], error: Exception) -> str:
-    """Return which worker ended and how, or "" if all are alive; a death raises many kinds of error."""
-    pause = 1.0 if isinstance(error, OSError | EOFError) else 0.0  # a worker's pipes close before it has ended
-    for worker in workers:
-        with suppress(RuntimeError):  # DataLoader's signal handler may raise for a worker right here
-            worker.join(pause)
-    for worker in workers:
-        if (code := worker.exitcode) is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            return (
-                f"data worker (process {worker.pid}) {how}: after SIGKILL (no memory) lower num_workers, after SIGBUS "
-                "(/dev/shm is full) raise --shm-size"
-            )
-    return ""
-
-
-def _end(workers: list[Any]) -> None:
-    """Kill the workers and wait for them, so that DataLoader's signal handler raises here, where it is suppressed."""
-    for act in (lambda worker: worker.kill(), lambda worker: worker.join(1.0)):
-        for worker in workers:
-            with suppress(RuntimeError):
-                act(worker)
 
 
 def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int, stall_timeout: float) -> None:

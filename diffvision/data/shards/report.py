@@ -103,15 +103,17 @@ class Report:
             self.in_a_row = self.in_a_row + 1 if position in tally.bad else 0
             longest = max(longest, self.in_a_row)
         share = self.total / self.world_size  # of the whole epoch, or a run resumed near its end would stop at one
+        remedy = "correct or remove the files"
+        if self.skipped.keys() == {"unreadable shard"}:
+            remedy = "check that the disk is mounted and the server answers"
         if longest >= limits.max_bad_in_a_row or tally.given_up:
             raise BadDataError(
-                f"{counted(longest)} in a row, nothing good to take their place: correct or remove the files.\n"
-                f"{self.summary()}"
+                f"{counted(longest)} in a row, nothing good to take their place: {remedy}.\n{self.summary()}"
             )
         if self.bad > limits.max_bad_fraction * share:
             raise BadDataError(
-                f"{counted(self.bad)}: the limit is {limits.max_bad_fraction:.2%} of {share:,.0f}; correct or remove "
-                f"the files{', or raise max_bad_fraction' if limits.settable else ''}.\n{self.summary()}"
+                f"{counted(self.bad)}: the limit is {limits.max_bad_fraction:.2%} of {share:,.0f}; {remedy}"
+                f"{', or raise max_bad_fraction' if limits.settable else ''}.\n{self.summary()}"
             )
 
     def summary(self) -> str:

@@ -7,7 +7,6 @@ Counts come from `manifest.json` next to the shards ({format, shards: [{name, sa
 import glob
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ SIZES = "sizes.json"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_AGAIN = "write it again with diffvision.data.make.write_manifest"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_MAX_SHARDS = 10_000_000
-_MAX_SAMPLES = 10_000_000  # of a shard; the order of a window of shards is in memory, whatever a manifest says
 
 
 def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
@@ -156,28 +154,19 @@ def expand_braces(pattern: str) -> list[str]:
     """Return the locations that a pattern with `{000000..000123}` or `{train,val}` stands for; leading zeros stay.
 
     Raises:
-        ValueError: it stands for too many locations, or `checked_location` refuses one.
+        ValueError: a range is empty, or `checked_location` refuses a location.
     """
     match = _BRACES.search(pattern)
     if match is None:
         return [checked_location(pattern)]
+    choices = match[1].split(",")
+    if numbers := _RANGE.fullmatch(match[1]):
+        first, last = int(numbers[1]), int(numbers[2])
+        if last < first:
+            raise ValueError(f"shard range {match[1]} must not be empty: give the smaller number first")
+        choices = [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
     before, after = pattern[: match.start()], pattern[match.end() :]
-    names = []
-    for choice in _choices(match[1]):
-        names += expand_braces(before + choice + after)
-        if len(names) > _MAX_SHARDS:
-            raise ValueError(f"shard pattern {pattern!r} stands for more than {_MAX_SHARDS:,} names: split it")
-    return names
-
-
-def _choices(inside: str) -> list[str]:
-    """Return the alternatives in braces: `a,b`, or the numbers of `000..012`."""
-    if (numbers := _RANGE.fullmatch(inside)) is None:
-        return inside.split(",")
-    first, last = int(numbers[1]), int(numbers[2])
-    if last < first or last - first >= _MAX_SHARDS:
-        raise ValueError(f"shard range {inside} is empty or too large: give at most {_MAX_SHARDS:,} numbers")
-    return [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
+    return [name for choice in choices for name in expand_braces(before + choice + after)]
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
@@ -197,14 +186,17 @@ def _directory(directory: Path) -> list[Shard]:
         _compare(directory, set(counts), set(names))
         return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
     if (directory / "nshards.txt").is_file():  # CLIP_benchmark's layout
-        number = _number(directory / "nshards.txt")
-        present_names = set(names)
-        if (missing := next((n for n in range(number) if f"{n}.tar" not in present_names), None)) is not None:
-            raise ValueError(
-                f"{directory}/nshards.txt says {number} shards, but {missing}.tar is missing: copy it, or correct "
-                "the number"
-            )
-        names = [f"{n}.tar" for n in range(number)]
+        text = decoded((directory / "nshards.txt").read_bytes(), directory / "nshards.txt").strip()
+        if not text.isdecimal():
+            raise ValueError(f"{directory}/nshards.txt must be a number of shards, got {text[:40]!r}")
+        present_names, names = set(names), []
+        for number in range(int(text)):
+            if f"{number}.tar" not in present_names:
+                raise ValueError(
+                    f"{directory}/nshards.txt says {text} shards, but {number}.tar is missing: copy it, or correct the "
+                    "number"
+                )
+            names.append(f"{number}.tar")
     return [Shard(str(directory / name)) for name in names]
 
 
@@ -215,13 +207,6 @@ def _remote(directory: str) -> list[Shard]:
     if not counts:
         raise ValueError(f"{directory} has no {MANIFEST} or {SIZES}: name the shards, such as {directory}/{{0..9}}.tar")
     return [Shard(f"{directory}/{name}", **fields) for name, fields in counts.items()]
-
-
-def _number(path: Path) -> int:
-    text = decoded(path.read_bytes(), path).strip()
-    if not text.isdecimal() or len(text) > 9:
-        raise ValueError(f"{path} does not hold a number of shards: write it ({text[:40]!r})")
-    return int(text)
 
 
 def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
@@ -261,22 +246,20 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}") from None
             if not isinstance(value, dict):
-                raise ValueError(f"{where} is not a JSON object: write it again with write_manifest")
-            entries = parse(value, where)
-            for shard, fields in entries:
+                raise ValueError(f"{where} is not a JSON object: {_AGAIN}")
+            counts: dict[str, dict[str, Any]] = {}
+            for shard, fields in parse(value, where):
                 _check_entry(shard, fields, where)
-            if repeated := [shard for shard, count in Counter(shard for shard, _ in entries).items() if count > 1]:
-                raise ValueError(f"{where} lists {repeated[0]} more than once: write it again with write_manifest")
-            return dict(entries)
+                if shard in counts:
+                    raise ValueError(f"{where} lists {shard} more than once: {_AGAIN}")
+                counts[shard] = fields
+            return counts
     return {}
 
 
 def _manifest_entries(manifest: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
     if manifest.get("format") != MANIFEST_FORMAT:
-        raise ValueError(
-            f"{where} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}: write it again with "
-            "write_manifest"
-        )
+        raise ValueError(f"{where} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}: {_AGAIN}")
     try:
         entries = [
             (e["name"], {"samples": e["samples"], "bytes": e["bytes"], "sha256": e["sha256"].lower()})
@@ -286,10 +269,7 @@ def _manifest_entries(manifest: dict[str, Any], where: str) -> list[tuple[str, d
         wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
         raise ValueError(f"{where} is not a manifest: expected {wanted}") from None
     if not entries:
-        raise ValueError(
-            f"{where} lists no shards, since writing was cut short: write it again, or call "
-            "diffvision.data.make.write_manifest"
-        )
+        raise ValueError(f"{where} lists no shards, because writing was cut short: {_AGAIN}")
     return entries
 
 
@@ -300,13 +280,10 @@ def _sizes_entries(sizes: dict[str, Any], where: str) -> list[tuple[str, dict[st
 def _check_entry(shard: object, fields: dict[str, Any], where: str) -> None:
     if not isinstance(shard, str) or "/" in shard or shard in ("", ".", "..") or shard.startswith("-"):
         raise ValueError(f"{where} lists a shard named {shard!r}: use names without folders")
-    for field, limit in (("samples", _MAX_SAMPLES), ("bytes", 1 << 62)):
-        value = fields.get(field, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
-            raise ValueError(
-                f"{where} says that {shard} has {value!r} {field}: it must be a whole number, 0 to {limit:,}; "
-                "write it again with diffvision.data.make.write_manifest"
-            )
+    for field in fields.keys() & {"samples", "bytes"}:
+        value = fields[field]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+            raise ValueError(f"{where} says that {shard} has {value!r} {field}, not a whole number: {_AGAIN}")
 
 
 def read_small_file(directory: str | Path, name: str) -> str | None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from diffvision.data.shards.loader import STALL_TIMEOUT, EvaluationLoader, ShardLoader
+from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.workers import STALL_TIMEOUT
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.packing import PackedSequence, PackedWindows
 from diffvision.data.text.tokenize import cached_tokens, check_limits

@@ -67,3 +67,9 @@ def test_a_passed_limit_says_what_can_be_done():
         Report(total=60).add(Tally(0, 10, bad(3)), Limits(settable=False))
     with pytest.raises(BadDataError, match=rf"^1 bad sample in a row, .*{remedy}"):
         Report(total=60).add(Tally(0, 10, bad(3)), Limits(1.0, 1))
+
+
+def test_a_dead_mount_is_told_apart_from_damaged_files():
+    gone = {position: ("unreadable shard", f"a.tar: {position}") for position in range(100)}
+    with pytest.raises(BadDataError, match=r"^100 bad samples in a row, .*disk is mounted"):
+        Report(total=1000).add(Tally(0, 100, gone), Limits(1.0))
