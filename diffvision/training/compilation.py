@@ -43,10 +43,11 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
 
 
 class SeparateGradients:
-    """A hook of parameters that copies a gradient which lies in the memory of another one's.
+    """A hook of parameters that copies a gradient which shares its memory with another one, or is part of a larger one.
 
     For a batch of one a graph returns the gradient of a ViT's class token as a view of that of its positions, and
     autograd keeps both as they are. What is done in place then, accumulating or clipping, is done to one of them twice.
+    The copy lies in memory as its parameter does; DDP warns of a gradient that does not.
     """
 
     def __init__(self) -> None:
@@ -54,13 +55,16 @@ class SeparateGradients:
         self._addresses: dict[nn.Parameter, int] = {}
 
     def __call__(self, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        assert grad is not None
         address = _address(parameter)
         owner = self._owners.get(address)
-        if owner is parameter:
+        is_part = grad.nbytes < grad.untyped_storage().nbytes()
+        if owner is parameter and not is_part:
             return
-        if owner is not None and owner.grad is not None and _address(owner) == address:
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad.clone()
+        is_shared = owner is not None and owner.grad is not None and _address(owner) == address
+        if is_shared or is_part:
+            parameter.grad = torch.empty_like(parameter).copy_(grad)
             address = _address(parameter)
         if self._owners.get(earlier := self._addresses.get(parameter, 0)) is parameter:
             del self._owners[earlier]

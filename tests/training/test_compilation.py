@@ -42,6 +42,7 @@ def test_gradients_of_a_compiled_module_add_up(batch, monkeypatch):
             torch.testing.assert_close(got.grad, expected.grad, msg=name)
     addresses = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
     assert len(addresses) == len(list(module.parameters()))
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in module.parameters())
 
 
 def test_the_hook_keeps_an_address_for_each_parameter():
@@ -51,7 +52,6 @@ def test_the_hook_keeps_an_address_for_each_parameter():
         for parameter, part in zip(parameters, whole.split(3), strict=True):
             parameter.grad = part
             separate(parameter)
-        assert parameters[0].grad.data_ptr() == whole.data_ptr()
-        assert parameters[1].grad.untyped_storage().nbytes() == 12
+        assert {parameter.grad.untyped_storage().nbytes() for parameter in parameters} == {12}
         assert torch.equal(torch.cat([parameter.grad for parameter in parameters]), whole)
     assert len(separate._owners) == len(separate._addresses) == 2

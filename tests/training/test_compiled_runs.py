@@ -34,23 +34,27 @@ LANGUAGE = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim
 
 
 class Samples(pl.LightningDataModule):
-    """Two batches of 8 in an epoch, of which a rank takes its share; validation ends with a batch of 3."""
+    """16 samples in batches of 8 or fewer, of which a rank takes its share; validation ends with a batch of 3."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, size=8):
         super().__init__()
+        self.size = size
         generator = torch.Generator().manual_seed(0)
         image = torch.randn(16, 3, 32, 32, generator=generator)
         text = torch.randint(1, 98, (16, 24), generator=generator)
         text[:, 20] = 99  # OpenCLIP pools at the largest token, the end
         label = torch.randint(0, 10, (16,), generator=generator)
         tokens = torch.randint(0, 50, (16, 13), generator=generator)
+        documents = torch.randint(0, 2, (16, 13), generator=generator).cumsum(1)
+        learned = torch.arange(13) < torch.randint(3, 14, (16, 1), generator=generator)
         rows = {"vit": {"image": image, "label": label}, "clip": {"image": image, "text": text}}
+        rows["packed"] = {"tokens": tokens, "documents": documents, "learned": learned}
         columns = rows.get(kind, {"tokens": tokens})
         self.rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def train_dataloader(self):
-        local = 8 // self.trainer.world_size
-        starts = range(self.trainer.global_rank * local, 16, 8)
+        local = self.size // self.trainer.world_size
+        starts = range(self.trainer.global_rank * local, 16, self.size)
         return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
 
     def val_dataloader(self):
@@ -62,14 +66,14 @@ def make(kind, **settings):
     settings = {"optimizer": SETTINGS} | settings
     if kind == "vit":
         return ClassificationModule("diff_vit_debug", num_classes=10, **settings)
-    if kind == "language":
+    if kind in ("language", "packed"):
         return LanguageModule("diff-debug", model_args=LANGUAGE, **settings)
     module = ContrastiveModule("DiffCLIP-debug-0.2", **settings)
     module.model.token_embedding = nn.Embedding(100, 64)  # AdamW on 49,408 unused rows would be most of the time
     return module
 
 
-def train(kind, directory, *callbacks, ckpt_path=None, model=None, **settings):
+def train(kind, directory, *callbacks, ckpt_path=None, model=None, size=8, **settings):
     """Train for two epochs with an average of the weights; return it, the weights and the number of graphs."""
     torch.compiler.reset()
     counters.clear()
@@ -81,7 +85,7 @@ def train(kind, directory, *callbacks, ckpt_path=None, model=None, **settings):
         log_every_n_steps=1, callbacks=[LambdaMonitor(), average, *callbacks],
     )  # fmt: skip
     with protect(trainer, module, ckpt_path=ckpt_path) as path:
-        trainer.fit(module, datamodule=Samples(kind), ckpt_path=path, weights_only=True)
+        trainer.fit(module, datamodule=Samples(kind, size), ckpt_path=path, weights_only=True)
     return module.model.state_dict(), trainer.callback_metrics, counters["stats"]["unique_graphs"]
 
 
@@ -116,6 +120,8 @@ def same(a, b, **tolerance):
         # Training, and validation of 4 and of 3 sequences.
         ("language", {}, {"accumulate_grad_batches": 2, "val_check_interval": 1}, 3),
         ("language", {"grad_checkpointing": True}, {}, 3),
+        # One sequence of documents a batch, of which some tokens are not learned; three batches a step.
+        ("packed", {}, {"accumulate_grad_batches": 3, "size": 1}, 3),
     ],
 )
 def test_a_compiled_run_is_the_eager_one(backend, kind, model, trainer, graphs, tmp_path):
@@ -156,24 +162,34 @@ def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_
         same(resumed, whole, rtol=0, atol=0)
 
 
-def _one_of_two(rank, port, kind, model, directory):
+def _one_of_two(rank, port, kind, model, trainer, directory):
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    weights, _, graphs = train(kind, directory / "two", model=model, devices=2, strategy="ddp", limit_val_batches=0)
+    settings = {"devices": 2, "strategy": "ddp", "limit_val_batches": 0} | trainer
+    weights, _, graphs = train(kind, directory / "two", model=model, **settings)
     torch.save((weights, graphs), directory / f"{rank}.pt")
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(("kind", "graphs"), [("vit", 1), ("clip", 1), ("language", 1)])
-def test_two_compiled_processes_are_one(backend, kind, graphs, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [
+        ("vit", {}),
+        ("clip", {}),
+        ("language", {}),
+        ("vit", {"size": 2, "accumulate_grad_batches": 3}),  # a batch of one on each rank
+        ("packed", {"size": 2, "accumulate_grad_batches": 3}),
+    ],
+)
+def test_two_compiled_processes_are_one(backend, kind, trainer, tmp_path):
     model = {"compile": True, "grad_checkpointing": kind == "clip"}
-    expected, _, _ = train(kind, tmp_path / "one", model=model | {"compile": False}, limit_val_batches=0)
+    expected, _, _ = train(kind, tmp_path / "one", model=model | {"compile": False}, limit_val_batches=0, **trainer)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.start_processes(_one_of_two, (port, kind, model, tmp_path), nprocs=2, start_method="fork")
+    multiprocessing.start_processes(_one_of_two, (port, kind, model, trainer, tmp_path), nprocs=2, start_method="fork")
     for rank in (0, 1):
-        weights, made = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert made == graphs
+        weights, graphs = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert graphs == 1
         same(weights, expected, rtol=1e-4, atol=1e-5)
 
 
