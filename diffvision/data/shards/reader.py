@@ -21,7 +21,7 @@ from diffvision.data.shards.index import (
     scan,
     shard_index,
 )
-from diffvision.data.shards.remote import Shard, ShardCache
+from diffvision.data.shards.remote import Shard, ShardCache, is_full
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sidecars import sha256_of
 
@@ -188,7 +188,7 @@ class ShardReader:
             count, damage = self._index_uncounted()
         elif shard.bytes is not None and not shard.remote and (size := os.path.getsize(shard.location)) != shard.bytes:
             warnings.warn(
-                f"shard {shard.location} has {size:,} bytes, its manifest says {shard.bytes:,}: "
+                f"shard {shard.shown} has {size:,} bytes, its manifest says {shard.bytes:,}: "
                 "see `diffvision data check`",
                 stacklevel=5,
             )
@@ -197,7 +197,7 @@ class ShardReader:
 
     def _index_uncounted(self) -> tuple[int, str]:
         """Index a shard whose number of samples no manifest gives; return the number, and any damage."""
-        location = self.shard.location
+        location = self.shard.shown
         try:
             with self.hold() as path:
                 index = shard_index(path)
@@ -222,6 +222,8 @@ class ShardReader:
             with self.hold() as path:
                 self._opened = self._open_verified(path)
         except OSError as error:
+            if is_full(error):
+                raise
             raise self._unreadable() from error
         return self._opened
 
@@ -276,14 +278,14 @@ class ShardReader:
         reason = self._mismatch(path, version, index, changed=changed)
         if len(index) > counted and not (reason and changed):
             raise ValueError(
-                f"shard {shard.location} holds {len(index)} samples, its manifest or sizes.json says {counted}: write "
+                f"shard {shard.shown} holds {len(index)} samples, its manifest or sizes.json says {counted}: write "
                 "it again with diffvision.data.make.write_manifest"
             )
         if reason:
             raise BadSample(reason)
         if shard.sha256 is not None and index.damage and not index.cut:
             raise ValueError(
-                f"shard {shard.location} is damaged after {len(index)} samples, as when its manifest was written "
+                f"shard {shard.shown} is damaged after {len(index)} samples, as when its manifest was written "
                 f"({index.damage}): fetch it again, and write the manifest again"
             )
         if not index.damage and len(index) < counted:
@@ -345,7 +347,7 @@ class ShardReader:
 
     def _changed(self) -> ValueError:
         return ValueError(
-            f"shard {self.shard.location} was changed after it was first read, and no manifest says what it should "
+            f"shard {self.shard.shown} was changed after it was first read, and no manifest says what it should "
             "hold: leave it alone during a run, or write a manifest (diffvision.data.make.write_manifest); then start "
             "the run again"
         )

@@ -6,11 +6,13 @@ server's ETag, else time and size) is the only one that it reads.
 """
 
 import bz2
+import errno
 import gzip
 import hashlib
 import logging
 import lzma
 import os
+import re
 import time
 import warnings
 import zlib
@@ -30,6 +32,7 @@ DEFAULT_BYTES = 100 * 10**9
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _REQUESTS = 16  # at a time, for the versions of shards
+_SECRETS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^?\s'\"]*)(\?[^\s'\"]*)?")
 _TRIES = 5
 _PAUSE = 1.0  # seconds before the second try; doubled before each later one
 _CONNECT, _READ = 20.0, 60.0  # seconds that a server may take to answer, and between two pieces
@@ -58,6 +61,11 @@ class Shard:
         return PurePosixPath(self.location).name
 
     @property
+    def shown(self) -> str:
+        """The location, for messages: without a URL's user, password and query."""
+        return without_secrets(self.location)
+
+    @property
     def remote(self) -> bool:
         """Whether the location is a URL."""
         return is_remote(self.location)
@@ -66,6 +74,16 @@ class Shard:
 def is_remote(location: str) -> bool:
     """Return whether a location is a URL of an allowed scheme."""
     return location.partition("://")[0] in REMOTE_SCHEMES and "://" in location
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no user, password and query."""
+    return _SECRETS.sub(r"\1\2", text)
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error says that a disk is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def identity(shard: Shard) -> str:
@@ -83,7 +101,7 @@ def read(location: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise OSError(f"{location} cannot be read: {error}") from error
+        raise OSError(f"{without_secrets(location)} cannot be read: {error}") from error
 
 
 class ShardCache:
@@ -115,7 +133,7 @@ class ShardCache:
         for shard in filter(self.keeps, pinned):
             if (shard.bytes or 0) > self.max_bytes:
                 raise ValueError(
-                    f"shard {shard.location} has {shard.bytes:,} bytes: cache_bytes must be at least that, got "
+                    f"shard {shard.shown} has {shard.bytes:,} bytes: cache_bytes must be at least that, got "
                     f"{self.max_bytes:,}"
                 )
         return pinned
@@ -146,7 +164,10 @@ class ShardCache:
                 try:
                     self._make(shard, path)
                 except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-                    raise OSError(f"cannot fetch shard {shard.location}: {error}") from error
+                    if is_full(error):
+                        reason = f"the disk is full: make room, or lower cache_bytes, for shard {shard.shown}"
+                        raise OSError(errno.ENOSPC, reason, str(self.directory)) from error
+                    raise OSError(f"cannot fetch shard {shard.shown}: {without_secrets(str(error))}") from error
             os.utime(lock_of(path), ns=(time.time_ns(), time.time_ns()))  # of the last use
             yield path
 
@@ -156,7 +177,7 @@ class ShardCache:
         try:
             version, size = _stamp(shard.location)
         except OSError as error:
-            raise OSError(f"shard {shard.location} cannot be read: {error}") from error
+            raise OSError(f"shard {shard.shown} cannot be read: {error}") from error
         return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
 
     def _make(self, shard: Shard, path: Path) -> None:
@@ -231,7 +252,8 @@ def _patiently(location: str, act: Callable[[Any, str], Any]) -> Any:
     """Return act(file system, path in it), tried again where that may help.
 
     Raises:
-        FileNotFoundError, OSError: at once where the file is missing or refused, else after the last try.
+        FileNotFoundError, OSError: at once where the file is missing or refused, or a disk is full; else after the last
+            try.
         ValueError: the URL's kind needs a package that is not installed.
     """
     import fsspec
@@ -245,7 +267,7 @@ def _patiently(location: str, act: Callable[[Any, str], Any]) -> Any:
     try:
         files, path = fsspec.core.url_to_fs(location, **settings)
     except ImportError as error:
-        raise ValueError(f"{location} needs a package that is not installed: {error}") from error
+        raise ValueError(f"{without_secrets(location)} needs a package that is not installed: {error}") from error
     for number in range(_TRIES):
         try:
             files.invalidate_cache(path)  # of what an earlier request said
@@ -256,11 +278,13 @@ def _patiently(location: str, act: Callable[[Any, str], Any]) -> Any:
             status = getattr(cause, "status", None)
             if isinstance(cause, FileNotFoundError) or status == 404:
                 raise FileNotFoundError("it does not exist") from error
+            if is_full(cause):
+                raise
             is_refused = isinstance(status, int) and status < 500 and status not in _AGAIN
-            message = str(cause) or type(cause).__name__
+            message = without_secrets(str(cause)) or type(cause).__name__
             if is_refused or isinstance(cause, PermissionError) or number == _TRIES - 1:
                 raise OSError(message) from error
             pause = _PAUSE * 2**number
-            _log.warning("%s: %s; again in %.0f s", location, message, pause)
+            _log.warning("%s: %s; again in %.0f s", without_secrets(location), message, pause)
             time.sleep(pause)
     raise AssertionError

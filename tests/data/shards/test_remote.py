@@ -1,5 +1,6 @@
 """Servers that stall, fail, cut off and come back, on this machine and with small limits."""
 
+import errno
 import http.server
 import threading
 import time
@@ -7,9 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from fsspec.implementations.http import HTTPFileSystem
 
 from diffvision.data.shards import remote
-from diffvision.data.shards.remote import Shard, ShardCache, read
+from diffvision.data.shards.reader import ShardReader
+from diffvision.data.shards.remote import Shard, ShardCache, read, without_secrets
 from diffvision.data.shards.report import Limits
 from tests.data.conftest import fetch
 
@@ -180,3 +183,30 @@ def test_a_version_is_what_the_store_says_of_the_content(scheme, said, same, oth
         pins += ShardCache().pin([Shard(f"{scheme}://bucket/0.tar")])
     assert pins[0] == pins[1] != pins[2]
     assert pins[0].bytes == 5
+
+
+def test_a_full_disk_is_one_error_at_once_and_no_bad_sample(serving, cache, monkeypatch):
+    server, tries = serving("good"), []
+
+    async def full(files, location, target, **_):
+        tries.append(location)
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    monkeypatch.setattr(HTTPFileSystem, "_get_file", full)
+    HTTPFileSystem.clear_instance_cache()  # an instance keeps the methods that it was made with
+    reader = ShardReader(replace(server.shard, samples=20), cache)
+    for attempt in (lambda: fetch(cache, server.shard), lambda: reader._open()):
+        with pytest.raises(OSError, match="cache_bytes") as caught:
+            attempt()
+        assert caught.value.errno == errno.ENOSPC
+    assert len(tries) == 2
+    HTTPFileSystem.clear_instance_cache()
+
+
+def test_messages_have_no_secrets_of_a_url(serving, cache, caplog):
+    shard = serving(500, 403).shard
+    secret = replace(shard, location=shard.location.replace("://", "://user:secret@") + "?token=secret")
+    with pytest.raises(OSError, match="cannot fetch shard http://127") as caught:
+        fetch(cache, secret)
+    assert "secret" not in "".join([str(caught.value), *(record.getMessage() for record in caplog.records)])
+    assert without_secrets("s3://bucket/a.tar and /local/what?.tar") == "s3://bucket/a.tar and /local/what?.tar"
