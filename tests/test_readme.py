@@ -107,7 +107,7 @@ def parsers():
     return {name: made.command_parser(name) for name in command_names()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 def test_commands_of_fine_tuning_run(tmp_path, monkeypatch):
     page = ROOT / "docs/guides/finetune.md"

@@ -111,7 +111,7 @@ def test_formats_are_those_of_the_command():
     assert all(host in FORMATS[name].hosts for host, name in DEFAULTS.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_from_its_data_to_its_folder(tmp_path, monkeypatch):
     """As a new user: make data, train with averages, export, load, evaluate."""
     from diffvision.data.make import make

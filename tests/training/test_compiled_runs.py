@@ -114,7 +114,7 @@ def same(a, b, **tolerance):
         ("vit", {}, {"accumulate_grad_batches": 2}, 2),  # training, and validation of any batch size
         ("vit", {"grad_checkpointing": True}, {"val_check_interval": 1}, 2),
         # Chunks of 3 and 2 pairs, each without and with gradients; validation.
-        ("clip", {"accum_freq": 3}, {"val_check_interval": 1}, 5),
+        pytest.param("clip", {"accum_freq": 3}, {"val_check_interval": 1}, 5, marks=pytest.mark.nightly),
         ("clip", {"accum_freq": 8}, {}, 3),  # chunks of one pair, without and with gradients; validation
         ("clip", {"grad_checkpointing": True}, {}, 2),
         # Training, and validation of 4 and of 3 sequences.
@@ -148,7 +148,7 @@ def saver(directory):
     return ModelCheckpoint(directory)
 
 
-@pytest.mark.parametrize("kind", ["vit", "clip", "language"])
+@pytest.mark.parametrize("kind", ["vit", pytest.param("clip", marks=pytest.mark.nightly), "language"])
 def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_path):
     """In another process, which makes the same graphs again."""
     model = {"compile": True} | ({"accum_freq": 3} if kind == "clip" else {})

@@ -166,10 +166,14 @@ def test_other_optimizers_resume_exactly(name, tmp_path):
     [
         ("clip", {}),
         ("clip", {"loss": "siglip", "accum_freq": 2, "grad_checkpointing": True, "lock_image": 1}),
-        ("v2", {}),
+        pytest.param("v2", {}, marks=pytest.mark.nightly),
         ("vit", {}),
-        ("clip", {"optimizer": replace(SETTINGS, name="lion", eps=None, betas=(0.9, 0.99)), "image_layer_decay": 0.8}),
-        ("vit", {"optimizer": replace(SETTINGS, name="muon")}),
+        pytest.param(
+            "clip",
+            {"optimizer": replace(SETTINGS, name="lion", eps=None, betas=(0.9, 0.99)), "image_layer_decay": 0.8},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("vit", {"optimizer": replace(SETTINGS, name="muon")}, marks=pytest.mark.nightly),
     ],
 )
 def test_sharded_runs_are_those_of_one_process(kind, settings, tmp_path):

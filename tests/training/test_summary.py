@@ -294,7 +294,9 @@ MODULES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "clip" else pytest.mark.nightly) for name in MODULES]
+)
 def test_a_run_on_two_ranks_ends_with_its_summary(name, tiny):
     arguments, command = MODULES[name]
     settings = ["batch_size=4", "num_workers=0"]
