@@ -127,8 +127,12 @@ def _end_with_turns(generation: GenerationConfig, processor: LlavaProcessor) -> 
     """Add the special token that the chat template writes after an answer to those that end a generation."""
     tokenizer, answer = processor.tokenizer, "A star."
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    written = processor.apply_chat_template(_messages(answer), tokenize=False)
-    after = tokenizer(written.rpartition(answer)[2].strip(), add_special_tokens=False)["input_ids"][:1]
+    try:
+        written: Any = processor.apply_chat_template(_messages(answer), tokenize=False)
+    except jinja2.TemplateError:  # which training tells of
+        written = ""
+    _, is_written, rest = written.rpartition(answer)
+    after = tokenizer(rest.strip(), add_special_tokens=False)["input_ids"][:1] if is_written else []
     known = generation.eos_token_id
     ends = [tokenizer.eos_token_id] if known is None else known if isinstance(known, list) else [known]
     ends = [*ends, *(token for token in after if token in special)]

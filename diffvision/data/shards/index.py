@@ -222,13 +222,15 @@ def shard_index(path: str | os.PathLike) -> ShardIndex:
 def _load(sidecar: Path, version: str) -> ShardIndex | None:
     """Read an index from its sidecar; None if it is of another version of the tar, or damaged."""
     try:
+        if not sidecar.is_file():
+            return None
         with np.load(sidecar, allow_pickle=False) as kept:
             if str(kept["version"]) != version:
                 return None
             arrays = {name: kept[name] for name in _ARRAYS}
             texts: dict[str, Any] = {name: str(kept[name]) for name in _TEXTS}
             return ShardIndex(tuple(kept["types"].tolist()), **arrays, **texts, cut=bool(kept["cut"]))
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zlib.error, zipfile.BadZipFile):
+    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile):
         return None  # absent, cut short or of another kind: read the tar again
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
 from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.workers import STALL_TIMEOUT, read_batches, timeout_of
+from diffvision.data.shards.workers import LONGEST_STALL, STALL_TIMEOUT, read_batches, timeout_of
 
 _PREPARING_THREADS = 2
 
@@ -441,8 +441,8 @@ class EvaluationLoader:
 
 def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int, stall_timeout: float) -> None:
     """Raise ValueError for a setting that is out of range."""
-    if stall_timeout <= 0:
-        raise ValueError(f"stall_timeout must be above 0, got {stall_timeout}")
+    if not 0 < stall_timeout <= LONGEST_STALL:
+        raise ValueError(f"stall_timeout must be above 0 and at most {LONGEST_STALL:,} seconds, got {stall_timeout}")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
     if num_workers < 0:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from diffvision.data.shards.sidecars import sha256_of, stamp
 from diffvision.files import lock_of, locked, locked_if_free, scratch, sha256, sweep, user_cache
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs", "hf")
@@ -160,7 +161,10 @@ class ShardCache:
         self.directory.mkdir(parents=True, exist_ok=True)
         with locked(lock_of(path)):
             known = shard.bytes if shard.name.endswith(PLAIN) else None
-            if not path.is_file() or known not in (None, path.stat().st_size):  # cut by a crash of the machine
+            is_whole = path.is_file() and known in (None, path.stat().st_size)  # not cut by a crash of the machine
+            if is_whole and known is not None and shard.sha256 is not None:
+                is_whole = sha256_of(path) == shard.sha256
+            if not is_whole:
                 try:
                     self._make(shard, path)
                 except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -239,10 +243,9 @@ def _compare(shard: Shard, path: Path) -> None:
 
 
 def _stamp(location: str) -> tuple[str, int | None]:
-    """Return a file's version and size: what its server says of its content, or the local file's size and time."""
+    """Return a file's version and size: what its server says of its content, or the local file's `stamp`."""
     if not is_remote(location):
-        status = os.stat(location)
-        return f"{status.st_size} {status.st_mtime_ns}", status.st_size
+        return stamp(Path(location)), os.stat(location).st_size
     info = _patiently(location, lambda files, path: files.info(path))
     fields = {name: str(info[name]).removeprefix("W/") for name in _VERSION_FIELDS if info.get(name) is not None}
     return " ".join(f"{name}={value}" for name, value in fields.items()), info.get("size")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from diffvision.data.shards.report import WorkerError
 
 STALL_TIMEOUT = 300.0
+LONGEST_STALL = 604_800.0  # a week: threads cannot wait for ever
 """Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
 
 _STUCK = (

@@ -151,8 +151,15 @@ def read_account(folder: Path) -> TokenAccount:
         raise damaged
     if not isinstance(account.sha256, dict) or account.sha256.keys() != account.dtypes.keys():
         raise damaged
+    skipped = account.skipped if isinstance(account.skipped, dict) else {"": None}
+    if not all(isinstance(digest, str) for digest in account.sha256.values()) or not all(
+        type(count) is int and count >= 0 for count in skipped.values()
+    ):
+        raise damaged
     if not account.count or not account.documents:
         raise ValueError(f"{folder} must hold at least one token, got none: {_AGAIN}")
+    if max(account.documents, account.learned) > account.count:
+        raise damaged
     return account
 
 

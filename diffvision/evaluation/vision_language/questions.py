@@ -18,7 +18,7 @@ class QuestionSet:
 
     Attributes:
         path: the file; its stem is the set's name.
-        task: "pope" where every label is yes or no, "chair" where rows have `objects`, otherwise "vqa".
+        task: "pope" where each row's one label is yes or no, "chair" where rows have `objects`, otherwise "vqa".
         rows: {"question_id", "image": a name or a list, "text", "label": what `labels_of` reads, or "objects": a
             list}, with "kind" and "held_out" where a set has them.
         images: the folder of the images.
@@ -122,7 +122,8 @@ def _read_set(path: Path, images: Path) -> QuestionSet:
                 raise TypeError("objects must be a list")
             if not all(isinstance(one, str) for one in [row["text"], *as_list(row["image"]), *known]):
                 raise TypeError("texts, images and objects must be strings")
-            labels |= {"objects"} if "objects" in row else {one.lower() for one in known}
+            lowered = {one.lower() for one in known}
+            labels |= {"objects"} if "objects" in row else lowered if len(lowered) == 1 else {"several"}
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no question ({error!r}): write question_id, image, text, label or objects"

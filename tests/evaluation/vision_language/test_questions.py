@@ -76,6 +76,12 @@ def test_every_form_of_a_label_is_scored(tmp_path, label, answer):
     assert score(one, [answer, "another"])["q/exact_match"].mean() == 0.5
 
 
+def test_annotators_who_disagree_make_no_question_of_pope(tmp_path):
+    rows = [{"question_id": n, "image": "a.png", "text": "?", "label": ["no"] + ["yes"] * 9} for n in range(2)]
+    (tmp_path / "q.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert read_sets([str(tmp_path / "q.json")], has_images=False)[0].task == "vqa"
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
 def test_questions_in_utf_16_are_named_and_not_printed(tmp_path, encoding):
     row = {"question_id": 1, "image": "a.png", "text": "?" * 500, "label": "no"}
