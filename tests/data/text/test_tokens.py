@@ -310,8 +310,8 @@ def test_a_tokenisation_that_is_cut_short_leaves_nothing(text, tokenizer, tmp_pa
 
     monkeypatch.setattr(tokenize, "_read", fails)
     with pytest.raises(OSError, match="No space left"):
-        tokenize_shards(ShardSet(text), tmp_path / "t", tokenizer, num_workers=0)
-    assert not list(tmp_path.iterdir())
+        tokenize_shards(ShardSet(text), tmp_path / "out" / "t", tokenizer, num_workers=0)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_directories_and_sources_that_will_not_do(text, made, tokenizer, tmp_path):
