@@ -42,6 +42,9 @@ REASONS = {
     "texts, images and objects are strings",
     "{}; got q {}, k {}, v {}",
     "{} is not YAML{}",
+    "has other bytes than were saved",
+    "is not a checkpoint with an optimizer's state",
+    "holds more than tensors and plain values, or is none",
 }
 """Texts that a caller completes with a remedy, or that name a mistake in a program."""
 

@@ -165,7 +165,7 @@ def test_what_is_no_evaluation_folder(corpus, tmp_path):
     with pytest.raises(ValueError, match="no images in"):
         find_folders(tmp_path)
     (tmp_path / "photos.zip").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"photos\.zip must be a folder, a \.tar or a table"):
+    with pytest.raises(ValueError, match=r"photos\.zip is an archive"):
         find_folders(tmp_path / "photos.zip")
     with pytest.raises(ValueError, match="is no evaluation folder"):
         EvaluationFolder(tmp_path)
