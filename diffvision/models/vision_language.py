@@ -197,11 +197,14 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
     def has_bare_head(self) -> bool:
         """Return whether the logits are `hidden @ head_weight.T`: without bias, scale, cap or adapter.
 
-        The model is run on two tokens, with known numbers in place of the projection's output.
+        The model is run on two tokens, with known numbers in place of the projection's output. On the meta device,
+        where there are no numbers, the projection alone is looked at.
         """
         head = self.language_model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             return False
+        if head.weight.is_meta:
+            return True
         seen: dict[str, Tensor] = {}
         known = torch.linspace(-100, 100, head.out_features).to(head.weight)
 

@@ -29,18 +29,15 @@ class NextTokenModule(TrainingModule):
     Attributes:
         model: has `hidden`, the input of the output projection, and `head_weight`, the weight of that projection.
         loss_chunk: tokens whose logits are in memory together.
+        reads_logits: whether `read` returns logits, as the model's are more than hidden states times `head_weight`.
         z_loss: weight of the penalty log(Z)^2, for training only.
     """
 
     computing: ClassVar = ("hidden",)
     loss_chunk = 1024
+    reads_logits = False
     z_loss = 0.0
     _predictions: Tensor | None = None  # of this rank, in the batches of a step
-
-    @property
-    def reads_logits(self) -> bool:
-        """Whether `read` returns logits, because the model's are more than hidden states times `head_weight`."""
-        return False
 
     def read(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the final hidden states [B, N, dim] or logits of a batch, and their targets [B, N] or IGNORED."""

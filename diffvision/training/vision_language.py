@@ -143,6 +143,7 @@ class VisionLanguageModule(NextTokenModule):
             self._start_from(pretrained)
             self.sources = [pretrained]
         self._set_trained_parts(grad_checkpointing)
+        self.reads_logits = not self.model.has_bare_head()
         self.train()
 
     def _start_from(self, source: str) -> None:
@@ -201,11 +202,6 @@ class VisionLanguageModule(NextTokenModule):
     def fingerprint(self) -> str | None:
         """Digest of the tokenizer; None without one."""
         return None if self.tokenizer is None else load_tokenizer(self.tokenizer).fingerprint
-
-    @cached_property
-    def reads_logits(self) -> bool:
-        """Whether `read` returns logits; found out at the first batch."""
-        return not self.model.has_bare_head()
 
     @property
     def image_tokens(self) -> int:
