@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffvision.data.shards.sidecars import sha256_of, stamp
+from diffvision.data.shards.sidecars import sha256_of, sidecars, stamp, write_note
 from diffvision.files import lock_of, locked, locked_if_free, scratch, sha256, sweep, user_cache
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs", "hf")
@@ -205,6 +205,8 @@ class ShardCache:
                 raise OSError(f"it is larger than cache_bytes, {self.max_bytes:,}")
             self._make_room(0)
             os.replace(whole, path)
+        if shard.sha256 is not None and shard.name.endswith(PLAIN):
+            write_note(path, ".sha256", stamp(path), shard.sha256)  # which was compared: it is not read again
 
     def _unpack(self, source: Path, target: Path, opener: Any) -> Path:
         """Return the decompressed file, or the file itself where it is plain."""
@@ -229,7 +231,8 @@ class ShardCache:
                 with locked_if_free(lock_of(path)) as free:
                     if free:
                         used -= path.stat().st_size
-                        for file in (path, path.parent / ".index" / f"{path.name}.npz", lock_of(path)):
+                        notes = [file for ending in (".npz", ".sha256") for file in sidecars(path.absolute(), ending)]
+                        for file in (path, *notes, lock_of(path)):
                             file.unlink(missing_ok=True)
 
 

@@ -61,7 +61,7 @@ def sha256_of(path: Path, progress: Callable[[], object] = lambda: None) -> str:
         return digest
 
 
-def stamp(path: Path) -> str:
+def stamp(path: str | Path) -> str:
     """Return size, times and inode of a file, which are others once it was changed."""
     status = os.stat(path)
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from diffvision.data.shards.report import WorkerError
 
 STALL_TIMEOUT = 300.0
-LONGEST_STALL = 604_800.0  # a week: threads cannot wait for ever
 """Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
+LONGEST_STALL = 604_800.0
+"""Seconds, a week: a thread cannot wait for ever."""
 
 _STUCK = (
     "no batch came within {:g} s (stall_timeout): check the disk, the server and the transform, or raise stall_timeout"

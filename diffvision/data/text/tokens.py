@@ -14,7 +14,6 @@ of tokens of each conversation, uint32 (`lengths.bin`). `packing` makes windows 
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 
 from diffvision.data.batches import TokenBatch
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
-from diffvision.data.shards.sidecars import sha256_of
+from diffvision.data.shards.sidecars import sha256_of, stamp
 from diffvision.data.shards.sources import read_small_file
 from diffvision.data.splits import named_splits
 from diffvision.data.text.documents import DocumentAccount
@@ -229,13 +228,13 @@ class TokenFiles:
                 path, size = self.folder / IDS, self.account.vocab_size
                 raise ValueError(f"tokens in {path} must be below {size:,}, got {largest:,}: {_AGAIN}")
 
-    def _verify(self, name: str) -> tuple[int, ...]:
+    def _verify(self, name: str) -> str:
         """Return the stamp of a file whose size and sha256 are those of tokens.json."""
         account, path = self.account, self.folder / name
         size = (account.documents if name == LENGTHS else account.count) * account.dtypes[name].itemsize
-        since = self._stamp(name)
-        if since[0] != size:
-            raise ValueError(f"{path} must have {size:,} bytes, got {since[0]:,}: copy it again, or {_AGAIN}")
+        since, found = self._stamp(name), path.stat().st_size
+        if found != size:
+            raise ValueError(f"{path} must have {size:,} bytes, got {found:,}: copy it again, or {_AGAIN}")
         with bar("verifying", size >> 20) as advance:
             self._compare(name, sha256_of(path, lambda: advance(1)), account.sha256[name])
         return since
@@ -247,13 +246,11 @@ class TokenFiles:
                 f"it again, or {_AGAIN}"
             )
 
-    def _stamp(self, name: str) -> tuple[int, ...]:
-        """Return what changes with a file: its size, times and inode."""
+    def _stamp(self, name: str) -> str:
         try:
-            status = os.stat(self._paths[name])
+            return stamp(self._paths[name])
         except OSError as error:
             raise ValueError(f"{self.folder / name} cannot be read ({error.strerror}): {_AGAIN}") from None
-        return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 class TokenWindows(SampleSource):

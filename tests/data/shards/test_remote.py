@@ -1,6 +1,7 @@
 """Servers that stall, fail, cut off and come back, on this machine and with small limits."""
 
 import errno
+import hashlib
 import http.server
 import threading
 import time
@@ -14,6 +15,7 @@ from diffvision.data.shards import remote
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.remote import Shard, ShardCache, read, without_secrets
 from diffvision.data.shards.report import Limits
+from diffvision.files import sha256
 from tests.data.conftest import fetch
 
 TRIES = 4
@@ -201,6 +203,21 @@ def test_a_full_disk_is_one_error_at_once_and_no_bad_sample(serving, cache, monk
         assert caught.value.errno == errno.ENOSPC
     assert len(tries) == 2
     HTTPFileSystem.clear_instance_cache()
+
+
+def test_a_copy_that_lost_its_content_is_fetched_again_and_a_good_one_is_read_once(serving, cache, whole, monkeypatch):
+    data, read = (whole / "000000.tar").read_bytes(), []
+    server = serving("good")
+    shard = replace(server.shard, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr("diffvision.data.shards.sidecars.sha256", lambda path, _: read.append(path) or sha256(path))
+    copy = fetch(cache, shard)
+    assert fetch(cache, shard) == copy
+    assert (len(server.times), read) == (1, [])  # compared as it came, and noted
+    copy.write_bytes(bytes(len(data)))
+    assert fetch(cache, shard).read_bytes() == data
+    assert (len(server.times), read) == (2, [copy])
+    ShardCache(cache.directory, max_bytes=1)._make_room(0)
+    assert [path.name for path in cache.directory.rglob("*") if path.is_file()] == ["room.lock"]
 
 
 def test_messages_have_no_secrets_of_a_url(serving, cache, caplog):

@@ -82,5 +82,5 @@ def test_a_busy_training_loop_is_no_stall_and_a_long_wait_is_logged(whole, caplo
 
 
 def test_a_limit_that_is_none(whole):
-    with pytest.raises(ValueError, match=r"stall_timeout must be above 0 .* got 0"):
+    with pytest.raises(ValueError, match="stall_timeout"):
         loader_of(whole, list, timeout=0)
