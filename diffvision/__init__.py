@@ -14,8 +14,8 @@ from diffvision.registration import register
 
 if TYPE_CHECKING:
     from diffvision import models
-    from diffvision.comparison.command import compare
-    from diffvision.evaluation.from_python import evaluate
+    from diffvision.comparison.compare_command import compare
+    from diffvision.evaluation.evaluate_from_python import evaluate
     from diffvision.models.adapt import adapt
     from diffvision.opening import Model, open_model
     from diffvision.training.from_python import fit
@@ -30,8 +30,8 @@ if not TYPE_CHECKING:
         {
             "Model": "opening",
             "adapt": "models.adapt",
-            "compare": "comparison.command",
-            "evaluate": "evaluation.from_python",
+            "compare": "comparison.compare_command",
+            "evaluate": "evaluation.evaluate_from_python",
             "fit": "training.from_python",
             "models": None,
             "open_model": "opening",

@@ -28,10 +28,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("diffvision.demo", "demo", "train two small models and compare them, in minutes"),
     "evaluate": Command(
-        "diffvision.evaluation.command", "run", "zero-shot, retrieval, probes and composition of a model"
+        "diffvision.evaluation.evaluate_command", "run", "zero-shot, retrieval, probes and composition of a model"
     ),
     "compare": Command(
-        "diffvision.comparison.command",
+        "diffvision.comparison.compare_command",
         "compare",
         "several models or seeds: metrics, intervals, cost, curves",
     ),
@@ -40,25 +40,29 @@ COMMANDS = {
     "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
     "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),
     "evaluate-language": Command(
-        "diffvision.evaluation.language.command",
+        "diffvision.evaluation.language.evaluate_language_command",
         "run",
         "perplexity, needles and more of language models",
     ),
     "evaluate-vlm": Command(
-        "diffvision.evaluation.vision_language.command",
+        "diffvision.evaluation.vision_language.evaluate_vlm_command",
         "run",
         "POPE, CHAIR and short answers of vision-language models",
     ),
     "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
-    "export": Command("diffvision.export.command", "export", "a model as its host's folder, torch.export or ONNX"),
+    "export": Command(
+        "diffvision.export.export_commands", "export", "a model as its host's folder, torch.export or ONNX"
+    ),
     "inspect": Command(
-        "diffvision.inspection.command", "inspect", "attention maps and their statistics of a model, or two"
+        "diffvision.inspection.inspect_command", "inspect", "attention maps and their statistics of a model, or two"
     ),
     "adapt": Command(
-        "diffvision.export.command", "adapt_to_folder", "make a pretrained model differential, to continue training"
+        "diffvision.export.export_commands",
+        "adapt_to_folder",
+        "make a pretrained model differential, to continue training",
     ),
     "interpolate": Command(
-        "diffvision.export.command", "interpolate", "the weights between a pretrained and a fine-tuned model"
+        "diffvision.export.export_commands", "interpolate", "the weights between a pretrained and a fine-tuned model"
     ),
     "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
     "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),

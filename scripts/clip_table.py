@@ -25,10 +25,10 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from diffvision.comparison.comparison_page import csv_text
 from diffvision.comparison.entries import Entry, Group, group_seeds, model_settings, read_entries
-from diffvision.comparison.page import csv_text
 from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, moments, plain_table
-from diffvision.evaluation.output import check_file, write_bytes
+from diffvision.evaluation.output_files import check_file, write_bytes
 from diffvision.tables import show
 
 DIFFERENCE = "difference [95% CI]"
@@ -117,7 +117,7 @@ def make_tables(folders: Sequence[str], parts: Sequence[str]) -> list[PairTable]
 
 def _entries(folders: Sequence[str]) -> tuple[list[Entry], list[str]]:
     """Return the runs of CLIPs in the folders, and the names of what is not one."""
-    from diffvision.opening.runs import CHECKPOINTS, run_config, runs_below, setting
+    from diffvision.opening.run_folders import CHECKPOINTS, run_config, runs_below, setting
 
     found: list[str] = []
     left_out: list[str] = []

@@ -9,10 +9,12 @@ import torch
 import yaml
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.images import ImageAttention, Retrieved
+from diffvision.analysis.figures.image_attention import ImageAttention, Retrieved
 from diffvision.data.datasets import digits
 from diffvision.data.datasets.digits import combinations
-from diffvision.demo import demo, images, report, runs
+from diffvision.demo import demo, runs
+from diffvision.demo import image_demo as images
+from diffvision.demo import run_tables as report
 from diffvision.demo.pictures import ModelExamples
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.recipes import recipe

@@ -17,8 +17,8 @@ import diffvision
 from diffvision.comparison.entries import read_entries
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.card import model_card
-from diffvision.export.command import export
-from diffvision.export.folders import save_folder
+from diffvision.export.export_commands import export
+from diffvision.export.model_folders import save_folder
 from diffvision.inspection.inspecting import _lead
 from diffvision.models import language
 from diffvision.models.architecture import architecture
@@ -27,7 +27,7 @@ from diffvision.models.checkpoint import read_checkpoint, read_origin
 from diffvision.opening import best_checkpoint, labelled, open_model, open_ours, run_in
 from diffvision.opening.specs import as_text
 from diffvision.opening.texts import HuggingFaceTokenizer
-from diffvision.opening.vision_language import is_vlm
+from diffvision.opening.vlm import is_vlm
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 

@@ -7,7 +7,7 @@ import pytest
 from rich.text import Text
 
 from diffvision import progress
-from diffvision.evaluation.output import bar
+from diffvision.evaluation.output_files import bar
 from diffvision.training.terminal import CellScreen
 
 

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import DiffParallelScalingBlock
 from torch import Tensor, nn
 
 from diffvision.nn import AttentionLayer, Inputs
-from diffvision.ops.attention.documents import boolean_mask
+from diffvision.ops.attention.document_masks import boolean_mask
 
 _TIMM = (TimmDiffAttention, DiffParallelScalingBlock)
 _INTERFACE = "diffvision_captured"  # the name of our function in transformers' attention interface

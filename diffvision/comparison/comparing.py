@@ -27,11 +27,11 @@ from diffvision.comparison.measuring import (
 from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED_RULE, RESAMPLES, RULE, difference
 from diffvision.evaluation.options import InferenceSettings, Options
-from diffvision.evaluation.samples import Metrics, PerSample, means
+from diffvision.evaluation.per_sample import Metrics, PerSample, means
 from diffvision.models.threads import few_threads
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
-from diffvision.opening.runs import setting
+from diffvision.opening.run_folders import setting
 
 _SINK_SAMPLES = 8
 

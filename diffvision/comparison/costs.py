@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffvision.comparison.result import Cost
 from diffvision.evaluation.features import autocast
 from diffvision.evaluation.options import InferenceSettings
-from diffvision.evaluation.output import bar
+from diffvision.evaluation.output_files import bar
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 from diffvision.ops.attention.choice import attention_backend

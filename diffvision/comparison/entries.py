@@ -13,7 +13,7 @@ from typing import Any
 
 from diffvision.models.architecture import flatten
 from diffvision.opening import best_checkpoint, labelled, run_in
-from diffvision.opening.runs import run_config, setting
+from diffvision.opening.run_folders import run_config, setting
 from diffvision.opening.specs import is_name
 from diffvision.opening.weights import run_of
 

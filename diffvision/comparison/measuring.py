@@ -14,16 +14,16 @@ from diffvision.comparison.entries import Entry
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.evaluation.language.language_options import LanguageOptions
+from diffvision.evaluation.language.language_suite import prepare
 from diffvision.evaluation.language.perplexity import perplexity, perplexity_samples
-from diffvision.evaluation.language.suite import prepare
 from diffvision.evaluation.options import InferenceSettings, Options
-from diffvision.evaluation.output import bar
+from diffvision.evaluation.output_files import bar
+from diffvision.evaluation.per_sample import Metrics, means
 from diffvision.evaluation.prompts import check_prompts, prompts_of
-from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.suite import expand, folder_kind, measure, plan
 from diffvision.opening import Model
-from diffvision.opening.runs import setting
+from diffvision.opening.run_folders import setting
 
 Planned = list[tuple[EvaluationFolder, list[str]]]
 _SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics

@@ -18,7 +18,7 @@ def demo(output: str = "runs/demo", seeds: int = 1) -> None:
     """
     if seeds < 1:
         raise ValueError(f"seeds must be 1 or more, got {seeds}")
-    from diffvision.demo.images import images
+    from diffvision.demo.image_demo import images
 
     try:
         images(Path(output), seeds)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffvision.analysis.figures.images import ImageAttention, Retrieved
+from diffvision.analysis.figures.image_attention import ImageAttention, Retrieved
 from diffvision.analysis.maps import layer_maps, patch_maps
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features

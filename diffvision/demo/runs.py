@@ -25,8 +25,8 @@ import yaml
 
 import diffvision
 from diffvision.analysis.curves import Curve, read_metrics
-from diffvision.demo.report import Run
-from diffvision.evaluation.output import check_folder, write_json
+from diffvision.demo.run_tables import Run
+from diffvision.evaluation.output_files import check_folder, write_json
 from diffvision.progress import bar
 from diffvision.training.fit import fit
 from diffvision.training.recipes import recipe

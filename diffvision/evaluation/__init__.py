@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.evaluation.command import run
+    from diffvision.evaluation.evaluate_command import run
     from diffvision.evaluation.options import Options
     from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
@@ -18,6 +18,6 @@ if not TYPE_CHECKING:
             "EVALUATIONS": "suite",
             "Options": "options",
             "evaluate": "suite",
-            "run": "command",
+            "run": "evaluate_command",
         },
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision import __version__
-from diffvision.evaluation.output import write_bytes
+from diffvision.evaluation.output_files import write_bytes
 
 Rows = dict[str, Tensor]
 FORMAT = 5

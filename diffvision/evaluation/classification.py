@@ -12,8 +12,8 @@ from diffvision.data.images.sources import name_classes
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.imagenet import WNID, imagenet_wnids
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.per_sample import Metrics
 from diffvision.evaluation.prompts import IMAGENET, Prompts, local_labels
-from diffvision.evaluation.samples import Metrics
 from diffvision.evaluation.zero_shot import classification_samples
 
 

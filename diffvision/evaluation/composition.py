@@ -10,7 +10,7 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import Metrics, by_kind, each
+from diffvision.evaluation.per_sample import Metrics, by_kind, each
 
 ROUNDING = 1e-6
 """Cosine similarities that differ by no more are a tie: a text's features differ by as much between rows of a batch."""

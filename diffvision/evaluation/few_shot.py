@@ -12,7 +12,7 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.linear_probe import linear, unit_features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import Metrics
+from diffvision.evaluation.per_sample import Metrics
 from diffvision.evaluation.zero_shot import classification_metrics
 
 _PROBE_BATCH = 64

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.per_sample import PerSample
 
 LEVEL = 0.95  # of all intervals
 RESAMPLES, SEED = 10_000, 0

@@ -13,8 +13,8 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.output import bar
-from diffvision.evaluation.samples import Metrics
+from diffvision.evaluation.output_files import bar
+from diffvision.evaluation.per_sample import Metrics
 from diffvision.evaluation.zero_shot import classification_metrics
 
 VALIDATION_SPLITS = ("val", "valid", "validation")

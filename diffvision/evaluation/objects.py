@@ -14,8 +14,8 @@ from torch import Tensor
 from diffvision.data.images.folders import TEMPLATES, EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.per_sample import Metrics, PerSample
 from diffvision.evaluation.prompts import Prompts, read_templates
-from diffvision.evaluation.samples import Metrics, PerSample
 
 
 def objects(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:

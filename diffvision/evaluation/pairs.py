@@ -14,7 +14,7 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.composition import ROUNDING
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import Metrics, PerSample, by_kind, each
+from diffvision.evaluation.per_sample import Metrics, PerSample, by_kind, each
 
 MMVP_OF_DIFFCLIP = (
     "Orientation and Direction",

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.samples import Metrics, PerSample, each, means
+from diffvision.evaluation.per_sample import Metrics, PerSample, each, means
 
 
 def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:

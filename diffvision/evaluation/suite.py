@@ -1,4 +1,4 @@
-"""All evaluations by name: `evaluate` runs those of one folder. The command for any folders is in `command`."""
+"""All evaluations by name: `evaluate` runs those of one folder. For any folders see `evaluate_command`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from diffvision.evaluation.few_shot import fewshot_episodes, fewshot_k
 from diffvision.evaluation.linear_probe import linear_probe
 from diffvision.evaluation.objects import objects
 from diffvision.evaluation.options import InferenceSettings, Options
-from diffvision.evaluation.output import check_file, check_folder, write_json
+from diffvision.evaluation.output_files import check_file, check_folder, write_json
 from diffvision.evaluation.pairs import pairs
+from diffvision.evaluation.per_sample import Metrics, means
 from diffvision.evaluation.retrieval import retrieval
-from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.zero_shot import zero_shot
 from diffvision.plugins import PluginTable
 from diffvision.tables import show

@@ -11,8 +11,8 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
+from diffvision.evaluation.per_sample import Metrics, each, means
 from diffvision.evaluation.prompts import local_labels, prompts_of
-from diffvision.evaluation.samples import Metrics, each, means
 
 
 def zero_shot(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:

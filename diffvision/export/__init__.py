@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.export.folders import save_folder
+    from diffvision.export.model_folders import save_folder
 
 __all__ = ["save_folder"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, {"save_folder": "folders"})
+    __getattr__, __dir__ = lazy_names(__name__, {"save_folder": "model_folders"})

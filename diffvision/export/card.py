@@ -30,7 +30,7 @@ from diffvision.models import language
 from diffvision.models.convert.transformers import is_llama_with_v2
 from diffvision.models.language import LanguageModel
 from diffvision.opening import Model
-from diffvision.opening.runs import setting
+from diffvision.opening.run_folders import setting
 
 LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}

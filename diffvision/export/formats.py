@@ -1,4 +1,4 @@
-"""The table of formats that a model can be written in; it needs no PyTorch. `command` chooses among them."""
+"""The table of formats that a model can be written in; it needs no PyTorch. `export_commands` chooses among them."""
 
 from __future__ import annotations
 

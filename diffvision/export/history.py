@@ -14,7 +14,7 @@ from typing import Any
 
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
-from diffvision.opening.runs import run_config, setting
+from diffvision.opening.run_folders import run_config, setting
 from diffvision.training.fault_tolerance import step_of
 
 RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from diffvision.export.finite import open_finite
-from diffvision.export.folders import save_folder
+from diffvision.export.finite_weights import open_finite
+from diffvision.export.model_folders import save_folder
 from diffvision.models.architecture import architecture, difference
 from diffvision.models.convert.state import differences, few
-from diffvision.models.files import check_free
+from diffvision.models.weight_files import check_free
 from diffvision.opening import Model
 from diffvision.opening.weights import PREPROCESS
 
 
 def write_interpolated(pretrained: str, finetuned: str, destination: str, alpha: float) -> None:
-    """Write the folder of a model, as `diffvision.export.command.interpolate` describes."""
+    """Write the folder of a model, as `diffvision.export.export_commands.interpolate` describes."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}: give a number from 0 (the pretrained weights) to 1 (the fine-tuned ones)")
     check_free(target := Path(destination))

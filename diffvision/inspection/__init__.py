@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.inspection.command import inspect
+    from diffvision.inspection.inspect_command import inspect
     from diffvision.inspection.inspecting import inspect_models
 
 __all__ = ["inspect", "inspect_models"]
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, {"inspect": "command", "inspect_models": "inspecting"})
+    __getattr__, __dir__ = lazy_names(__name__, {"inspect": "inspect_command", "inspect_models": "inspecting"})

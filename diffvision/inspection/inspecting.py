@@ -1,6 +1,6 @@
 """The steps of `diffvision inspect`: open models, read inputs, check both, measure, and write the folder.
 
-Measuring is in `measurements`, drawing in `page`.
+Measuring is in `measurements`, drawing in `inspection_page`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.analysis.capture import check_attention
+from diffvision.analysis.html_page import html_page
 from diffvision.analysis.maps import image_trunk
-from diffvision.analysis.page import html_page
 from diffvision.inspection import inputs
-from diffvision.inspection.answers import look
+from diffvision.inspection.answer_attention import look
+from diffvision.inspection.inspection_page import draw, draw_answer
+from diffvision.inspection.mean_numbers import as_json
 from diffvision.inspection.measurements import Measurement, measure_image, measure_text
-from diffvision.inspection.output import check_output, write
-from diffvision.inspection.page import draw, draw_answer
-from diffvision.inspection.summary import as_json
+from diffvision.inspection.output_folder import check_output, write
 from diffvision.opening import Model, labelled, open_model
 from diffvision.opening.model import KINDS
 from diffvision.progress import bar

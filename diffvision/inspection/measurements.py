@@ -1,6 +1,6 @@
 """Measurements of one model on one input: numbers by layer and head, and the maps to show.
 
-Inputs are made in `inputs`; means over several inputs are in `summary`, pictures in `page`.
+Inputs are made in `inputs`; means over several inputs are in `mean_numbers`, pictures in `inspection_page`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from diffvision.models.files import FOLDER
+from diffvision.models.weight_files import FOLDER
 from diffvision.nn import AttentionLayer
 
 KEY = "architecture"  # key within the record that a checkpoint or safetensors file has under `METADATA`

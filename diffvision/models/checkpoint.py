@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffvision.models.architecture import KEY, METADATA, recorded
-from diffvision.models.files import unreadable
+from diffvision.models.weight_files import unreadable
 
 _AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
 VISION_LANGUAGE = "diffvision_vlm"  # model_type of our vision-language models

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffvision.models.files import FOLDER
+from diffvision.models.weight_files import FOLDER
 
 HUGGING_FACE = "hf:"
 """The prefix of a model in transformers' layout: a folder, or an id on the Hugging Face Hub."""

@@ -89,7 +89,7 @@ def converted(file: Path, repository: str, cache_dir: str | Path | None = None) 
 
     from diffvision.models.convert.files import CONVERSIONS, Options
     from diffvision.models.convert.layouts import WEIGHTS, recognise
-    from diffvision.models.files import written_whole
+    from diffvision.models.weight_files import written_whole
 
     folder = cached_assets_path("diffvision", repository, file.parent.name, assets_dir=cache_dir)
     target = folder / "openclip"

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from diffvision.models import language
 from diffvision.models.checkpoint import read_checkpoint
 from diffvision.models.convert.state import check_fits
-from diffvision.models.files import FOLDER, read_json, tensors_only
 from diffvision.models.hub import HUGGING_FACE, local
 from diffvision.models.language.transformers import DiffTransformerForCausalLM
 from diffvision.models.language.transformers_decoder import DiffTransformerConfig, check_loaded, write_code
 from diffvision.models.names import is_tag, unknown_model
+from diffvision.models.weight_files import FOLDER, read_json, tensors_only
 
 _FOLDERS = {"open_clip_config.json": "open_clip_model.safetensors", "config.json": "model.safetensors"}
 

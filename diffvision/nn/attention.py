@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from diffvision import ops
 from diffvision.nn.linear import Linear, join
 from diffvision.ops.attention.api import attend
-from diffvision.ops.attention.documents import boolean_mask
+from diffvision.ops.attention.document_masks import boolean_mask
 from diffvision.ops.autocast import DEVICES, cast_once
 
 torch.fx.wrap("cast_once")  # one node to a tracer: autocast is that of the call
@@ -33,7 +33,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Cache(Protocol):
-    """The interface of a cache of keys and values; the caches are in `diffvision.models.language.cache`."""
+    """The interface of a cache of keys and values; the caches are in `diffvision.models.language.kv_cache`."""
 
     def positions(self, count: int) -> Tensor:
         """Return the positions [N] of the next `count` tokens."""

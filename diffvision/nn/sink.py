@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diffvision import ops
 from diffvision.nn.attention import Attention, Inputs
-from diffvision.ops.attention.documents import boolean_mask
+from diffvision.ops.attention.document_masks import boolean_mask
 
 _PAD = 8  # channels, so that sizes stay those of torch's kernels
 

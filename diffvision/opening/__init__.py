@@ -11,19 +11,19 @@ from diffvision.lazy import lazy_names
 if TYPE_CHECKING:
     from diffvision.opening.grammar import folder_host, open_model, open_ours
     from diffvision.opening.model import Host, Model
-    from diffvision.opening.runs import best_checkpoint, run_in
+    from diffvision.opening.run_folders import best_checkpoint, run_in
     from diffvision.opening.specs import check_spec, labelled
 
 _MODULES = {
     "Host": "model",
     "Model": "model",
-    "best_checkpoint": "runs",
+    "best_checkpoint": "run_folders",
     "check_spec": "specs",
     "folder_host": "grammar",
     "labelled": "specs",
     "open_model": "grammar",
     "open_ours": "grammar",
-    "run_in": "runs",
+    "run_in": "run_folders",
 }
 __all__ = [
     "Host",

@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from diffvision.models import hub
 from diffvision.models.architecture import check, recorded
 from diffvision.models.checkpoint import read_origin
-from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.hub import HUB, HUGGING_FACE
 from diffvision.models.names import host_names
-from diffvision.opening import images
+from diffvision.models.weight_files import FOLDER, refuse_urls
+from diffvision.opening import image_models as images
 from diffvision.opening.model import Host, Model
-from diffvision.opening.runs import CHECKPOINTS, best_checkpoint, run_in
+from diffvision.opening.run_folders import CHECKPOINTS, best_checkpoint, run_in
 from diffvision.opening.specs import is_name, labelled, no_path, split_tag, unknown
 from diffvision.opening.weights import (
     CONFIG,

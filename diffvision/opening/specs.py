@@ -6,9 +6,9 @@ The whole grammar, and the opening of models, are in `grammar.py`.
 from pathlib import Path
 
 from diffvision.models.bundled import bundled
-from diffvision.models.files import FOLDER, refuse_urls
 from diffvision.models.hub import HUB, HUGGING_FACE
 from diffvision.models.names import host_names, unknown_model
+from diffvision.models.weight_files import FOLDER, refuse_urls
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 """Of files of weights."""

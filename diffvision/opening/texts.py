@@ -15,8 +15,8 @@ from diffvision.models import language
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert.state import few
-from diffvision.models.files import tensors_only
 from diffvision.models.names import is_tag
+from diffvision.models.weight_files import tensors_only
 from diffvision.opening.model import Model
 from diffvision.opening.specs import check_transformers
 from diffvision.opening.weights import check_name, folder_config, no_such_weights, run_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diffvision.models.files import read_json
+from diffvision.models.weight_files import read_json
 
 PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 """Settings of a model's transform that a user may set."""

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from diffvision.data.batches import ImageLabelBatch, named
 from diffvision.data.images.module import ImageLabelData
 from diffvision.models.architecture import KEY, architecture, check, check_start
-from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.opening.images import refuse_misfit
+from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
+from diffvision.opening.image_models import refuse_misfit
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.module import TrainingModule, mark_batch_dynamic, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups

@@ -23,9 +23,9 @@ from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.prompts import check_prompts
 from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
-from diffvision.models.files import FOLDER, refuse_urls, tensors_only
 from diffvision.models.names import unknown_model
-from diffvision.opening.images import refuse_code, refuse_misfit, without_warning_of_random_weights
+from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
+from diffvision.opening.image_models import refuse_code, refuse_misfit, without_warning_of_random_weights
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan

@@ -36,8 +36,8 @@ from diffvision.data.datasets import check_paths
 from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
 from diffvision.errors import Mistake, did_you_mean, settings_of
-from diffvision.models.files import refuse_urls
 from diffvision.models.threads import few_threads
+from diffvision.models.weight_files import refuse_urls
 from diffvision.training.callbacks import (  # noqa: F401
     DataReport,
     LambdaAnnealing,

@@ -18,7 +18,7 @@ from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check
 from diffvision.models.bundled import bundled
-from diffvision.models.files import FOLDER
+from diffvision.models.weight_files import FOLDER
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.cross_entropy import SoftTargets
 from diffvision.training.distillation import Distillation, Teacher

@@ -29,7 +29,7 @@ from diffvision.analysis.curves import read_metrics
 from diffvision.analysis.figures import png, run_overview
 from diffvision.data.images.folders import find_folders
 from diffvision.data.text.tokens import are_conversations
-from diffvision.evaluation.output import write_bytes
+from diffvision.evaluation.output_files import write_bytes
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fault_tolerance import LastCheckpoint

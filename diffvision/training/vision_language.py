@@ -18,7 +18,7 @@ from diffvision.data.batches import VisionLanguageBatch
 from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.architecture import KEY, architecture
-from diffvision.models.files import FOLDER
+from diffvision.models.weight_files import FOLDER
 from diffvision.opening.specs import check_transformers
 from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings, param_groups
@@ -298,7 +298,7 @@ def _parts(train: str | list[str]) -> tuple[str, ...]:
 def _open(source: str) -> tuple[Any, dict[str, Any]]:
     """Return the model of a run, a checkpoint of ours or a folder, and the record of a checkpoint."""
     from diffvision.models.vision_language_checkpoint import load
-    from diffvision.opening.vision_language import find_trained, open_vlm
+    from diffvision.opening.vlm import find_trained, open_vlm
 
     file = find_trained(source) or Path(source)
     return load(file) if file.is_file() else (open_vlm(source).model, {})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import diffvision
-from diffvision.export.adapted import largest_difference
+from diffvision.export.adapted_folder import largest_difference
 from diffvision.models import language
 
 TIMM: dict[str, dict[str, Any]] = {

@@ -22,9 +22,9 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from diffvision.export.folders import save_folder
+from diffvision.export.model_folders import save_folder
 from diffvision.models.convert import convert
-from diffvision.models.files import check_free, written_whole
+from diffvision.models.weight_files import check_free, written_whole
 
 
 class Source(NamedTuple):

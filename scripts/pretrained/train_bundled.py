@@ -190,8 +190,8 @@ def measure(pair: Pair, checkpoint: Path, work: Path) -> dict[str, float]:
     from diffvision.evaluation import suite
     from diffvision.evaluation.features import Features
     from diffvision.evaluation.intervals import with_intervals
-    from diffvision.evaluation.language.command import run
-    from diffvision.evaluation.language.options import LanguageOptions
+    from diffvision.evaluation.language.evaluate_language_command import run
+    from diffvision.evaluation.language.language_options import LanguageOptions
     from diffvision.evaluation.options import InferenceSettings, Options
     from diffvision.opening import open_model
 

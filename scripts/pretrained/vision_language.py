@@ -30,7 +30,7 @@ from diffvision import open_model
 from diffvision.models.convert import convert
 from diffvision.models.vision_language import VisionLanguageModel, create, make_processor
 from diffvision.models.vision_language_parts import features
-from diffvision.opening.vision_language import open_vlm
+from diffvision.opening.vlm import open_vlm
 
 TOKENS = 128
 TEXT = topics["types"]

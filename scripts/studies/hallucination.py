@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from diffvision.evaluation.intervals import PAIRED_RULE, difference, wilson_interval
-from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.per_sample import PerSample
 
 PROMPT = """\
 Below are a document, a reference and a proposed text. Decide whether everything that the proposed text says follows \

@@ -41,9 +41,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision.data.datasets.scenes_vqa import DESCRIBE
-from diffvision.evaluation.samples import means
+from diffvision.evaluation.per_sample import means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
-from diffvision.evaluation.vision_language.pope import pope
+from diffvision.evaluation.vision_language.pope_metrics import pope
 from diffvision.evaluation.vision_language.vqa import vqa
 from diffvision.models import language
 from diffvision.models.language.transformers import DiffTransformerForCausalLM

@@ -20,7 +20,7 @@ from diffvision.evaluation import evaluate, features, run
 from diffvision.evaluation.cache import Cache, files_digest, model_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
-from diffvision.evaluation.output import write_bytes
+from diffvision.evaluation.output_files import write_bytes
 
 TASKS = ("zero_shot", "retrieval", "composition")
 

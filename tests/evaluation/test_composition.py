@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.evaluation.composition import caption_scores, is_first_best, is_first_tied
-from diffvision.evaluation.samples import by_kind, means
+from diffvision.evaluation.per_sample import by_kind, means
 from diffvision.evaluation.suite import evaluate
 
 

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
-from diffvision.comparison.page import write
+from diffvision.comparison.comparison_page import write
 from diffvision.comparison.result import Comparison, Row
 from diffvision.evaluation.intervals import (
     Difference,
@@ -19,7 +19,7 @@ from diffvision.evaluation.intervals import (
     with_intervals,
 )
 from diffvision.evaluation.language.table import show
-from diffvision.evaluation.samples import PerSample, each
+from diffvision.evaluation.per_sample import PerSample, each
 
 
 def right(text: str) -> PerSample:

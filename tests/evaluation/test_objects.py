@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffvision.evaluation.objects import asked_metrics, best_threshold
-from diffvision.evaluation.samples import PerSample, means
+from diffvision.evaluation.per_sample import PerSample, means
 from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
 #                              image 0   image 1   image 2   image 3

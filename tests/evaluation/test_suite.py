@@ -6,9 +6,9 @@ import math
 import pytest
 from rich.console import Console
 
-from diffvision.evaluation.command import run
+from diffvision.evaluation.evaluate_command import run
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.output import split_names
+from diffvision.evaluation.output_files import split_names
 from diffvision.evaluation.suite import (
     EVALUATIONS,
     check_output,

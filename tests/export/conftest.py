@@ -82,7 +82,7 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def exported(runs, tmp_path_factory):
     """The folders that `diffvision export` writes of the runs."""
-    from diffvision.export.command import export
+    from diffvision.export.export_commands import export
 
     folder = tmp_path_factory.mktemp("exported")
     export(str(runs.paths["clip"]), str(folder / "clip"), license="apache-2.0")

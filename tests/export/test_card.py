@@ -15,7 +15,7 @@ from PIL import Image
 from diffvision import adapt
 from diffvision.analysis.curves import Curve
 from diffvision.export.card import attention_layers, bibtex, model_card, write_card
-from diffvision.export.finite import open_finite
+from diffvision.export.finite_weights import open_finite
 from diffvision.export.history import History, read_history, redact
 from diffvision.opening import Model
 

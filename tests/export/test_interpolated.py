@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffvision import cli
-from diffvision.export.command import interpolate
-from diffvision.export.folders import save_folder
+from diffvision.export.export_commands import interpolate
+from diffvision.export.model_folders import save_folder
 from diffvision.opening import open_model
 
 

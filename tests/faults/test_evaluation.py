@@ -14,7 +14,7 @@ import torch
 from command_line import numbered, refused
 from diffvision.data.shards.writer import write_tar
 from diffvision.evaluation import features, run
-from diffvision.evaluation.output import write_json
+from diffvision.evaluation.output_files import write_json
 
 pytestmark = pytest.mark.faults
 IMAGES, CLASSES = 100, 10

@@ -13,7 +13,7 @@ from PIL import Image
 from diffvision import cli, open_model
 from diffvision.analysis.maps import open_layers
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.command import export
+from diffvision.export.export_commands import export
 from diffvision.inspection import inputs, inspect, inspecting
 from diffvision.inspection.inspecting import open_models
 from diffvision.models import language

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import diffvision
 from diffvision import open_model
 from diffvision.data.datasets.digits import make_digits
-from diffvision.export.command import export
+from diffvision.export.export_commands import export
 from diffvision.models.bundled import WEIGHTS, bundled
 from diffvision.models.parameters import names
 

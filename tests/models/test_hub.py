@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from diffvision import cli
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.folders import save_folder
+from diffvision.export.model_folders import save_folder
 from diffvision.models import language
 from diffvision.opening import open_model, open_ours
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from diffvision import adapt
-from diffvision.export.finite import open_finite
-from diffvision.export.folders import save_folder
+from diffvision.export.finite_weights import open_finite
+from diffvision.export.model_folders import save_folder
 from diffvision.models import language, vit
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.models.architecture import KEY, architecture, difference, recorded

@@ -17,7 +17,7 @@ from diffvision.models import language as languages
 from diffvision.models import vision_language_parts as parts
 from diffvision.models.language.transformers import fast_tokenizer
 from diffvision.models.vision_language import VisionLanguageConfig, create, make_processor
-from diffvision.opening.vision_language import check_processor, open_vlm
+from diffvision.opening.vlm import check_processor, open_vlm
 
 
 def small(name="vlm-debug", *, seed=0, **settings):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.models import language
-from diffvision.models.language.cache import KVCache
+from diffvision.models.language.kv_cache import KVCache
 from diffvision.nn import DiffAttention, DintAttention, Inputs
 
 

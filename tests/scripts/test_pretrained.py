@@ -11,7 +11,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 import vision_language
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.folders import save_folder
+from diffvision.export.model_folders import save_folder
 from diffvision.models import language
 from dinov2 import MODEL, dinov2, graph_outputs
 from fetch import SOURCES, Source, main, unpack, write_minilm

@@ -7,7 +7,7 @@ import torch
 
 import pretrained
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.folders import save_folder
+from diffvision.export.model_folders import save_folder
 from diffvision.models import language
 from diffvision.nn import DiffAttentionV2
 

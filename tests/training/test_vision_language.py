@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 import diffvision
 from diffvision.cli import main
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.command import export
-from diffvision.opening.vision_language import open_vlm
+from diffvision.export.export_commands import export
+from diffvision.opening.vlm import open_vlm
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 

@@ -5,14 +5,14 @@ returns a PNG file's bytes. A model has one colour in all figures, see `colours_
 is not here.
 """
 
-from diffvision.analysis.figures.images import (
+from diffvision.analysis.figures.image_attention import (
     ImageAttention,
     Retrieved,
     attention_panels,
     difference_of_maps,
     retrieved_images,
 )
-from diffvision.analysis.figures.runs import lambda_curves, metric_bars, run_curves, run_overview
+from diffvision.analysis.figures.run_curves import lambda_curves, metric_bars, run_curves, run_overview
 from diffvision.analysis.figures.style import COLOURS, colours_of, png
 
 __all__ = [

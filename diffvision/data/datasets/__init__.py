@@ -24,7 +24,7 @@ DATASETS = {
     "recall": "diffvision.data.datasets.recall:make_recall",
     "stdlib": "diffvision.data.datasets.stdlib:make_stdlib",
     "folder": "diffvision.data.images.packing:make_folder",
-    "llava": "diffvision.data.llava:make_llava",
+    "llava": "diffvision.data.llava_json:make_llava",
     "evaluation": "diffvision.data.images.packing:make_evaluation",
     "mmvp": "diffvision.data.datasets.mmvp:make_mmvp",
     "sugarcrepe": "diffvision.data.datasets.sugarcrepe:make_sugarcrepe",

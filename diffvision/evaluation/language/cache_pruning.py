@@ -19,7 +19,7 @@ from diffvision.analysis.statistics import shares
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods, pruned_attention
 from diffvision.evaluation.language.scoring import Progress, device_of, greedy_matches, token_losses, unseen
-from diffvision.evaluation.samples import PerSample, each, means
+from diffvision.evaluation.per_sample import PerSample, each, means
 from diffvision.models.modes import evaluating
 
 RATIOS = (0.25, 0.5, 0.75, 0.9, 0.95)

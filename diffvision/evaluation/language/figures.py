@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from diffvision.analysis.figures.language import HEIGHT, Results, draw_numbers
+from diffvision.analysis.figures.language_results import HEIGHT, Results, draw_numbers
 from diffvision.analysis.figures.style import legend_below, panels, styled
 from diffvision.evaluation.intervals import PARTS
 

@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model
 
 from diffvision.evaluation.distributed import resolve_device
 from diffvision.evaluation.language.scoring import padded_batches
-from diffvision.evaluation.output import bar
+from diffvision.evaluation.output_files import bar
 from diffvision.models.language.generation import generate
 from diffvision.models.modes import evaluating
 from diffvision.opening import open_model

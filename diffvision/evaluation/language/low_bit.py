@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
-from diffvision.evaluation.language.options import Granularity
+from diffvision.evaluation.language.language_options import Granularity
 from diffvision.evaluation.language.perplexity import exponential
 from diffvision.evaluation.language.scoring import Progress, device_of, token_losses, unseen
-from diffvision.evaluation.samples import PerSample, each
+from diffvision.evaluation.per_sample import PerSample, each
 from diffvision.models.modes import evaluating
 
 QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks

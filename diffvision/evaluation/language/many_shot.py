@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffvision.data.datasets.mapping_text import KINDS, TEMPLATE, draw_mapping
-from diffvision.evaluation.language.documents import json_lines
 from diffvision.evaluation.language.needle import start_tokens
+from diffvision.evaluation.language.read_documents import json_lines
 from diffvision.evaluation.language.scoring import Progress, logits_at, padded_batches, unseen
 from diffvision.models.modes import evaluating
 

@@ -18,7 +18,7 @@ import torch
 from diffvision.evaluation.language.generations import continued, room_for, stop_at
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.per_sample import PerSample
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 

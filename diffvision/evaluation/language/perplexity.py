@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffvision.evaluation.language.scoring import Progress, padded_batches, token_losses, unseen
-from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.per_sample import PerSample
 from diffvision.models.modes import evaluating
 
 

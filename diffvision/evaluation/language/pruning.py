@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
-from diffvision.models.language.cache import KVCache
 from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.language.kv_cache import KVCache
 from diffvision.nn import AttentionLayer
 
 SINKS = 4  # first tokens that `window` keeps

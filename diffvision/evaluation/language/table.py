@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from diffvision import tables
-from diffvision.analysis.figures.language import Results
+from diffvision.analysis.figures.language_results import Results
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, PARTS
 
 

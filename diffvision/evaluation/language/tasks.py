@@ -13,27 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.analysis.figures import language as figures
+from diffvision.analysis.figures import language_results as figures
 from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.cache import files_digest, model_digest
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
-from diffvision.evaluation.language.documents import Reading, read_documents, read_texts, rows_of
 from diffvision.evaluation.language.figures import bars
+from diffvision.evaluation.language.language_options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit, quantization
 from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness, read_task
 from diffvision.evaluation.language.mathematics import Question, mathematics, read_questions
 from diffvision.evaluation.language.needle import needle, needle_samples, start_tokens
-from diffvision.evaluation.language.options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
+from diffvision.evaluation.language.read_documents import Reading, read_documents, read_texts, rows_of
 from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.per_sample import PerSample
 from diffvision.evaluation.records import fingerprint
-from diffvision.evaluation.samples import PerSample
 from diffvision.opening import Model
 from diffvision.plugins import PluginTable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from diffvision.evaluation.samples import Metrics, PerSample, each
+from diffvision.evaluation.per_sample import Metrics, PerSample, each
 from diffvision.words import words
 
 _IRREGULAR = {

@@ -30,7 +30,7 @@ class DiffVision(lmms):
 
     def __init__(self, model: str, batch_size: int | str = 1, device: str = "auto", **_: Any) -> None:
         from diffvision.evaluation.distributed import resolve_device
-        from diffvision.opening.vision_language import open_vlm
+        from diffvision.opening.vlm import open_vlm
 
         super().__init__()
         self._vlm, self._batch_size = open_vlm(model), int(batch_size)
@@ -42,7 +42,7 @@ class DiffVision(lmms):
         Raises:
             ValueError: a task that samples, or one whose visuals are no images.
         """
-        from diffvision.evaluation.output import bar
+        from diffvision.evaluation.output_files import bar
         from diffvision.evaluation.vision_language.answers import generate_answers
 
         answers: list[str] = []

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffvision.evaluation.per_sample import Metrics, means
 from diffvision.evaluation.records import fingerprint
-from diffvision.evaluation.samples import Metrics, means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
-from diffvision.evaluation.vision_language.pope import PARSERS, SIZES, pope
+from diffvision.evaluation.vision_language.pope_metrics import PARSERS, SIZES, pope
 from diffvision.evaluation.vision_language.questions import QuestionSet, labels_of
 from diffvision.evaluation.vision_language.vqa import vqa
 

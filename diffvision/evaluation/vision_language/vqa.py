@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from diffvision.evaluation.samples import Metrics, by_kind
+from diffvision.evaluation.per_sample import Metrics, by_kind
 from diffvision.words import words
 
 _ARTICLES = {"a", "an", "the"}

@@ -33,7 +33,7 @@ def convert(
     """
     from diffvision.models.convert.files import CONVERSIONS, Options
     from diffvision.models.convert.layouts import LAYOUTS, recognise
-    from diffvision.models.files import check_free, check_weights_name, written_whole
+    from diffvision.models.weight_files import check_free, check_weights_name, written_whole
 
     target = Path(destination)
     if to not in get_args(Layout):

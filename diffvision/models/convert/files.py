@@ -31,10 +31,10 @@ from diffvision.models.convert.layouts import (
     weight_files,
 )
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
-from diffvision.models.files import check_weights_name, read_json
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import end_token, text_settings
 from diffvision.models.names import DIFFCLIP_PREPROCESS
+from diffvision.models.weight_files import check_weights_name, read_json
 from diffvision.nn import depth_lambda_init
 
 ARCHITECTURES = {

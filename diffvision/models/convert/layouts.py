@@ -13,7 +13,7 @@ from diffvision.models import hub, language
 from diffvision.models.convert import diffclip, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.convert.state import read_state
-from diffvision.models.files import read_json, refuse_gguf
+from diffvision.models.weight_files import read_json, refuse_gguf
 
 LAYOUTS = {
     "openclip": "a folder that open_clip.create_model_and_transforms('local-dir:...') loads",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diffvision.models.files import refuse_urls, unreadable
+from diffvision.models.weight_files import refuse_urls, unreadable
 
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")

@@ -6,7 +6,7 @@ classes of that library; it is not imported here.
 
 from diffvision.models.language.configuration import FAMILIES, SIZES, LanguageConfig, Size, config, model_names
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.model import create, find_tokenizer, load, origin_of, save
+from diffvision.models.language.language_checkpoints import create, find_tokenizer, load, origin_of, save
 
 __all__ = [
     "FAMILIES",

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from diffvision import ops
-from diffvision.models.language.cache import KVCache
 from diffvision.models.language.configuration import LanguageConfig
+from diffvision.models.language.kv_cache import KVCache
 from diffvision.nn import AttentionLayer, build_attention
 from diffvision.nn.attention import Rotation
 from diffvision.nn.linear import Linear, linear
 from diffvision.nn.transformer import DecoderBlock, SwiGLU
-from diffvision.ops.attention.documents import first_tokens, same_document
+from diffvision.ops.attention.document_masks import first_tokens, same_document
 
 
 class Blocks(nn.ModuleList):

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from diffvision.models.language.cache import KVCache
 from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.language.kv_cache import KVCache
 
 # A compiled step is compiled again for each capacity of the cache, so capacities are multiples of this many tokens.
 CAPACITY_STEP = 64

@@ -5,7 +5,7 @@ Backends do not import each other; layers with parameters are in `diffvision.nn`
 
 from diffvision.ops.attention.api import diff_attention, diff_attention_varlen, softmax_attention
 from diffvision.ops.attention.choice import BACKENDS, attention_backend, supported_backends
-from diffvision.ops.attention.documents import Documents, document_ends
+from diffvision.ops.attention.document_masks import Documents, document_ends
 from diffvision.ops.attention.problem import Problem
 from diffvision.ops.attention.reference import attention_maps
 

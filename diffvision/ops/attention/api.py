@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from diffvision.ops.attention import choice, flex, sdpa, varlen
-from diffvision.ops.attention.documents import Documents
+from diffvision.ops.attention.document_masks import Documents
 from diffvision.ops.attention.problem import describe
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 from diffvision.ops.attention.difference import compute_maps, subtract
-from diffvision.ops.attention.documents import Documents, first_tokens
+from diffvision.ops.attention.document_masks import Documents, first_tokens
 from diffvision.ops.attention.kernels import compute_capability
 from diffvision.ops.attention.problem import Problem
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from diffvision.evaluation.language.cache_pruning import cache_pruning, gini, keys_for, sparsity
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods
-from diffvision.evaluation.samples import means
+from diffvision.evaluation.per_sample import means
 from diffvision.models import language
 
 ROWS = torch.randint(97, (3, 41), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,8 @@ import torch
 
 from diffvision.analysis.capture import Call, captured
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language.command import run
+from diffvision.evaluation.language.evaluate_language_command import run
+from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
     Settings,
@@ -18,7 +19,6 @@ from diffvision.evaluation.language.low_bit import (
     quantization,
     rounded_keys,
 )
-from diffvision.evaluation.language.options import LanguageOptions
 from low_bit_simulation import simulate
 
 ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language import mathematics as module
+from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.mathematics import mathematics, read_questions
-from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.models import language
 from diffvision.opening import Model
 

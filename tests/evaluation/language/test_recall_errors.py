@@ -8,8 +8,8 @@ from torch import nn
 
 from diffvision.data.datasets.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
+from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.needle import needle
-from diffvision.evaluation.language.options import LanguageOptions
 from diffvision.evaluation.language.recall_errors import ANSWERS, classify, recall_errors
 from diffvision.opening import Model
 

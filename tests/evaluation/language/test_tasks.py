@@ -13,10 +13,10 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer
-from diffvision.evaluation.language.command import run
+from diffvision.evaluation.language.evaluate_language_command import run
+from diffvision.evaluation.language.language_options import LanguageOptions
+from diffvision.evaluation.language.language_suite import evaluate_language
 from diffvision.evaluation.language.many_shot import Example, Task
-from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.suite import evaluate_language
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.opening import open_model
 

@@ -11,7 +11,7 @@ from PIL import Image
 from diffvision.evaluation.vision_language import answers as module
 from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
 from diffvision.evaluation.vision_language.questions import read_sets
-from diffvision.opening.vision_language import open_vlm
+from diffvision.opening.vlm import open_vlm
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
 

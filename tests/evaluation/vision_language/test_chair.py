@@ -5,7 +5,7 @@ import math
 import pytest
 
 from diffvision.evaluation.intervals import differences
-from diffvision.evaluation.samples import means
+from diffvision.evaluation.per_sample import means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 
 COCO = ObjectNames(

@@ -22,7 +22,7 @@ def adapter(vlm, monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[names[2]].lmms = type("lmms", (), {"task_dict": {"pope": {"test": ROWS}}})
     sys.modules[names[4]].ModelManifest = lambda name, simple_class_path: {name: simple_class_path}
-    monkeypatch.setattr("diffvision.opening.vision_language.open_vlm", lambda spec: vlm)
+    monkeypatch.setattr("diffvision.opening.vlm.open_vlm", lambda spec: vlm)
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     entry = metadata.EntryPoint("diffvision", project["entry-points"]["lmms_eval.models"]["diffvision"], "")
     module = "diffvision.evaluation.vision_language.lmms_eval"

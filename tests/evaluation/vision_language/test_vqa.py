@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffvision.evaluation.samples import means
+from diffvision.evaluation.per_sample import means
 from diffvision.evaluation.vision_language.vqa import normalise, vqa
 
 

@@ -121,7 +121,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 
 del _TrainingEpochLoop._broadcast_sigterm_tensor, _SignalConnector.register_signal_handlers
 import diffvision
-import diffvision.export.command
+import diffvision.export.export_commands
 import diffvision.evaluation.suite
 from diffvision import cli, doctor
 from diffvision.training import ContrastiveModule

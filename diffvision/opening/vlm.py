@@ -9,10 +9,10 @@ from typing import Any
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert.state import few
-from diffvision.models.files import read_json
 from diffvision.models.hub import FOLDER, HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
-from diffvision.opening.runs import best_checkpoint, run_in
+from diffvision.models.weight_files import read_json
+from diffvision.opening.run_folders import best_checkpoint, run_in
 from diffvision.opening.specs import check_transformers, is_name
 from diffvision.opening.texts import from_pretrained
 

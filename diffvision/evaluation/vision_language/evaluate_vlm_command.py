@@ -46,14 +46,14 @@ def run(
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language.table import show
-    from diffvision.evaluation.output import bar, check_folder, split_names, write_json
-    from diffvision.evaluation.samples import Metrics
+    from diffvision.evaluation.output_files import bar, check_folder, split_names, write_json
+    from diffvision.evaluation.per_sample import Metrics
     from diffvision.evaluation.vision_language.answers import answer_set, read_answers
     from diffvision.evaluation.vision_language.questions import read_sets
     from diffvision.evaluation.vision_language.scores import about_set, hidden_metrics, mean_of_sets, score
     from diffvision.models.threads import few_threads
     from diffvision.opening import check_spec, labelled
-    from diffvision.opening.vision_language import open_vlm
+    from diffvision.opening.vlm import open_vlm
     from diffvision.tables import plain
 
     specs = [labelled(spec) for spec in split_names(models or [])]

@@ -53,8 +53,8 @@ def inspect(
         open_models,
         pictures_and_passages,
     )
-    from diffvision.inspection.output import check_output
-    from diffvision.opening.vision_language import is_vlm, open_vlm
+    from diffvision.inspection.output_folder import check_output
+    from diffvision.opening.vlm import is_vlm, open_vlm
 
     texts, images = as_list(text), as_list(image)
     answers, masks = as_list(answer), as_list(mask)

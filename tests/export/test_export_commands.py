@@ -11,8 +11,8 @@ import timm
 import torch
 
 from diffvision import cli
-from diffvision.export.command import To, export
-from diffvision.export.finite import open_finite
+from diffvision.export.export_commands import To, export
+from diffvision.export.finite_weights import open_finite
 from diffvision.export.formats import DEFAULTS, FORMATS
 from diffvision.models import language
 

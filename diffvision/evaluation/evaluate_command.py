@@ -67,9 +67,9 @@ def run(
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
     from diffvision.evaluation.options import InferenceSettings
-    from diffvision.evaluation.output import bar, check_folder, split_names
+    from diffvision.evaluation.output_files import bar, check_folder, split_names
+    from diffvision.evaluation.per_sample import means
     from diffvision.evaluation.prompts import check_prompts
-    from diffvision.evaluation.samples import means
     from diffvision.evaluation.suite import (
         check_output,
         expand,
@@ -163,7 +163,7 @@ def _sources(planned: Any, split: str) -> list[str]:
 def _warn_of_training(model: Any, planned: Any, split: str) -> None:
     """Warn where a folder is, by the configuration of the model's run, what the model was trained on."""
     from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder
-    from diffvision.opening.runs import run_config, setting
+    from diffvision.opening.run_folders import run_config, setting
 
     train = setting(run_config(model.run), "data.init_args.train")
     trained = {os.path.realpath(path) for path in (train if isinstance(train, list) else [train]) if path}

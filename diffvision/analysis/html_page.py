@@ -3,7 +3,7 @@
 A page is a title, a lead paragraph and sections; a section is a title and parts:
 
     from diffvision.analysis import figures
-    from diffvision.analysis.page import Code, Picture, Row, Section, Table, Text, bars, html_page
+    from diffvision.analysis.html_page import Code, Picture, Row, Section, Table, Text, bars, html_page
 
     accuracy = {"CLIP": [0.94, 0.96], "DiffCLIP": [0.93, 0.97]}  # one value per seed
     table = Table(["", *accuracy], [["zero-shot top-1, %", *bars(accuracy, factor=100, top=100)]])

@@ -12,25 +12,25 @@ from language_fixtures import check_written, evaluate_models, write_models
 from PIL import Image
 
 from diffvision.analysis.figures import COLOURS, png
-from diffvision.analysis.figures import language as figures
+from diffvision.analysis.figures import language_results as figures
 from diffvision.data import BadDataError, ShardSet
 from diffvision.data.datasets.needle_text import FORMS, compose_to_length
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.evaluation.language.command import run
-from diffvision.evaluation.language.documents import (
+from diffvision.evaluation.language.evaluate_language_command import run
+from diffvision.evaluation.language.language_options import LanguageOptions
+from diffvision.evaluation.language.language_suite import evaluate_language, write_numbers
+from diffvision.evaluation.language.read_documents import (
     Reading,
     read_documents,
     read_texts,
     rows_of,
     tokenised,
 )
-from diffvision.evaluation.language.options import LanguageOptions
-from diffvision.evaluation.language.suite import evaluate_language, write_numbers
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
-from diffvision.evaluation.output import check_folder
+from diffvision.evaluation.output_files import check_folder
 from diffvision.models import language
 from diffvision.opening import open_model
 from diffvision.training.language import LanguageModule

@@ -1,4 +1,4 @@
-"""`diffvision.evaluate`: the `evaluate` command for scripts and notebooks. What it runs is in `command`."""
+"""`diffvision.evaluate`: the `evaluate` command for scripts and notebooks. What it runs is in `evaluate_command`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def evaluate(
         FileNotFoundError, ValueError: there is no such model or data, or they do not fit together.
         TypeError: the model is of another kind.
     """
-    from diffvision.evaluation.command import run
+    from diffvision.evaluation.evaluate_command import run
     from diffvision.evaluation.options import Options
     from diffvision.opening import Model
     from diffvision.opening.specs import as_text

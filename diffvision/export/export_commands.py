@@ -1,4 +1,4 @@
-"""The commands `export`, `adapt` and `interpolate`; formats are written in `formats`, `adapted` and others."""
+"""The commands `export`, `adapt` and `interpolate`; formats are written in `formats`, `adapted_folder` and others."""
 
 from pathlib import Path
 from typing import Literal
@@ -37,7 +37,7 @@ def export(
             or not finite, the format does not support it, or the destination exists.
     """
     from diffvision.export.formats import DEFAULTS, FORMATS, Options, check_installed
-    from diffvision.models.files import check_free, written_whole
+    from diffvision.models.weight_files import check_free, written_whole
 
     target = Path(destination)
     if to is not None and to not in FORMATS:
@@ -48,11 +48,11 @@ def export(
     if tokenizer is not None and not Path(tokenizer).exists():
         raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
     from diffvision.opening.specs import is_name
-    from diffvision.opening.vision_language import find_trained
+    from diffvision.opening.vlm import find_trained
 
     if not is_name(model) and (file := find_trained(model)) is not None:
         return _export_vision_language(file, target, to)
-    from diffvision.export.finite import open_finite
+    from diffvision.export.finite_weights import open_finite
 
     opened = open_finite(model, checkpoint)
     name = to or DEFAULTS[opened.host]
@@ -70,8 +70,8 @@ def export(
 def _export_vision_language(file: Path, target: Path, to: To | None) -> None:
     """Write a checkpoint of our vision-language training as a folder with its processor, LoRA's adapters merged."""
     from diffvision.models.convert.state import check_finite
-    from diffvision.models.files import written_whole
-    from diffvision.opening.vision_language import open_vlm
+    from diffvision.models.weight_files import written_whole
+    from diffvision.opening.vlm import open_vlm
 
     if to not in (None, "huggingface"):
         raise ValueError(f"to is {to!r}, and {file} is a vision-language model: leave it out, or set it to huggingface")
@@ -109,7 +109,7 @@ def adapt_to_folder(
         FileNotFoundError, ValueError: there is no such model, it has no weights or no standard attention, settings do
             not fit together, the outputs differ from the pretrained model's, or the destination exists.
     """
-    from diffvision.export import adapted
+    from diffvision.export import adapted_folder as adapted
 
     adapted.write_adapted(
         model, destination, method=method, checkpoint=checkpoint, heads=heads, data=data, tokenizer=tokenizer

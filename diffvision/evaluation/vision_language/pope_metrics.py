@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.samples import Metrics, PerSample, each
+from diffvision.evaluation.per_sample import Metrics, PerSample, each
 
 SIZES = {
     3000: "3,000 questions, as POPE's own files",

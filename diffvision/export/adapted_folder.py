@@ -20,13 +20,13 @@ from diffvision.data.images.samples import CaptionMember, ImageMember, ImageText
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.module import TextData
-from diffvision.export.folders import save_folder
+from diffvision.export.model_folders import save_folder
 from diffvision.models import language
 from diffvision.models.adapt import ENTRYPOINT, Heads
 from diffvision.models.adapt import adapt as adapt_model
-from diffvision.models.files import FOLDER, check_free, written_whole
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import Method
+from diffvision.models.weight_files import FOLDER, check_free, written_whole
 from diffvision.opening import Model, open_model, open_ours
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
@@ -46,7 +46,7 @@ def write_adapted(
     data: str | None,
     tokenizer: str | None,
 ) -> None:
-    """Write a pretrained model made differential, as `diffvision.export.command.adapt_to_folder` describes."""
+    """Write a pretrained model made differential, as `diffvision.export.export_commands.adapt_to_folder` describes."""
     target = Path(destination)
     check_free(target)
     if method != "dex" and (heads != "all" or data):

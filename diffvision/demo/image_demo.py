@@ -17,13 +17,13 @@ from torch import Tensor
 
 from diffvision.data.datasets.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.demo.images_page import page
+from diffvision.demo.demo_page import page
 from diffvision.demo.pictures import collect_examples
-from diffvision.demo.report import Run, comparison
+from diffvision.demo.run_tables import Run, comparison
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
-from diffvision.evaluation.output import write_bytes
+from diffvision.evaluation.output_files import write_bytes
 from diffvision.evaluation.suite import evaluate
 
 RECIPE = "clip/debug.yaml"

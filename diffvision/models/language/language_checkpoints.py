@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffvision.models.architecture import KEY, check, metadata, recorded
-from diffvision.models.files import read_json, refuse_urls, unreadable
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.end_tokens import CHAT_TEMPLATE
+from diffvision.models.weight_files import read_json, refuse_urls, unreadable
 
 __all__ = ["create", "find_tokenizer", "load", "origin_of", "save"]
 

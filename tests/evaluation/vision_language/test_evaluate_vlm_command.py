@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from diffvision.cli import main
-from diffvision.evaluation.vision_language.command import run
+from diffvision.evaluation.vision_language.evaluate_vlm_command import run
 from diffvision.evaluation.vision_language.questions import read_sets
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.evaluation.language.language_options import LanguageOptions
 
 
 def run(
@@ -52,11 +52,11 @@ def run(
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.intervals import differences, with_intervals
-    from diffvision.evaluation.language import suite
-    from diffvision.evaluation.language.documents import check_sources
+    from diffvision.evaluation.language import language_suite as suite
+    from diffvision.evaluation.language.read_documents import check_sources
     from diffvision.evaluation.language.table import show
     from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Request
-    from diffvision.evaluation.output import check_folder, split_names
+    from diffvision.evaluation.output_files import check_folder, split_names
     from diffvision.models.threads import few_threads
     from diffvision.opening import check_spec, labelled, open_model
 

@@ -11,8 +11,9 @@ from PIL import Image
 
 from diffvision.cli import main
 from diffvision.data.shards.writer import write_shards
-from diffvision.export import adapted, save_folder
-from diffvision.export.command import adapt_to_folder
+from diffvision.export import adapted_folder as adapted
+from diffvision.export import save_folder
+from diffvision.export.export_commands import adapt_to_folder
 from diffvision.models import language
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.nn import ATTENTION

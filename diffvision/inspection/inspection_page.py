@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diffvision.analysis import page as html
+from diffvision.analysis import html_page as html
 from diffvision.analysis.figures import png
-from diffvision.analysis.figures.images import (
+from diffvision.analysis.figures.image_attention import (
     ImageAttention,
     ModelAttention,
     attention_panels,
     compared_models,
     relevance_panels,
 )
-from diffvision.analysis.figures.layers import layer_panels
+from diffvision.analysis.figures.layer_panels import layer_panels
 from diffvision.analysis.figures.mosaics import Block, mosaic, text_strips
-from diffvision.inspection.answers import Answer
+from diffvision.inspection.answer_attention import Answer
 from diffvision.inspection.inputs import Passage, TransformedPicture
-from diffvision.inspection.measurements import LayerMeasurement, Measurement
-from diffvision.inspection.summary import (
+from diffvision.inspection.mean_numbers import (
     TOWERS,
     LayerNumbers,
     Measurements,
@@ -35,6 +34,7 @@ from diffvision.inspection.summary import (
     sink_panels,
     table,
 )
+from diffvision.inspection.measurements import LayerMeasurement, Measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.models.architecture import check
 from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
-from diffvision.models.files import FOLDER, is_unreadable, tensors_only
 from diffvision.models.hub import HUB
 from diffvision.models.names import is_tag
+from diffvision.models.weight_files import FOLDER, is_unreadable, tensors_only
 from diffvision.opening.model import Model
 from diffvision.opening.specs import SUFFIXES, timm_tags
 from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of

@@ -10,11 +10,12 @@ from transformers import CLIPImageProcessor, CLIPVisionConfig, LlamaConfig, Llav
 from transformers import LlavaForConditionalGeneration as Llava
 
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.inspection import answers, inspect
-from diffvision.inspection.answers import _words, look
+from diffvision.inspection import answer_attention as answers
+from diffvision.inspection import inspect
+from diffvision.inspection.answer_attention import _words, look
 from diffvision.inspection.inputs import Picture
 from diffvision.models.vision_language import create, make_processor, with_image_token
-from diffvision.opening.vision_language import VLM
+from diffvision.opening.vlm import VLM
 
 ASKED = "where is the star?"
 TEMPLATE = "{% for part in messages[0].content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"

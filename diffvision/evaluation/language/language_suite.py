@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffvision.analysis.figures import language as figures
+from diffvision.analysis.figures import language_results as figures
 from diffvision.analysis.figures import png
 from diffvision.evaluation.cache import Cache, digest, files_digest, tensor_digest
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language.documents import read_documents, tokenised
-from diffvision.evaluation.language.options import LanguageOptions
+from diffvision.evaluation.language.language_options import LanguageOptions
+from diffvision.evaluation.language.read_documents import read_documents, tokenised
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work, model_identity, reading_of
-from diffvision.evaluation.output import bar, write_bytes, write_json
-from diffvision.evaluation.samples import PerSample
+from diffvision.evaluation.output_files import bar, write_bytes, write_json
+from diffvision.evaluation.per_sample import PerSample
 from diffvision.opening import Model
 from diffvision.tables import plain
 

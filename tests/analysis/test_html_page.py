@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.page import (
+from diffvision.analysis.html_page import (
     Bar,
     Code,
     Folded,

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.layers import LayerPanel, layer_panels
-from diffvision.analysis.figures.runs import run_curves
-from diffvision.analysis.page import Code, Part, Picture, Section, Table, Text, bars, html_page
+from diffvision.analysis.figures.layer_panels import LayerPanel, layer_panels
+from diffvision.analysis.figures.run_curves import run_curves
+from diffvision.analysis.html_page import Code, Part, Picture, Section, Table, Text, bars, html_page
 from diffvision.comparison.result import FACTOR, SINKS, Comparison, format_difference
-from diffvision.evaluation.output import write_bytes, write_json
+from diffvision.evaluation.output_files import write_bytes, write_json
 from diffvision.tables import plain
 
 _FIRST = ("train/loss", "val/loss")  # curves that are always shown, in this order

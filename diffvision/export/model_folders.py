@@ -18,9 +18,9 @@ from diffvision.export.formats import Options
 from diffvision.models.architecture import metadata
 from diffvision.models.convert import layouts
 from diffvision.models.convert.state import check_finite
-from diffvision.models.files import check_free, written_whole
+from diffvision.models.weight_files import check_free, written_whole
 from diffvision.opening import Model
-from diffvision.opening.runs import run_config, setting
+from diffvision.opening.run_folders import run_config, setting
 
 OPEN_CLIP = (layouts.CONFIG, layouts.WEIGHTS)
 TIMM = ("config.json", "model.safetensors")

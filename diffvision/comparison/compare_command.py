@@ -54,11 +54,11 @@ def compare(
             of another ending.
     """
     from diffvision.comparison.comparing import compare_models
-    from diffvision.comparison.page import write
+    from diffvision.comparison.comparison_page import write
     from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.options import InferenceSettings
-    from diffvision.evaluation.output import bar, check_folder, split_names
+    from diffvision.evaluation.output_files import bar, check_folder, split_names
     from diffvision.opening.specs import as_text
     from diffvision.tables import show
 
@@ -86,7 +86,7 @@ def compare(
 
 def _outputs(output: str | list[str] | None, endings: Iterable[str]) -> list[str]:
     """Return the files to write; raise a ValueError, before any work, for one that cannot be written."""
-    from diffvision.evaluation.output import check_file, split_names
+    from diffvision.evaluation.output_files import check_file, split_names
 
     names = [] if output is None else split_names(output)
     for name in names:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision import ops
-from diffvision.models.language.cache import KVCache, LayerCache
+from diffvision.models.language.kv_cache import KVCache, LayerCache
 from diffvision.nn import ATTENTION, build_attention
 from diffvision.ops import attention_backend
 

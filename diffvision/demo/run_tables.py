@@ -11,7 +11,7 @@ import rich.table
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
+from diffvision.analysis.html_page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
 from diffvision.evaluation.intervals import FEWEST_SEEDS, RULE, Difference, difference
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diffvision.analysis import figures
-from diffvision.analysis.page import Part, Picture, Row, Section, Text, html_page
+from diffvision.analysis.html_page import Part, Picture, Row, Section, Text, html_page
 from diffvision.demo.pictures import ModelExamples
-from diffvision.demo.report import (
+from diffvision.demo.run_tables import (
     Rows,
     Run,
     by_model,

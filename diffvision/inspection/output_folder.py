@@ -1,6 +1,6 @@
 """The folder that an inspection writes: complete or not at all, and never over other files.
 
-Its content is made in `page` and `summary`.
+Its content is made in `inspection_page` and `mean_numbers`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffvision.evaluation.output import check_folder, write_bytes, write_json
+from diffvision.evaluation.output_files import check_folder, write_bytes, write_json
 
 _MARK = "diffvision inspect"  # in statistics.json: the folder is from this command, which may replace it
 

@@ -16,7 +16,7 @@ from diffvision import cli
 from diffvision.data.datasets.digits import png
 from diffvision.data.images.folders import ImageEvaluationFolder
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
-from diffvision.evaluation import command
+from diffvision.evaluation import evaluate_command as command
 from diffvision.models.architecture import architecture
 
 
@@ -81,7 +81,7 @@ def test_labels_are_kept_in_json_and_of_one_model(data, capsys):
 
 
 def test_the_arguments_are_those_of_the_command():
-    from diffvision.evaluation.command import run
+    from diffvision.evaluation.evaluate_command import run
 
     assert list(signature(diffvision.evaluate).parameters) == list(signature(run).parameters)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
@@ -147,7 +147,7 @@ def test_errors_are_exceptions(data, opened, tmp_path, monkeypatch):
 
 
 def test_the_names_of_the_package_are_the_commands():
-    from diffvision.comparison.command import compare
+    from diffvision.comparison.compare_command import compare
 
     assert diffvision.compare is compare
     assert {"compare", "evaluate", "fit"} <= set(diffvision.__all__) & set(dir(diffvision))

@@ -1,6 +1,6 @@
 """Means of the measurements for a page's table and curves, and all of them for statistics.json.
 
-Figures and HTML are made in `page`.
+Figures and HTML are made in `inspection_page`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffvision.analysis.figures.layers import LayerPanel
+from diffvision.analysis.figures.layer_panels import LayerPanel
 from diffvision.inspection.measurements import Measurement
 
 TOWERS = {"image": "Image tower", "caption": "Text tower", "text": "Text"}
