@@ -4,11 +4,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from rich.text import Text
 
 from diffvision import progress
 from diffvision.evaluation.output_files import bar
-from diffvision.training.terminal import CellScreen
 
 
 @pytest.fixture
@@ -38,7 +36,6 @@ def notebook(monkeypatch):
 
 def test_outside_of_notebooks(monkeypatch, capsys):
     assert not progress.in_notebook()
-    assert CellScreen.opened() is None
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     assert not progress.in_notebook()
     assert list(progress.track(iter("abc"), "reading", total=3)) == ["a", "b", "c"]
@@ -61,11 +58,3 @@ def test_in_a_notebook_one_line_changes(notebook, monkeypatch, capsys):
 def test_what_takes_no_time_shows_nothing(notebook):
     assert list(bar([1, 2], "images")) == [1, 2]
     assert notebook == []
-
-
-def test_the_line_of_a_run_in_a_notebook(notebook):
-    screen = CellScreen.opened()
-    screen.draw(Text("epoch 1/6"))
-    screen.draw(Text("epoch 2/6").append(" done", "green"))
-    screen.close()
-    assert notebook == [{"text/plain": "epoch 2/6 done"}]

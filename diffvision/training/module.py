@@ -129,7 +129,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = create_optimizer(self.parameter_groups(), self.settings, self.trainer)
         optimizer.register_load_state_dict_post_hook(restore_moments)
-        scheduler = WarmupDecay(optimizer, self.settings, self.trainer.max_steps, self.trainer.max_epochs)
+        scheduler = WarmupDecay(optimizer, self.settings)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:

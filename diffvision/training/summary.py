@@ -1,7 +1,6 @@
 """What a run prints: its model in one line at the start; its metrics, checkpoints and the next command at the end.
 
-The end is also kept in the run's directory, as summary.txt, with a picture of all curves, curves.png. What is shown in
-between is in `progress`.
+The end is also kept in the run's directory, as summary.txt, with a picture of all curves, curves.png.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from diffvision.analysis.curves import read_metrics
@@ -35,112 +33,50 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fault_tolerance import LastCheckpoint
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.language import LanguageModule
-from diffvision.training.progress import format_duration, total_steps
 from diffvision.training.vision_language import VisionLanguageModule
 
 SUMMARY, CURVES = "summary.txt", "curves.png"
-LEARNED = 0.1  # of the first loss
-EVALUATED = "evaluated_metrics"  # key in a checkpoint: the names of the last evaluation's metrics
+OF_TRAINING = ("train/", "data/", "lambda")  # how the names of metrics begin that are no evaluation's
 
 
 class RunSummary(pl.Callback):
     """Prints the model before training, and afterwards metrics, checkpoints and the command to evaluate the best one.
 
-    Before: name, parameters and device. Afterwards: the metrics of the last evaluation, and the paths of the best and
-    the last checkpoint. With Lightning's CSVLogger all this is kept in summary.txt, and the curves in curves.png.
+    With Lightning's CSVLogger all this is kept in summary.txt, and the curves in curves.png.
     """
-
-    def __init__(self) -> None:
-        self._measured: dict[str, None] = {}  # names of an evaluation's metrics, in order
-        self._before: dict[str, Any] = {}
-        self._start = 0.0
-        self._first_step = 0
-        self._overfitted: list[Tensor] = []  # losses, of the first step and of the last
-        self._texts: Tensor | None = None  # of the last batch
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Save which metrics are an evaluation's; `LastCheckpoint` saves their values."""
-        checkpoint[EVALUATED] = list(self._measured)
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Restore which metrics are an evaluation's."""
-        self._measured = dict.fromkeys(checkpoint.get(EVALUATED, ()))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the model, and the prompts that it will be evaluated with."""
-        self._first_step, self._overfitted = trainer.global_step, []
-        if trainer.is_global_zero:
-            resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
-            prompts = pl_module.prompts if isinstance(pl_module, ContrastiveModule) else []
-            print(describe_run(trainer, pl_module) + resumed, *prompts, sep="\n", flush=True)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Keep the losses of the first and the last batch that is to be overfitted."""
-        if trainer.overfit_batches and isinstance(outputs, dict) and "loss" in outputs:  # type: ignore[attr-defined]
-            self._overfitted = [*self._overfitted[:1], outputs["loss"].detach()]
-            self._texts = batch.get("text")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which metrics there are before a validation; a resumed run has those of earlier ones."""
-        self._before = dict(trainer.callback_metrics)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which metrics a validation has made."""
-        metrics = trainer.callback_metrics.items()
-        self._measured |= {name: None for name, value in metrics if value is not self._before.get(name)}
+        self._first_step = trainer.global_step
+        resumed = f"; from step {trainer.global_step:,} on, {trainer.ckpt_path}" if trainer.ckpt_path else ""
+        prompts = pl_module.prompts if isinstance(pl_module, ContrastiveModule) else []
+        pl_module.print("\n".join([describe_run(trainer, pl_module) + resumed, *prompts]))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the metrics, the checkpoints and the next command, and keep them with the curves."""
         # Lightning may compute both with all ranks, so every rank asks for them.
-        values, paths = trainer.callback_metrics, "\n".join(list_checkpoints(trainer, pl_module))
+        logged, paths = trainer.callback_metrics, "\n".join(list_checkpoints(trainer, pl_module))
         if not trainer.is_global_zero:
             return
-        total = total_steps(trainer)
-        steps = f"{trainer.global_step:,}" + (f" of {total:,}" if total not in (None, trainer.global_step) else "")
+        step, seconds = trainer.global_step, round(time.monotonic() - self._start)
         resumed = f" from step {self._first_step:,}" if self._first_step else ""
-        trained = f"trained{resumed} to step {steps} in {format_duration(time.monotonic() - self._start)}"
-        if trainer.global_step == self._first_step:
-            trained = f"already at step {steps}: nothing was trained"
-        if len(self._overfitted) == 2:
-            first, last = self._overfitted
-            trained += "\n" + describe_overfitting(float(first), float(last), self._texts)
-        metrics = {name: float(values[name]) for name in self._measured if name in values}
+        trained = f"trained{resumed} to step {step:,} in {timedelta(seconds=seconds)}"
+        if step == self._first_step:
+            trained = f"already at step {step:,}: nothing was trained"
+        metrics = {name: float(value) for name, value in logged.items() if not name.startswith(OF_TRAINING)}
         has_average = bool(find_callbacks(trainer, WeightAveraging))
-        title = "last evaluation, averaged weights (EMA)" if has_average else "last evaluation"
-        final = make_table(metrics, title) if metrics else ""
-        print(trained)
+        parts: list[str | Table] = [trained]
         if metrics:
-            Console().print(final)
-        if paths:
-            print(paths, flush=True)
-        write_summary(trainer, [describe_run(trainer, pl_module), trained, final, paths])
+            parts.append(make_table(metrics, "last evaluation" + ", averaged weights (EMA)" * has_average))
+        parts += [paths] * bool(paths)
+        Console(highlight=False).print(*parts, sep="\n", soft_wrap=True)
+        write_summary(trainer, [describe_run(trainer, pl_module), *parts])
 
 
-def describe_overfitting(first: float, last: float, texts: Tensor | None = None) -> str:
-    """Return whether batches that were repeated were learned: a tenth of the loss is left.
-
-    Args:
-        first: loss of the first step.
-        last: loss of the last step.
-        texts: token ids of a contrastive batch: each of k pairs with the same caption keeps a loss of ln k.
-    """
-    counts = torch.ones(1) if texts is None else texts.unique(dim=0, return_counts=True)[1].float()
-    least = float((counts * counts.log()).sum() / counts.sum())
-    floor = f" ({least:.3g} is the least with its repeated captions)" if least else ""
-    if last - least <= LEARNED * (first - least):
-        return f"overfit_batches: learned, the loss fell from {first:.3g} to {last:.3g}{floor}"
-    return (
-        f"overfit_batches: not learned, the loss went from {first:.3g} to {last:.3g}{floor}: train longer, or change "
-        "the lr"
-    )
-
-
-def write_summary(trainer: pl.Trainer, parts: Sequence[str | Table]) -> None:
+def write_summary(trainer: pl.Trainer, parts: list[str | Table]) -> None:
     """Write a run's last words and its curves into its directory; a failure is a warning, since the run is done."""
     logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
     if logger is None or "://" in logger.log_dir:
@@ -160,30 +96,20 @@ def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
 
     A run that resumes has its weights from the checkpoint; another one names what it starts from, if not new weights.
     """
-    parameters = [p for p in module.parameters() if not is_lazy(p)]
-    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    of_them = "" if trained == count else f", of which {format_count(trained)} are trained"
-    device = str(trainer.strategy.root_device)
-    if trainer.world_size > 1:
-        device = f"{trainer.world_size} x {trainer.strategy.root_device.type}"
+    sizes = {p: p.numel() for p in module.parameters() if not is_lazy(p)}
+    count, trained = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
+    of_them = "" if trained == count else f", of which {get_human_readable_count(trained)} are trained"
+    ranks = f"{trainer.world_size} x " if trainer.world_size > 1 else ""
+    device = trainer.strategy.root_device.type if ranks else trainer.strategy.root_device
     name = getattr(module, "name", type(module).__name__)
-    text = f"{name}: {format_count(count)} parameters{of_them}, on {device} in {trainer.precision}"
+    text = f"{name}: {get_human_readable_count(count)} parameters{of_them}, on {ranks}{device} in {trainer.precision}"
     sources = getattr(module, "sources", ())
     return text if not sources or trainer.ckpt_path else f"{text}; from the weights of {' and '.join(sources)}"
 
 
-def format_count(count: int) -> str:
-    """Return a count with three digits, such as 3.52 M."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)
-
-
 def make_table(metrics: dict[str, float], title: str) -> Table:
     """Return a table of metrics under their full names, as they can be monitored."""
-    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    rows.add_column("metric", overflow="fold")
+    rows = Table("metric", title=title, title_justify="left", box=box.SIMPLE_HEAD)
     rows.add_column("value", justify="right")
     for name, value in metrics.items():
         counts = value.is_integer() and abs(value) > 1

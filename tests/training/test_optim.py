@@ -1,6 +1,7 @@
 """Groups and schedule against hand-computed values."""
 
 import math
+import re
 
 import lightning.pytorch as pl
 import pytest
@@ -22,11 +23,11 @@ def trainer(batches: float = 10, **settings) -> pl.Trainer:
     return made
 
 
-def schedule(optimizer, settings: OptimizerSettings, trainer: pl.Trainer, state: dict | None = None) -> WarmupDecay:
-    """A schedule that has begun, after the state of another one was loaded."""
-    made = WarmupDecay(optimizer, settings, trainer.max_steps, trainer.max_epochs)
-    if state is not None:
-        made.load_state_dict(state)
+def schedule(trainer: pl.Trainer, optimizer=None, **settings) -> WarmupDecay:
+    """A schedule that has begun."""
+    chosen = OptimizerSettings(**settings)
+    optimizer = optimizer or create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], chosen)
+    made = WarmupDecay(optimizer, chosen)
     made.begin(trainer)
     return made
 
@@ -51,31 +52,35 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
 
 
 @pytest.mark.parametrize(
-    ("settings", "setting", "remedy"),
+    ("settings", "named"),
     [
-        ({"name": "lionn"}, "optimizer.name", "did you mean lion?"),
-        ({"name": "AdamW"}, "optimizer.name", "did you mean adamw?"),
-        ({"name": "adahessian"}, "optimizer.name", "second derivatives"),
-        ({"name": "fusedadam"}, "optimizer.name", "CUDA"),
-        ({"name": "lion", "eps": 1e-8}, "optimizer.eps", "null"),
-        ({"name": "sgd", "betas": (0.9, 0.99)}, "optimizer.betas", "null"),
-        ({"name": "lion", "args": {"cautoin": True}}, "optimizer.args.cautoin", "did you mean caution?"),
-        ({"args": {"amsgard": True}}, "optimizer.args.amsgard", "did you mean amsgrad?"),
-        ({"name": "lion", "args": {"lr": 1}}, "optimizer.args", "optimizer.lr"),
-        ({"name": "muon", "args": {"adjust_lr_fn": "x"}}, "muon", "adjust_lr_fn"),
-        ({"name": "lion", "betas": (2.0, 3.0)}, "lion", "beta"),
-        ({"betas": (0.9,)}, "optimizer.betas", "two numbers"),
-        ({"betas": (0.9, 1.5)}, "optimizer.betas", "below 1"),
-        ({"name": "lion", "weight_decay": -0.1}, "optimizer.weight_decay", "0 or more"),
+        ({"name": "lionn"}, "optimizer.name"),
+        ({"name": "AdamW"}, "did you mean adamw?"),
+        ({"name": "adahessian"}, "optimizer.name"),
+        ({"name": "fusedadam"}, "fusedadam"),
+        ({"name": "lion", "eps": 1e-8}, "eps"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "betas"),
+        ({"name": "lion", "args": {"cautoin": True}}, "cautoin"),
+        ({"args": {"amsgard": True}}, "amsgard"),
+        ({"name": "lion", "args": {"lr": 1}}, "lr"),
+        ({"name": "muon", "args": {"adjust_lr_fn": "x"}}, "adjust_lr_fn"),
+        ({"name": "lion", "betas": (2.0, 3.0)}, "beta"),
+        ({"betas": (0.9,)}, "optimizer.betas"),
+        ({"betas": (0.9, 1.5)}, "optimizer.betas"),
+        ({"name": "lion", "weight_decay": -0.1}, "optimizer.weight_decay"),
+        ({"clip_norm": -1.0}, "optimizer.clip_norm"),
+        ({"max_skipped": -1}, "optimizer.max_skipped"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps"),
+        ({"warmup_epochs": -1}, "optimizer.warmup_epochs"),
+        ({"default_warmup_steps": -1}, "optimizer.default_warmup_steps"),
+        ({"decay": "step"}, "optimizer.decay"),
     ],
 )
-def test_optimizers_and_arguments_that_cannot_work_are_refused(settings, setting, remedy):
+def test_settings_that_cannot_work_are_refused(settings, named):
     state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=setting) as refused:
+    with pytest.raises(ValueError, match=re.escape(named)) as refused:
         OptimizerSettings(**settings)
-    assert remedy in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) <= 120
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -151,126 +156,85 @@ def test_undecayed_names_and_a_locked_model():
         param_groups(model.requires_grad_(False), 0.5)
 
 
-def test_schedule_is_linear_then_cosine_between_the_given_rates():
-    settings = OptimizerSettings(lr=1.0, start_lr=0.2, end_lr=0.1, warmup_steps=4)
-    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
-    scheduler = schedule(optimizer, settings, trainer(max_steps=12))
-    rates = []
-    for _ in range(14):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
-    assert rates[4] == pytest.approx(1.0)
-    assert rates[8] == pytest.approx(0.55)  # half of the cosine
-    assert rates[12:] == pytest.approx([0.1, 0.1])  # and it stays at the end
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-
-
-def test_a_linear_decay_is_a_line():
-    settings = OptimizerSettings(lr=1.0, end_lr=0.2, warmup_steps=2, decay="linear")
-    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
-    scheduler = schedule(optimizer, settings, trainer(max_steps=6))
-    assert [scheduler.factor(step) for step in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+COSINE = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("settings", "warmup", "total"),
+    ("settings", "steps", "rates"),
     [
-        ({"max_epochs": 4}, 10, 40),
-        ({"max_epochs": 4, "accumulate_grad_batches": 4}, 3, 12),
-        ({"max_epochs": 4, "max_steps": 25}, 10, 25),
-        ({"max_epochs": -1, "max_steps": 25}, 10, 25),
-        ({"max_epochs": 2}, 10, 20),
-        ({"max_epochs": 1}, 1, 10),  # not longer than half of the run: a tenth of it
-        ({"max_epochs": 1, "max_steps": 3}, 0, 3),
-        ({"batches": math.inf, "max_epochs": -1, "max_steps": 50}, 5, 50),
-        ({"batches": 1, "fast_dev_run": True}, 0, 1),
+        ({"start_lr": 0.2, "end_lr": 0.1, "warmup_steps": 4}, 12, [0.4, 0.6, 0.8, 1.0, *COSINE, 0.1, 0.1]),
+        ({"end_lr": 0.2, "warmup_steps": 2, "decay": "linear"}, 6, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
     ],
 )
-def test_lengths_come_from_the_configuration(settings, warmup, total):
-    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
-    scheduler = schedule(optimizer, OptimizerSettings(), trainer(**settings))
-    assert (scheduler.warmup, scheduler.total) == (warmup, total)
+def test_the_rate_of_each_step(settings, steps, rates):
+    made = schedule(trainer(max_steps=steps), lr=1.0, **settings)
+    measured = []
+    for _ in rates:
+        measured.append(made.optimizer.param_groups[0]["lr"])
+        made.optimizer.step()
+        made.step()
+    assert measured == pytest.approx(rates)
 
 
-def test_a_default_in_steps_shrinks_as_an_epoch_does_and_one_that_is_set_counts_in_a_dry_run_only():
-    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
-    default = OptimizerSettings(default_warmup_steps=1000)
-    for steps, warmup in ((10_000, 1000), (2000, 1000), (1999, 199), (3, 0)):
-        assert schedule(optimizer, default, trainer(max_epochs=-1, max_steps=steps)).warmup == warmup
-    assert schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(fast_dev_run=True)).warmup == 0
+@pytest.mark.parametrize(
+    ("settings", "run", "warmup", "total"),
+    [
+        ({}, {"max_epochs": 4}, 10, 40),
+        ({}, {"max_epochs": 4, "accumulate_grad_batches": 4}, 3, 12),
+        ({}, {"max_epochs": 4, "max_steps": 25}, 10, 25),
+        ({}, {"max_epochs": -1, "max_steps": 25}, 10, 25),
+        ({}, {"max_epochs": 2}, 10, 20),
+        ({}, {"max_epochs": 1}, 1, 10),  # not longer than half of the run: a tenth of it
+        ({}, {"max_epochs": 1, "max_steps": 3}, 0, 3),
+        ({}, {"batches": math.inf, "max_epochs": -1, "max_steps": 50}, 5, 50),
+        ({}, {"batches": 1, "fast_dev_run": True}, 0, 1),
+        ({"warmup_epochs": 1}, {"batches": 1, "fast_dev_run": True}, 0, 1),
+        ({"warmup_epochs": 1.5}, {"max_epochs": 4}, 15, 40),
+        ({"warmup_epochs": 1}, {"max_epochs": 1}, 1, 10),  # one that is set may be up to the run's length
+        ({"warmup_epochs": 1}, {"max_epochs": 4, "max_steps": 11}, 10, 11),
+        ({"warmup_steps": 3, "warmup_epochs": 1}, {"max_epochs": 4}, 3, 40),
+        ({"default_warmup_steps": 1000}, {"max_epochs": -1, "max_steps": 2000}, 1000, 2000),
+        ({"default_warmup_steps": 1000}, {"max_epochs": -1, "max_steps": 1999}, 199, 1999),
+        ({"default_warmup_steps": 1000}, {"max_epochs": -1, "max_steps": 3}, 0, 3),
+    ],
+)
+def test_lengths_come_from_the_configuration(settings, run, warmup, total):
+    made = schedule(trainer(**run), **settings)
+    assert (made.warmup, made.total) == (warmup, total)
 
 
-def test_lengths_that_cannot_be_known_or_do_not_fit_are_refused():
-    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+def test_lengths_that_cannot_be_known_are_refused():
     with pytest.raises(ValueError, match="max_steps"):
-        schedule(optimizer, OptimizerSettings(), trainer(batches=math.inf))
+        schedule(trainer(batches=math.inf))
     with pytest.raises(ValueError, match="warmup_steps"):
-        schedule(optimizer, OptimizerSettings(warmup_epochs=1), trainer(batches=math.inf, max_steps=5))
-    with pytest.raises(ValueError, match="clip_norm is -1"):
-        OptimizerSettings(clip_norm=-1.0)
-    with pytest.raises(ValueError, match="max_skipped is -1"):
-        OptimizerSettings(max_skipped=-1)
-    for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
-        with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or more"):
-            OptimizerSettings(**{name: -1})
-    with pytest.raises(ValueError, match="decay is 'step'; it must be one"):
-        OptimizerSettings(decay="step")
-
-
-@pytest.mark.parametrize("setting", [{"warmup_epochs": 1}, {"warmup_steps": 10}, {}, {"default_warmup_steps": 9}])
-def test_a_warmup_shortened_for_a_run_stays_when_the_run_is_extended(setting, caplog):
-    def make(epochs: int, state: dict | None = None, **more) -> WarmupDecay:
-        settings = OptimizerSettings(**setting | more)
-        optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
-        return schedule(optimizer, settings, trainer(max_epochs=epochs), state)
-
-    with caplog.at_level("INFO"):
-        short = make(1)
-    assert short.warmup == 1
-    is_set = "default_warmup_steps" not in setting and setting != {}
-    assert any("warm-up shortened to 1" in line for line in caplog.messages) == is_set
-    extended = make(4)
-    assert extended.warmup == (9 if "default_warmup_steps" in setting else 10)
-    assert make(4, short.state_dict()).warmup == 1
-    assert make(4, short.state_dict(), warmup_steps=3).warmup == 3
-    changed = make(4, {"last_epoch": 2}, warmup_steps=3)  # of an earlier version
-    assert (changed.warmup, changed.last_epoch) == (3, 2)
+        schedule(trainer(batches=math.inf, max_steps=5), warmup_epochs=1)
+    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], OptimizerSettings())
+    made = WarmupDecay(optimizer, OptimizerSettings())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="on_train_start"):
+        made.step()
 
 
 def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuration():
-    def make(**settings) -> tuple[torch.optim.Optimizer, WarmupDecay]:
+    def make(**settings) -> WarmupDecay:
         chosen = OptimizerSettings(warmup_steps=2, **settings)
-        optimizer = create_optimizer(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen)
-        return optimizer, WarmupDecay(optimizer, chosen, -1, 4)
+        return WarmupDecay(create_optimizer(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen), chosen)
 
-    old, old_schedule = make(lr=1.0, weight_decay=0.1)
-    old_schedule.begin(trainer())
+    old, new = make(lr=1.0, weight_decay=0.1), make(lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
+    old.begin(trainer())
     for _ in range(5):
+        old.optimizer.step()
         old.step()
-        old_schedule.step()
-    new, new_schedule = make(lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
+    new.optimizer.load_state_dict(old.optimizer.state_dict())
     new.load_state_dict(old.state_dict())
-    new_schedule.load_state_dict(old_schedule.state_dict())
-    new_schedule.begin(trainer())
-    assert new.param_groups[1]["lr"] == pytest.approx(old.param_groups[1]["lr"] / 2)
-    assert new.param_groups[1]["weight_decay"] == 0.3
-    assert new.param_groups[0]["weight_decay"] == 0.0
-    assert new.param_groups[1]["betas"] == (0.8, 0.9)
-
-
-def test_a_schedule_that_has_not_begun_is_one_error():
-    settings = OptimizerSettings()
-    optimizer = create_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], settings)
-    scheduler = WarmupDecay(optimizer, settings, 5, None)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="on_train_start"):
-        scheduler.step()
+    new.begin(trainer())
+    (rest, decayed), (_, before) = new.optimizer.param_groups, old.optimizer.param_groups
+    assert decayed["lr"] == pytest.approx(before["lr"] / 2)
+    assert (decayed["weight_decay"], rest["weight_decay"], decayed["betas"]) == (0.3, 0.0, (0.8, 0.9))
 
 
 def test_layer_scale_multiplies_the_rate():
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = create_optimizer([{"params": [parameter], "lr_scale": 0.25}], OptimizerSettings(lr=2.0))
-    schedule(optimizer, OptimizerSettings(lr=2.0, warmup_steps=4), trainer())
+    group = {"params": [nn.Parameter(torch.zeros(2))], "lr_scale": 0.25}
+    optimizer = create_optimizer([group], OptimizerSettings(lr=2.0))
+    schedule(trainer(), optimizer, lr=2.0, warmup_steps=4)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * 0.25 / 4)

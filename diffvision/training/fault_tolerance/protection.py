@@ -18,7 +18,6 @@ then that of the module; a hook that is not named here is empty.
                                 Throughput        samples per second
                                 LambdaMonitor     lambda of each layer
                                 DataReport        count the batch
-                                RunSummary        keep the loss, where batches are to be overfitted
                                 Preemption        the ranks agree on signals
                                 ModelCheckpoint   save, on the steps that it was told
                                 LastCheckpoint    note the position in the data, before a step to save at
@@ -26,24 +25,22 @@ then that of the module; a hook that is not named here is empty.
 
 Where a validation is due it follows, and every save calls these:
 
-    on_validation_start         ProgressLine      time the validation
-                                RunSummary        note the metrics before it
+    on_validation_start         ProgressLine      begin its bar
                                 Preemption        count how often ranks ask for signals
     on_validation_epoch_start   EMA               the averages go into the module
                                 TrainingModule    begin the sums
     on_validation_batch_start   ProgressLine      redraw the line
                                 Preemption        the ranks agree on signals: end
     validation_step             TrainingModule    evaluate, or add to the sums
+    on_validation_batch_end     ProgressLine      redraw the line
     on_validation_epoch_end     EMA               the training weights come back
                                 TrainingModule    log the metrics
     on_validation_end           ProgressLine      show the metrics
                                 Throughput        leave out the time
-                                RunSummary        note the metrics
                                 ModelCheckpoint   save the best
 
     on_save_checkpoint          EMA               both sets of weights
                                 DataReport        what was counted of the epoch
-                                RunSummary        names of the metrics
                                 LastCheckpoint    random generators, settings, the position in the data
                                 TrainingModule    what rebuilds the model
 """
