@@ -11,10 +11,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim.lr_scheduler import LambdaLR
 
-from diffvision.training.fault_tolerance.lightning_internals import is_dry_run
+from diffvision.training.fault_tolerance.lightning_internals import find_callbacks, is_dry_run
 from diffvision.training.optim import OptimizerSettings
 
 
@@ -81,17 +82,23 @@ class WarmupDecay(LambdaLR):
         self.last_epoch = state_dict["last_epoch"]
 
 
-def epoch_steps(trainer: pl.Trainer) -> int | None:
-    """Return the optimizer steps of an epoch; None where the loader does not know its length."""
+def epoch_steps(trainer: pl.Trainer, epoch: int = 0) -> int | None:
+    """Return the optimizer steps of an epoch; None where the loader does not know its length.
+
+    GradientAccumulationScheduler changes them from epoch to epoch.
+    """
+    every = trainer.accumulate_grad_batches
+    for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):
+        every = scheduler.get_accumulate_grad_batches(epoch)
     batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+    return math.ceil(batches / every) if math.isfinite(batches) else None
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
     """Return the optimizer steps of a run, in all its processes; None where neither steps nor epochs limit them."""
     limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and (epoch := epoch_steps(trainer)) is not None:
-        limits.append(epoch * trainer.max_epochs)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and epoch_steps(trainer) is not None:
+        limits.append(sum(epoch_steps(trainer, number) or 0 for number in range(trainer.max_epochs)))
     return min(limits, default=None)
 
 
