@@ -190,7 +190,6 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             _use_text_attention(tower, *requested)
         return tower
 
-    build_text_tower._replaces = build  # type: ignore[attr-defined]
     return build_text_tower
 
 
@@ -212,7 +211,6 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *requested)
         return tower
 
-    build_vision_tower._replaces = build  # type: ignore[attr-defined]
     return build_vision_tower
 
 
@@ -231,7 +229,6 @@ def _wrap_tokenizer(get: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {"bpe_path": str(Path(__file__).with_name(Path(file).name)), **kwargs}
         return get(model_name, context_length, cache_dir, **kwargs)
 
-    get_tokenizer._replaces = get  # type: ignore[attr-defined]
     return get_tokenizer
 
 
@@ -299,25 +296,15 @@ def patch() -> None:
     Raises:
         RuntimeError: the installed OpenCLIP lacks what the hooks need; nothing was changed.
     """
-    if not hasattr(getattr(*_TEXT, None), "_replaces"):
+    if not hasattr(getattr(*_TEXT, None), _PREFIX):
         _check_host()
         for (module, name), wrap in _WRAPPERS.items():
             function = getattr(module, name)
-            _rebind(name, function, wrap(function))
+            wrapper = wrap(function)
+            setattr(wrapper, _PREFIX, True)
+            _rebind(name, function, wrapper)
         open_clip.pretrained._PRETRAINED.update(TAGS)
     open_clip.factory._MODEL_CONFIGS.update(CONFIGS)
-
-
-def unpatch() -> None:
-    """Undo `patch`: restore OpenCLIP's functions, remove our names and tags. Models already built keep working."""
-    for module, name in _WRAPPERS:
-        wrapper: Any = getattr(module, name, None)
-        if hasattr(wrapper, "_replaces"):
-            _rebind(name, wrapper, wrapper._replaces)
-    for name in TAGS:
-        open_clip.pretrained._PRETRAINED.pop(name, None)
-    for name in CONFIGS:
-        open_clip.factory._MODEL_CONFIGS.pop(name, None)
 
 
 def model_names() -> list[str]:

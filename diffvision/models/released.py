@@ -67,7 +67,6 @@ def wrap_download(download: Callable[..., str]) -> Callable[..., str]:
             ) from error
         return str(converted(Path(file), cfg["hf_hub"].rpartition("/")[0], cache_dir))
 
-    download_pretrained._replaces = download  # type: ignore[attr-defined]
     return download_pretrained
 
 

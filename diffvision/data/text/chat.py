@@ -14,8 +14,9 @@ import tokenizers
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.documents import RowMember
 from diffvision.data.text.templates import check_template, render
-from diffvision.data.text.tokenizers import Tokenizer, read_config, read_special_token
+from diffvision.data.text.tokenizers import Tokenizer
 from diffvision.files import decoded
+from diffvision.tokenizer_settings import CHAT_TEMPLATE, read_config, read_special_token, read_template
 
 CHATML = """\
 {%- for message in messages %}
@@ -34,9 +35,6 @@ QUESTION = """\
 TEMPLATES = {"chatml": CHATML, "question": QUESTION, "plain": PLAIN}
 """ChatML; and for models of plain text, with the end of a document after each answer, "Question: ...", a line "Answer:"
 and the answer, or contents one directly after another."""
-
-CHAT_TEMPLATE = "chat_template.jinja"
-"""The file next to a tokenizer that holds its template, as transformers writes it."""
 
 ASSISTANT = "assistant"
 _ROLES = {"human": "user", "gpt": ASSISTANT}
@@ -354,9 +352,7 @@ def _turn(message: Any, role: str, content: str) -> dict[str, Any]:
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return a tokenizer's chat template, the default one if there are several; None if there is none."""
-    if (file := folder / CHAT_TEMPLATE).is_file():
-        return decoded(file.read_bytes(), file)
-    template = config.get("chat_template")
+    template = read_template(folder, config)
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

@@ -21,7 +21,7 @@ from diffvision.data.shards.remote import identity
 from diffvision.data.shards.report import BadDataError, Limits
 from diffvision.data.shards.sample import BadSample, SampleId
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.chat import CHAT_TEMPLATE, Chat
+from diffvision.data.text.chat import Chat
 from diffvision.data.text.documents import DocumentAccount, JsonLines, TextMember
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.text.tokens import (
@@ -37,6 +37,7 @@ from diffvision.data.text.tokens import (
 )
 from diffvision.files import locked, scratch, sweep, user_cache
 from diffvision.progress import bar
+from diffvision.tokenizer_settings import CHAT_TEMPLATE
 
 _ROWS = 256  # samples in one piece of a worker's work; one where a sample has many documents
 

@@ -15,13 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from diffvision.files import replacing
+from diffvision.tokenizer_settings import CONFIG, USUAL_ENDS, find_end, read_config, read_special_token
 
 END = "<|endoftext|>"
 """The end of a document in tokenizers trained here and in GPT-2's."""
 
 FILE = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"  # where Hugging Face says which of the special tokens ends a text
-_KNOWN_ENDS = (END, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _BYTES = 256
 _MAX_VOCABULARY = 1 << 24
 
@@ -72,9 +71,9 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, eos: str | None = None, bos: str | None = None) -> None:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if eos is None:
-            eos = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
+            eos = find_end(vocabulary, {})
         if eos is None or eos not in vocabulary:
-            wanted = repr(eos) if eos else "any of " + ", ".join(_KNOWN_ENDS)
+            wanted = repr(eos) if eos else "any of " + ", ".join(USUAL_ENDS)
             raise ValueError(
                 f"the tokenizer has no token for the end of a document, {wanted}: add one, or give its name as eos"
             )
@@ -149,7 +148,7 @@ class Tokenizer:
         _write(path, json.loads(self._backend.to_str()))
         begins = {} if self.bos is None else {"bos_token": self.bos, "add_bos_token": True}
         if begins or Tokenizer(tokenizers.Tokenizer.from_file(str(path))).eos != self.eos:
-            _write(path.with_name(_CONFIG), {"eos_token": self.eos, **begins})
+            _write(path.with_name(CONFIG), {"eos_token": self.eos, **begins})
 
     def _encode_eos_name(self, text: str) -> list[int]:
         """Encode a text that has the name of the end token in it, as characters.
@@ -198,29 +197,6 @@ def _write(path: Path, content: Any) -> None:
     """Write a JSON file, whole or not at all."""
     with replacing(path) as file:
         file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json in a folder, empty where there is none.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
-    path = folder / _CONFIG
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON, or nested too deeply: {error}") from None
-    return config if isinstance(config, dict) else {}
-
-
-def read_special_token(config: dict[str, Any], name: str) -> str | None:
-    """Return a special token such as bos_token of `read_config`; None where it is not a text."""
-    value = config.get(name)
-    token = value.get("content") if isinstance(value, dict) else value
-    return token if isinstance(token, str) else None
 
 
 def _read_ends(path: Path) -> tuple[str | None, str | None]:

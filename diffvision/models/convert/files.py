@@ -32,10 +32,10 @@ from diffvision.models.convert.layouts import (
 )
 from diffvision.models.convert.state import check_fits, few, read_about, read_state
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.end_tokens import end_token, text_settings
 from diffvision.models.names import DIFFCLIP_PREPROCESS
 from diffvision.models.weight_files import check_weights_name, read_json
 from diffvision.nn import depth_lambda_init
+from diffvision.tokenizer_settings import find_end, read_config, text_settings
 
 ARCHITECTURES = {
     "diffllama": "DiffLlamaForCausalLM",
@@ -244,9 +244,9 @@ def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int
     """Write the tokenizer for transformers, with its end token; return the settings of config.json that name it."""
     shutil.copy(file, target / "tokenizer.json")
     vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
-    end = end_token(file, vocabulary)
+    end = find_end(vocabulary, read_config(file.parent))
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-    values |= text_settings(file)
+    values |= text_settings(file.parent)
     if end is not None:
         values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
     (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -17,8 +17,8 @@ from torch import Tensor
 from diffvision.models.architecture import KEY, check, metadata, recorded
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.end_tokens import CHAT_TEMPLATE
 from diffvision.models.weight_files import read_json, refuse_urls, unreadable
+from diffvision.tokenizer_settings import CHAT_TEMPLATE, CONFIG
 
 __all__ = ["create", "find_tokenizer", "load", "origin_of", "save"]
 
@@ -161,7 +161,7 @@ def _check_device(device: torch.device | str) -> None:
 def _copy_tokenizer(file: Path, folder: Path) -> None:
     """Copy a tokenizer with its settings and chat template into a model's folder."""
     # The settings name the tokens that begin and end a document.
-    neighbours = [file.with_name(name) for name in ("tokenizer_config.json", CHAT_TEMPLATE)]
+    neighbours = [file.with_name(name) for name in (CONFIG, CHAT_TEMPLATE)]
     copied = [(file, folder / _TOKENIZER), *((one, folder / one.name) for one in neighbours if one.is_file())]
     for source, target in copied:
         if source.resolve() != target.resolve():

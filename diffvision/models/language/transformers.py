@@ -30,7 +30,6 @@ from transformers.utils import can_return_tuple
 from diffvision.models import language
 from diffvision.models.convert.transformers import is_llama_with_v2, to_hugging_face
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.language.end_tokens import USUAL_NAMES, end_token, text_settings
 from diffvision.models.language.modeling_diffllama_v2 import (
     DiffLlamaV2Config,
     DiffLlamaV2ForCausalLM,
@@ -45,6 +44,7 @@ from diffvision.models.language.transformers_decoder import (
     record,
 )
 from diffvision.nn.linear import Linear
+from diffvision.tokenizer_settings import USUAL_ENDS, find_end, read_config, text_settings
 
 # In files the output projection is where `LanguageModel` has it.
 _HEAD_IN_FILES = "model.head.weight"
@@ -293,7 +293,7 @@ def fast_tokenizer(file: Path, vocab_size: int, max_length: int, eos: str | None
         vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{file} is not a file of the tokenizers library: {error}") from None
-    eos = eos or end_token(file, vocabulary) or USUAL_NAMES[0]
+    eos = eos or find_end(vocabulary, read_config(file.parent)) or USUAL_ENDS[0]
     if eos not in vocabulary:
         raise ValueError(f"{file} has no token {eos!r} that ends a document: name the one that does with eos")
     if (size := max(vocabulary.values()) + 1) > vocab_size:
@@ -304,7 +304,7 @@ def fast_tokenizer(file: Path, vocab_size: int, max_length: int, eos: str | None
         pad_token=eos,
         padding_side="left",
         model_max_length=max_length,
-        **text_settings(file),
+        **text_settings(file.parent),
     )
 
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from diffvision.cli import main
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards
-from diffvision.data.text.chat import CHAT_TEMPLATE, CHATML, TEMPLATES, Chat, open_chat, read_messages
+from diffvision.data.text.chat import CHATML, TEMPLATES, Chat, open_chat, read_messages
 from diffvision.data.text.templates import render
 from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
 from diffvision.data.text.tokens import TokenFiles
@@ -318,7 +318,7 @@ def test_the_command_writes_the_same_of_a_file_and_of_shards(shards, tmp_path, c
     tokenizer = load_tokenizer(tmp_path / "made")
     assert [tokenizer.decode(ids) for ids in made.documents()] == [r["prompt"] + r["response"] + END for r in ROWS]
     assert (made.account.learned, made.account.bad) == (sum(len(r["response"]) + 1 for r in ROWS), 1)
-    assert (tmp_path / "made" / CHAT_TEMPLATE).read_text() == TEMPLATES["plain"]
+    assert (tmp_path / "made" / "chat_template.jinja").read_text() == TEMPLATES["plain"]
     assert main(["data", "check", str(tmp_path / "made"), "--num_workers", "0"]) == 0
 
 
