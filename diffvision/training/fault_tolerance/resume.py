@@ -32,7 +32,6 @@ from diffvision.training.fault_tolerance.checkpoints import (
     clean,
     explain_unwritable,
     find_newest,
-    is_remote,
     read_checkpoint,
     set_aside,
 )
@@ -40,7 +39,6 @@ from diffvision.training.fault_tolerance.exact import LastCheckpoint, list_few, 
 
 Resume = Literal["auto", "must", "never"]
 Ranks = Literal["same", "any"]
-NAMED = ("best", "last", "hpc")  # values of ckpt_path that Lightning resolves to a file by itself, without checking it
 LOCK = ".lock"
 SEPARATE = "a separate directory (the logger's version, or ModelCheckpoint's dirpath)"
 
@@ -60,10 +58,6 @@ def prepare(
         raise ValueError(
             f"ckpt_path is {ckpt_path} and resume is {how}: give one of them, because both say where to resume from"
         )
-    if ckpt_path in NAMED:
-        raise ValueError(f"ckpt_path is {ckpt_path}: give a file, or --resume auto, which checks what it finds")
-    if is_remote(ckpt_path or ""):
-        raise ValueError(f"ckpt_path must be a local file, got {ckpt_path}: download it, and give the file")
     with ExitStack() as stack, warnings.catch_warnings():
         # These directories may hold files: what a run could overwrite in them is refused or kept below.
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
@@ -129,25 +123,18 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
             f"no checkpoint in {held[0].parent} can be resumed from: move {list_few(p.name for p in held)} away, or "
             "set another logger version"
         )
-    others = list_few(_versions(logger))
-    elsewhere = f" (there are checkpoints of {others} in {logger.root_dir})" if others else ""
-    rank_zero_info(f"nothing to resume from in {searched}: a new run{elsewhere}")
+    rank_zero_info(f"nothing to resume from in {searched}: a new run")
     return None
 
 
 def _adopt_version(logger: Any) -> bool:
     """Let a logger without a chosen version continue the last one with checkpoints; return whether there is one."""
-    if not lightning_internals.has_open_version(logger):
+    if not lightning_internals.has_open_version(logger) or logger.root_dir is None:
         return False
-    numbers = [int(name.removeprefix("version_")) for name in _versions(logger) if re.fullmatch(r"version_\d+", name)]
+    names = {path.parents[1].name for path in Path(logger.root_dir).glob(f"version_*/checkpoints/*{SUFFIX}")}
+    numbers = [int(name.removeprefix("version_")) for name in names if re.fullmatch(r"version_\d+", name)]
     lightning_internals.set_version(logger, max(numbers, default=None))
     return bool(numbers)
-
-
-def _versions(logger: Any) -> list[str]:
-    """Return the names of a logger's versions that hold checkpoints."""
-    root = getattr(logger, "root_dir", None)
-    return sorted({path.parents[1].name for path in Path(root).glob(f"*/checkpoints/*{SUFFIX}")}) if root else []
 
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
@@ -187,7 +174,7 @@ def lock(directory: Path) -> Iterator[None]:
 def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
     """Check that this module, in so many processes, can resume from a checkpoint; return its content."""
     if not Path(path).exists():
-        raise FileNotFoundError(f"no checkpoint {path}: give a file that exists, or --resume auto")
+        raise FileNotFoundError(f"no checkpoint {path}: give a local file, or --resume auto")
     try:
         checkpoint = read_checkpoint(path)
     except ValueError as error:
