@@ -194,11 +194,6 @@ def disable_signal_handlers(trainer: pl.Trainer) -> None:
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
 
-def forks_ranks(launcher: Any) -> bool:
-    """Return whether a launcher forks or spawns all ranks, so that this process only waits for them."""
-    return any(cls.__module__.endswith("launchers.multiprocessing") for cls in type(launcher).__mro__)
-
-
 def forget_started_ranks(launcher: Any) -> None:
     """Stop a launcher from watching the ranks that it has started: one that ends preempted would end all of them."""
     getattr(launcher, "procs", []).clear()

@@ -1,4 +1,4 @@
-"""Signals: every rank agrees after a step, one checkpoint is written before the next, and the run ends or continues.
+"""Signals: every rank agrees after a step, one checkpoint is written before the next, and the run ends.
 
 Lightning's handlers work inside the signal (a broadcast, a save), and hang where only one rank receives it; these only
 note it. In an evaluation the run ends between two batches; `last.ckpt` is then of the step before it. Workers of a rank
@@ -8,14 +8,13 @@ are in `workers`.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -23,14 +22,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.multiprocessing import ProcessExitedException
 
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import PREEMPTED
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.workers import shield_workers
 
-SAVE = signal.SIGUSR2  # the run continues
 PATIENCE = 1.0  # seconds of training after which ranks ask each other for signals; less than a step: after each step
 MOST = 16  # steps after which they ask at the latest, as steps may become slower
 AGAIN = b"Ctrl-C: saving after this step and ending; a second one ends at once\n"
@@ -44,7 +41,7 @@ class Preempted(SIGTERMException):
 
 
 class Preemption(pl.Callback):
-    """Lets a fit save and end on SIGTERM and SIGINT, save and continue on SIGUSR2, and requeue itself under SLURM.
+    """Lets a fit save and end on SIGTERM and SIGINT, and requeue itself under SLURM.
 
     A signal to one rank is one to all. They agree over a separate gloo group, on CPUs: no accelerator's queue waits.
 
@@ -57,7 +54,7 @@ class Preemption(pl.Callback):
         self.received: set[int] = set()
         self._group: Any = None  # None: there is one rank
         self._agreed = 0  # the signal that is acted on before the next batch
-        self._known: tuple[int, ...] = (SAVE, signal.SIGINT, signal.SIGTERM)  # of several received, the last one counts
+        self._known: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)  # of several received, the last one counts
         self._requeues: int | None = None
         self._before: dict[int, Any] = {}
         self._shield = ExitStack()
@@ -77,7 +74,7 @@ class Preemption(pl.Callback):
         environment = lightning_internals.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._requeues = environment.requeue_signal
-            self._known = (SAVE, self._requeues, signal.SIGINT, signal.SIGTERM)
+            self._known = (self._requeues, signal.SIGINT, signal.SIGTERM)
         lightning_internals.disable_signal_handlers(trainer)
         if threading.current_thread() is threading.main_thread():
             self._shield.enter_context(shield_workers())
@@ -144,7 +141,7 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End a run that has not trained yet, without a checkpoint."""
-        if (number := self._agree_on_signal()) not in (0, SAVE):
+        if number := self._agree_on_signal():
             raise Preempted(number)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -159,17 +156,11 @@ class Preemption(pl.Callback):
             self.last.keep_position(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Save on a signal; unless it asks only for that, requeue the job and stop."""
-        if not (number := self._agreed):
-            return
-        path = None if self.last is None else self.last.save(trainer, PREEMPTED)
-        saved = "no ModelCheckpoint says where to save, so nothing is saved" if path is None else f"saved {path}"
-        self.received.discard(SAVE)
-        self._agreed = 0
-        if number != SAVE:
-            self._end(trainer, number, f"{saved} at step {trainer.global_step}")
-        elif trainer.is_global_zero:
-            print(f"{signal.Signals(number).name}: {saved}", file=sys.stderr, flush=True)
+        """Save on a signal, requeue the job and stop."""
+        if self._agreed:
+            path = None if self.last is None else self.last.save(trainer, PREEMPTED)
+            saved = "no ModelCheckpoint says where to save, so nothing is saved" if path is None else f"saved {path}"
+            self._end(trainer, self._agreed, f"{saved} at step {trainer.global_step}")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count how often the ranks will ask each other in this validation."""
@@ -192,9 +183,9 @@ class Preemption(pl.Callback):
             yield batch
 
     def _interrupt(self, trainer: pl.Trainer) -> None:
-        """End a run in an evaluation, if a signal asks for it; one that only asks to save waits for the next step."""
-        number = self._agreed if self._agreed not in (0, SAVE) else self._agree_on_signal()
-        if number not in (0, SAVE) and trainer.state.fn == "fit":
+        """End a run in an evaluation, if a signal asks for it."""
+        number = self._agreed or self._agree_on_signal()
+        if number and trainer.state.fn == "fit":
             self._end(trainer, number, f"ended in an evaluation after step {trainer.global_step}")
 
     def _end(self, trainer: pl.Trainer, number: int, what: str) -> NoReturn:
@@ -231,30 +222,7 @@ def requeue() -> None:
     job = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    if not re.fullmatch("[0-9_-]+", job):
-        raise ValueError(f"SLURM_JOB_ID is {job!r}: set it to the job's number")
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"diffvision: error: job {job} was not requeued: {error}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def forward_signals(trainer: pl.Trainer) -> Iterator[None]:
-    """Forward signals to the ranks that this process has forked and only waits for, and end as they do."""
-    launcher: Any = trainer.strategy.launcher
-    waits = lightning_internals.forks_ranks(launcher) and threading.current_thread() is threading.main_thread()
-    before = {}
-    for number in (signal.SIGTERM, SAVE) if waits else ():
-        before[number] = signal.signal(number, lambda number, frame: launcher.kill(number))
-    try:
-        yield
-    except ProcessExitedException as error:
-        if error.exit_code <= 128:
-            raise
-        ignore_until_the_end(before)
-        before.clear()
-        raise SystemExit(error.exit_code) from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -104,7 +104,7 @@ def fitted(root, module, *, batches=6, **settings):
     """The trainer and the exit status of a fit."""
     trainer = trainer_of(root, **settings)
     data = DataLoader(torch.ones(batches, 3))
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     code = 0
     try:
@@ -115,7 +115,7 @@ def fitted(root, module, *, batches=6, **settings):
     for number, handler in before.items():
         signal.signal(number, handler)
     ignored = {number for number in numbers if after[number] is signal.SIG_IGN} - {signal.SIGUSR1}
-    assert ignored == ({signal.SIGTERM, signal.SIGUSR2} if code else set())
+    assert ignored == ({signal.SIGTERM} if code else set())
     assert after[signal.SIGINT] == before[signal.SIGINT]
     return trainer, code
 
@@ -251,17 +251,6 @@ def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
     _, code = fitted(tmp_path, Tiny(2, interrupt))
     assert (code, saved(tmp_path)["global_step"]) == (130, 3)
     assert handlers == [signal.SIG_DFL]
-
-
-def test_sigusr2_saves_and_continues(tmp_path):
-    torch.manual_seed(1)
-    plain = Tiny()
-    fitted(tmp_path / "plain", plain)
-    torch.manual_seed(1)
-    module = Tiny(2, send(signal.SIGUSR2))
-    trainer, code = fitted(tmp_path / "saved", module)
-    assert (code, saved(tmp_path / "saved")["global_step"], trainer.global_step) == (0, 3, 12)
-    assert torch.equal(module.layer.weight, plain.layer.weight)
 
 
 def test_without_a_modelcheckpoint_a_run_ends_and_says_that_nothing_is_saved(tmp_path, capsys):

@@ -1,9 +1,6 @@
 """`protect` around the fit of a script: what it adds to a trainer, and that a stopped run resumes."""
 
-import os
 import re
-import signal
-import time
 from collections import defaultdict
 
 import lightning.pytorch as pl
@@ -99,28 +96,6 @@ def test_a_checkpoint_plugin_that_was_asked_for_is_kept(tmp_path):
     trainer = trainer_of(tmp_path, 1, plugins=[Custom()])
     with protect(trainer, Tiny()):
         assert type(trainer.strategy.checkpoint_io) is Custom
-
-
-@pytest.mark.forks
-def test_a_process_that_only_waits_for_its_ranks_forwards_sigterm(tmp_path):
-    """Ranks of `ddp_fork` would train on without it."""
-
-    class Shot(Tiny):
-        def training_step(self, batch, batch_idx):
-            if self.trainer.global_step == 2 and self.global_rank == 0:
-                os.kill(os.getppid(), signal.SIGTERM)
-                time.sleep(0.5)
-            return super().training_step(batch, batch_idx)
-
-    module, trainer = Shot(), trainer_of(tmp_path, 90, devices=2, strategy="ddp_fork")
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGUSR2)}
-    try:
-        with pytest.raises(SystemExit, match="143"), protect(trainer, module):
-            trainer.fit(module, DataLoader(torch.ones(400, 3)))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert step_of(tmp_path / "kept" / "preempted.ckpt") > 2
 
 
 def test_no_modelcheckpoint_writes_the_same_file(tmp_path):
