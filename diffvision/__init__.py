@@ -15,7 +15,7 @@ from diffvision.registration import register
 if TYPE_CHECKING:
     from diffvision import models
     from diffvision.comparison.compare_command import compare
-    from diffvision.evaluation.evaluate_from_python import evaluate
+    from diffvision.evaluation.evaluate_command import evaluate
     from diffvision.models.adapt import adapt
     from diffvision.opening import Model, open_model
     from diffvision.training.from_python import fit
@@ -31,7 +31,7 @@ if not TYPE_CHECKING:
             "Model": "opening",
             "adapt": "models.adapt",
             "compare": "comparison.compare_command",
-            "evaluate": "evaluation.evaluate_from_python",
+            "evaluate": "evaluation.evaluate_command",
             "fit": "training.from_python",
             "models": None,
             "open_model": "opening",

@@ -39,7 +39,7 @@ def squares(directory, seed: int = 0):
 
 
 def length(work):
-    return {"tokens": float(sum(map(len, work.documents))), "settings": float(work.inputs["length"])}
+    return {"tokens": float(sum(map(len, work.documents)))}
 
 
 def draw(results):
@@ -49,7 +49,7 @@ def draw(results):
 
 
 COUNT = Evaluation(count, "zero_shot", "image_count", opt_in=True)
-LENGTH = LanguageEvaluation(length, draw, "documents", prepare=lambda request: request.settings["number"])
+LENGTH = LanguageEvaluation(length, draw, "documents")
 '''
 ENTRY_POINTS = """
 [diffvision]
@@ -144,7 +144,7 @@ assert main([*common, "unknown.json", "--tasks", "counts"]) == 1
     assert [name for name in modules if name.startswith(unused)] == []
 
 
-def test_task_of_a_plugin_runs_in_evaluate_language_with_its_settings(tmp_path):
+def test_task_of_a_plugin_runs_in_evaluate_language(tmp_path):
     install(tmp_path)
     (tmp_path / "a.txt").write_text("some words and more")
     program = """
@@ -155,11 +155,10 @@ from diffvision.models import language
 tokenizer = train_tokenizer(["some words and more"], 300)
 language.save(language.create("diff-debug", vocab_size=tokenizer.vocab_size), "model", tokenizer)
 common = ["evaluate-language", "model", "--tasks", "length", "--data", "a.txt", "--output", "out", "--device", "cpu"]
-assert main([*common, "--settings", '{"number": 5}']) == 0
+assert main(common) == 0
 """
     run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
     metrics = json.loads((tmp_path / "out" / "length.json").read_text())["models"]["model"]
-    assert metrics["settings"] == 5
     assert metrics["tokens"] > 2
 
 

@@ -55,7 +55,6 @@ def compare(
     """
     from diffvision.comparison.comparing import compare_models
     from diffvision.comparison.comparison_page import write
-    from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.evaluation.options import InferenceSettings
     from diffvision.evaluation.output_files import bar, check_folder, split_names
@@ -68,12 +67,11 @@ def compare(
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}: give 0 for no speed, or how often it is measured")
     device = resolve_device(device)
-    features = None if cache is None else Cache(cache)
     comparison = compare_models(
         [models] if isinstance(models, str) else [as_text(model) for model in models],
         None if data is None else split_names(data),
         None if tasks is None else split_names(tasks),
-        InferenceSettings(batch_size, num_workers, device, precision, bar, features),
+        InferenceSettings(batch_size, num_workers, device, precision, bar, cache),
         options,
         rounds,
     )

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.evaluation.evaluate_command import run
     from diffvision.evaluation.options import Options
     from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
-__all__ = ["EVALUATIONS", "Options", "evaluate", "run"]
+__all__ = ["EVALUATIONS", "Options", "evaluate"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
@@ -18,6 +17,5 @@ if not TYPE_CHECKING:
             "EVALUATIONS": "suite",
             "Options": "options",
             "evaluate": "suite",
-            "run": "evaluate_command",
         },
     )

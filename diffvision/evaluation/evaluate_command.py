@@ -2,20 +2,31 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diffvision.evaluation.options import Options, Precision
 
+if TYPE_CHECKING:
+    from diffvision.opening import Model
 
-def run(
-    model: str | list[str],
+    OneModel = str | Path | Model
+    Models = OneModel | Sequence[OneModel]
+    Texts = str | Path | Sequence[str | Path]
+else:  # what a command line can give
+    Models = Texts = str | list[str]
+
+
+def evaluate(
+    model: Models,
+    data: Texts,
     *,
-    data: str | list[str],
     checkpoint: str | None = None,
-    tasks: str | list[str] | None = None,
-    classnames: str | list[str] | None = None,
-    templates: str | list[str] | None = None,
+    tasks: Texts | None = None,
+    classnames: Texts | None = None,
+    templates: Texts | None = None,
     output: str | None = None,
     cache: str | None = None,
     batch_size: int = 64,
@@ -24,17 +35,21 @@ def run(
     precision: Precision = "fp32",
     preprocess: dict[str, Any] | None = None,
     options: Options = Options(),  # noqa: B008  frozen
-) -> dict[str, float] | dict[str, dict[str, float]]:
+) -> dict[str, Any]:
     """Evaluate a model on folders, print a table and write records as CLIP_benchmark does.
 
     Several models have a column each; `diffvision compare` adds intervals of their differences. Under torchrun the
     images are shared among the processes.
 
+        metrics = diffvision.evaluate("runs/clip_debug/version_0/checkpoints/best.ckpt", "data/digits")
+        metrics["zero_shot/digits/acc1"]
+
     Args:
         model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
             timm's, ours or any other (`diffvision.open_model` has the whole grammar). timm's models are for
             classification and the probes.
-            Several come one after the other, each with LABEL= before it if wanted.
+            Several come one after the other, each with LABEL= before it if wanted. In Python also an opened
+            diffvision.Model, such as Model("mine", "open_clip", module, transform=..., tokenizer=...).
         data: evaluation folders, folders that hold some, shards, or images (a list, or separated by commas).
         checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
         tasks: zero_shot, retrieval, composition, pairs, objects, classification (by its classifier), linear_probe,
@@ -46,24 +61,24 @@ def run(
             file with one per line, or a list.
         output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
             CLIP_benchmark names them.
-        cache: folder that features are kept in as they are computed, without a limit of size: an evaluation that was
-            ended resumes from there, and one of the same model and images reuses them.
+        cache: folder that the features of each split are kept in, without a limit of size; evaluations of the same
+            model and images read them.
         batch_size: images a batch.
         num_workers: processes that read and decode images.
-        device: auto, cpu, cuda, cuda:1, ...
+        device: auto, cpu, cuda, cuda:1, ...; auto is the device of an opened model.
         precision: fp32, bf16 or fp16.
         preprocess: mean, std, interpolation, resize_mode where they differ from the model's.
         options: the evaluations' settings.
 
     Returns:
-        {metric: value} of one model, given as a string; {label: {metric: value}} of a list of models.
+        {metric: value} of one model; {label: {metric: value}} of a list of models.
 
     Raises:
-        ValueError: a checkpoint with several models, or two models with one label;
-            what the evaluations raise.
+        FileNotFoundError, ValueError: there is no such model or data, or they do not fit together; two models with
+            one label.
+        TypeError: the model is of another kind.
     """
     from diffvision.data.images.folders import find_folders
-    from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
     from diffvision.evaluation.options import InferenceSettings
@@ -80,20 +95,31 @@ def run(
     )
     from diffvision.models.threads import few_threads
     from diffvision.opening import Model, check_spec, open_model
+    from diffvision.opening.specs import as_text
 
     if output is not None:
         check_output(output)
     if cache is not None:
         check_folder(cache, "cache")
-    specs = [_label_model(one) for one in (model if isinstance(model, list) else [model])]
+    checkpoint = None if checkpoint is None else as_text(checkpoint)
+    several: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
+    specs = [_label_model(one) for one in several]
+    opened = [spec for _, spec in specs if isinstance(spec, Model)]
+    if opened and (checkpoint is not None or preprocess is not None):
+        raise ValueError(f"{opened[0].name} is open already: give checkpoint and preprocess to open_model")
+    if opened and device == "auto":
+        device = str(opened[0].device)
     for _, spec in specs[1:]:
         if isinstance(spec, str):
             check_spec(spec)  # before the first is evaluated
     _check_models([label for label, _ in specs], checkpoint)
-    feature_cache = None if cache is None else Cache(cache)
     names = None if tasks is None else expand(split_names(tasks))
     folders = [folder for path in split_names(data) for folder in find_folders(path, folder_kind(names))]
-    options = replace(options, classnames=classnames or options.classnames, templates=templates or options.templates)
+    options = replace(
+        options,
+        classnames=_as_texts(classnames) or options.classnames,
+        templates=_as_texts(templates) or options.templates,
+    )
     planned = plan(folders, names, options)
     prompts = check_prompts(planned, options)
     results: dict[str, dict[str, float]] = {}
@@ -102,33 +128,40 @@ def run(
         if rank_and_world()[0] == 0:
             for line in (*_sources(planned, options.split), *prompts):
                 print(line, flush=True)
-        settings = InferenceSettings(batch_size, num_workers, device, precision, bar, feature_cache)
+        settings = InferenceSettings(batch_size, num_workers, device, precision, bar, cache)
         for label, spec in specs:
             if isinstance(spec, Model):
-                opened, spec = spec.for_images(), str(spec.path or spec.name)
-                weights = None if opened.path else opened.weights
+                one, spec = spec.for_images(), str(spec.path or spec.name)
+                weights = None if one.path else one.weights
             else:
                 weights = checkpoint
-                opened = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
+                one = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
-            _warn_of_training(opened, planned, options.split)
-            with few_threads(device, opened.module):
+            _warn_of_training(one, planned, options.split)
+            with few_threads(device, one.module):
                 for folder, names in planned:
-                    features = Features(opened.module, opened.transform, opened.tokenizer, settings)
+                    features = Features(one.module, one.transform, one.tokenizer, settings)
                     results[label] |= means(measure(features, folder, names, options))
-            described[label] = _describe(opened, spec, weights)
+            described[label] = _describe(one, spec, weights)
         if rank_and_world()[0] == 0:
             report(results, described, output)
-            if feature_cache is not None:
-                print(feature_cache)
-    return results if isinstance(model, list) else next(iter(results.values()))
+    return results if isinstance(model, list | tuple) else next(iter(results.values()))
 
 
 def _label_model(model: Any) -> tuple[str, Any]:
     """Return the label of a model, and the model: a spec, or opened already."""
     from diffvision.opening import Model, labelled
+    from diffvision.opening.specs import as_text
 
-    return (model.name, model) if isinstance(model, Model) else labelled(model)
+    if isinstance(model, Model):
+        return model.name, model
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model must be a name, a path or a diffvision.Model, got an object of {type(model).__name__}")
+    return labelled(as_text(model))
+
+
+def _as_texts(given: Any) -> str | list[str] | None:
+    return str(given) if isinstance(given, str | Path) else given and list(given)
 
 
 def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.shards.report import Tally
 from diffvision.evaluation.cache import (
     Rows,
     digest,
     files_digest,
-    in_pieces,
-    join_rows,
+    keep_rows,
     model_digest,
     tensor_digest,
     without_addresses,
@@ -31,7 +28,6 @@ from diffvision.evaluation.distributed import gather_rows, rank_and_world
 from diffvision.evaluation.options import InferenceSettings, Precision
 from diffvision.models.modes import evaluating
 
-IMAGES, CLASSES = 1024, 64  # of a piece of the cache, about
 _LABELLED = {"images": torch.float32, "labels": torch.int64}
 _CAPTIONED = {
     "images": torch.float32,
@@ -108,15 +104,15 @@ class Features:
         rank, world = rank_and_world()
         start, stop = (len(texts) * r // world for r in (rank, rank + 1))
 
-        def encode_classes(numbers: Sequence[int]) -> Iterator[tuple[Rows, None]]:
-            for number in self.progress(numbers, "classes"):
-                vector = F.normalize(self._encode_texts(texts[start + number]), dim=-1).mean(dim=0)
-                yield {"classes": (vector / vector.norm())[None]}, None
+        def encode_classes() -> tuple[Rows, str]:
+            vectors = []
+            for of_class in self.progress(texts[start:stop], "classes"):
+                vector = F.normalize(self._encode_texts(of_class), dim=-1).mean(dim=0)
+                vectors.append(vector / vector.norm())
+            return {"classes": torch.stack(vectors)} if vectors else {}, ""
 
-        identity = self._identity(texts=texts) if self.cache else ""
-        with self._evaluating():
-            pieces = list(in_pieces(self.cache, identity, stop - start, CLASSES, encode_classes, f"rank{rank}-"))
-        return gather_rows(join_rows([rows for rows, _ in pieces]).get("classes"), self.device)
+        rows, _ = self._keep(encode_classes, texts=texts)
+        return gather_rows(rows.get("classes"), self.device)
 
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
         """Return features [B, D] of a batch of images in memory, computed by this process alone."""
@@ -159,25 +155,23 @@ class Features:
             world_size=world,
         )
 
-        def encode_numbers(numbers: Sequence[int]) -> Iterator[tuple[Rows, Any]]:
-            shown = self.progress(numbers, f"{folder.name}/{split}")  # the numbers, because their length is known
-            for _, (batch, tally) in zip(shown, batches.tallied(numbers), strict=True):
-                yield {} if batch is None else encode(batch), dataclasses.asdict(tally)
+        def encode_all() -> tuple[Rows, str]:
+            parts = [encode(batch) for batch in self.progress(batches, f"{folder.name}/{split}")]
+            skipped = ", ".join(f"{count} {reason}" for reason, count in batches.report.skipped.items())
+            return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}, skipped
 
-        identity = (
-            self._identity(data=files_digest(*folder.files(split)), split=split, task=folder.task) if self.cache else ""
-        )
-        size = max(1, IMAGES // self.batch_size)
-        parts, report = [], batches.new_report()
+        files = files_digest(*folder.files(split)) if self.cache else ""
+        rows, skipped = self._keep(encode_all, data=files, split=split, task=folder.task)
+        if skipped:
+            warnings.warn(f"{folder.path}/{split}: unreadable samples are left out ({skipped})", stacklevel=3)
+        return rows
+
+    def _keep(self, encode: Callable[[], tuple[Rows, str]], **parts: Any) -> tuple[Rows, str]:
+        """Return rows and a note, from the cache if there is one; `parts` are what they depend on besides the model."""
         with self._evaluating():
-            for rows, tallies in in_pieces(self.cache, identity, len(batches), size, encode_numbers, f"rank{rank}-"):
-                parts.append(rows)
-                for tally in tallies:
-                    report.add(Tally(**tally), batches.limits)
-        if report.skipped:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in report.skipped.items())
-            warnings.warn(f"{folder.path}/{split}: unreadable samples are left out ({reasons})", stacklevel=3)
-        return join_rows(parts)
+            if self.cache is None:
+                return encode()
+            return keep_rows(self.cache, f"{self._identity(**parts)}-rank{rank_and_world()[0]}", encode)
 
     def _identity(self, **parts: Any) -> str:
         """Return a digest of all that rows depend on, besides `parts`."""

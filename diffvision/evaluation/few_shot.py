@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
-from diffvision.evaluation.linear_probe import linear, unit_features
+from diffvision.evaluation.linear_probe import unit_features
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.per_sample import Metrics
 from diffvision.evaluation.zero_shot import classification_metrics
@@ -39,7 +39,7 @@ def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) ->
         lr=options.fewshot_lr,
         generator=generator,
     )
-    logits = linear(test.to(features.device), weight, bias).cpu()
+    logits = F.linear(test.to(features.device), weight, bias).cpu()
     metrics = {f"lp_{name}": value for name, value in classification_metrics(logits, test_labels).items()}
     return {**metrics, "fewshot_k": options.fewshot_k}
 
@@ -81,7 +81,7 @@ def adamw_probe(
         for step, batch in enumerate(batches):
             optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / steps)) * lr
             optimizer.zero_grad()
-            F.cross_entropy(linear(x[batch], weight, bias), y[batch]).backward()
+            F.cross_entropy(F.linear(x[batch], weight, bias), y[batch]).backward()
             optimizer.step()
     return weight.detach(), bias.detach()
 

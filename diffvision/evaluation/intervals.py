@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -191,20 +192,13 @@ def _draw_means(sums: np.ndarray, generator: np.random.Generator, resamples: int
 
 
 def welch_interval(first: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return Welch's t interval of the difference of two means over seeds.
+    """Return Welch's t interval of the difference of two means over seeds."""
+    from scipy.stats import ttest_ind
 
-    Source: Welch 1947; the degrees of freedom are Satterthwaite's.
-    """
-    from scipy.stats import t
-
-    parts = [statistics.variance(values) / len(values) for values in (first, other)]
-    value = statistics.mean(other) - statistics.mean(first)
-    error = math.sqrt(sum(parts))
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (first, other), strict=True)
-    )
-    half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
-    return value - half, value + half
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # SciPy warns where one of the two has no spread
+        interval = ttest_ind(other, first, equal_var=False).confidence_interval(LEVEL)
+    return float(interval.low), float(interval.high)
 
 
 # ---- of all metrics of a model -------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class InferenceSettings:
         device: where the model is; by default that of its parameters.
         precision: "fp32" runs the model as it is, whatever autocast the caller is in; the others are autocasts.
         progress: wraps an iterable in a progress bar, given also its description; None for silence.
-        cache: keeps features, so that an evaluation that was interrupted resumes.
+        cache: folder that features are kept in.
     """
 
     batch_size: int = 64
@@ -79,4 +79,4 @@ class InferenceSettings:
     device: Any = None  # a torch.device or its name; jsonargparse would import torch for the type
     precision: Precision = "fp32"
     progress: Callable[[Any, str], Iterable] | None = None
-    cache: Any = None  # a `Cache`
+    cache: str | None = None

@@ -21,8 +21,8 @@ from pathlib import Path
 import open_clip
 import torch
 
+from diffvision import evaluate
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.evaluation import run
 from diffvision.evaluation.suite import EVALUATIONS, records
 from diffvision.models.checkpoint import read_checkpoint
 
@@ -55,7 +55,7 @@ def counts(folder: EvaluationFolder) -> tuple[int, int]:
 def compare(python: str, data: str, model: str, weights: Path, batch_size: int) -> bool:
     """Print the table; return whether every number agrees."""
     folders = sorted(find_folders(data), key=lambda folder: list(EVALUATIONS).index(folder.task))
-    ours = run(
+    ours = evaluate(
         model=model,
         data=data,
         checkpoint=str(weights),

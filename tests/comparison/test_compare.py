@@ -13,7 +13,7 @@ import torch
 from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.evaluate_command import run as evaluate
+from diffvision.evaluation.evaluate_command import evaluate
 from diffvision.models import language
 
 ARCHIVE = Path(__file__).parents[1] / "assets" / "runs.tar.xz"

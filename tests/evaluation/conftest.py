@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from diffvision.data.shards.report import Limits, Report, Tally
+from diffvision.data.shards.report import Report
 from diffvision.evaluation.features import Features
 
 
@@ -49,16 +49,10 @@ class MemoryFolder:
 @dataclass
 class MemoryBatches:
     batches: list
-    limits = Limits()
+    report = Report(0)
 
-    def __len__(self):
-        return len(self.batches)
-
-    def tallied(self, numbers):
-        return ((self.batches[number], Tally(number, number + 1)) for number in numbers)
-
-    def new_report(self):
-        return Report(len(self))
+    def __iter__(self):
+        return iter(self.batches)
 
 
 class Circle(nn.Module):

@@ -1,23 +1,20 @@
-"""An evaluation that is ended goes on where its features end, with the same numbers to the bit."""
+"""Features are kept under all that they depend on, and give the same numbers to the bit."""
 
 import errno
-import json
-import multiprocessing
 import os
 import shutil
-import signal
-import warnings
 
 import open_clip
 import pytest
 import torch
 
+import diffvision
 from diffvision.data.datasets import digits
 from diffvision.data.datasets.digits import load_split, make_digits
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation import cache as caching
-from diffvision.evaluation import evaluate, features, run
-from diffvision.evaluation.cache import Cache, files_digest, model_digest
+from diffvision.evaluation import evaluate
+from diffvision.evaluation.cache import files_digest, model_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output_files import write_bytes
@@ -44,12 +41,6 @@ def loaded():
     return model, transform, open_clip.get_tokenizer("DiffCLIP-debug")
 
 
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch):
-    monkeypatch.setattr(features, "IMAGES", 32)
-    monkeypatch.setattr(features, "CLASSES", 4)
-
-
 def metrics(loaded, data, *, tasks=TASKS, **settings):
     model, transform, tokenizer = loaded
     found = {}
@@ -64,66 +55,21 @@ def expected(loaded, data):
     return metrics(loaded, data)
 
 
-def encoded(monkeypatch, end=None):
-    """Counts the batches of images that go through a model from now on; the process is killed at number `end`."""
-    numbers, plain = [], Features._encode_images
-
-    def counted(self, images):
-        numbers.append(len(images))
-        if len(numbers) == end:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, images)
-
-    monkeypatch.setattr(Features, "_encode_images", counted)
-    return numbers
-
-
-@pytest.mark.forks
-def test_a_killed_evaluation_goes_on_where_its_features_end(loaded, data, expected, tmp_path, monkeypatch):
-    numbers = encoded(monkeypatch, end=10)  # of 7 of zero_shot, 5 of retrieval and 7 of composition
-    fork = multiprocessing.get_context("fork")
-    process = fork.Process(target=metrics, args=(loaded, data), kwargs={"cache": Cache(tmp_path)}, daemon=True)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-
-    monkeypatch.undo()
-    monkeypatch.setattr(features, "IMAGES", 32)
-    monkeypatch.setattr(features, "CLASSES", 4)
-    numbers = encoded(monkeypatch)
-    cache = Cache(tmp_path)
-    assert metrics(loaded, data, cache=cache) == expected
-    assert cache.found == 8  # 3 of classes, 4 of zero_shot and the first of retrieval
-    batches = sum(len(EvaluationFolder(data / task).batches(lambda x: x, batch_size=16)) for task in TASKS)
-    assert len(numbers) == batches - 9
-    numbers.clear()
-    again = Cache(tmp_path)
-    assert metrics(loaded, data, cache=again) == expected
-    assert not numbers
-    assert not again.made
-    assert str(again).startswith(f"cache {tmp_path}: {again.found} pieces found, 0 made; it holds ")
-
-
-def test_damaged_and_foreign_pieces_are_told_and_worked_out_anew(loaded, data, expected, tmp_path):
-    zero_shot = {key: value for key, value in expected.items() if key.startswith("zero_shot")}
-    assert metrics(loaded, data, tasks=["zero_shot"], cache=Cache(tmp_path)) == zero_shot
-    pieces = sorted(tmp_path.rglob("*.safetensors"))
-    content = bytearray(pieces[0].read_bytes())
-    content[-3] ^= 1  # of a tensor: safetensors itself does not notice
-    pieces[0].write_bytes(content)
-    pieces[3].write_bytes(pieces[3].read_bytes()[:100])
-    shutil.copy(pieces[4], pieces[5])
-    for piece in pieces[1:3]:
-        piece.unlink()
-    os.mkfifo(pieces[1])
-    (pieces[2] / "inside").mkdir(parents=True)
-    cache = Cache(tmp_path)
-    with pytest.warns(UserWarning, match="is damaged or of another evaluation") as warned:
-        assert metrics(loaded, data, tasks=["zero_shot"], cache=cache) == zero_shot
-    assert len(warned) == cache.made == 5
-    again = Cache(tmp_path)
-    assert metrics(loaded, data, tasks=["zero_shot"], cache=again) == zero_shot
-    assert (again.found, again.made) == (len(pieces), 0)
+def test_features_are_computed_once_and_damaged_files_again(loaded, data, expected, tmp_path, monkeypatch):
+    counted, plain = [], Features._encode_images
+    monkeypatch.setattr(Features, "_encode_images", lambda self, images: counted.append(1) or plain(self, images))
+    assert metrics(loaded, data, cache=tmp_path) == expected
+    batches = len(counted)
+    files = sorted(tmp_path.glob("*-rank0.safetensors"))
+    assert len(files) == 4  # classes and a split of each of three tasks
+    assert metrics(loaded, data, cache=tmp_path) == expected
+    assert len(counted) == batches
+    for file in files:
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="is damaged") as warned:
+        assert metrics(loaded, data, cache=tmp_path) == expected
+    assert len(warned) == 4
+    assert len(counted) == 2 * batches
 
 
 def test_features_are_found_by_all_that_they_follow_from(loaded, data, tmp_path):
@@ -154,27 +100,15 @@ def test_features_are_found_by_all_that_they_follow_from(loaded, data, tmp_path)
     model.visual.trunk.blocks[0].attn.num_heads -= 1
 
 
-def test_a_full_disk_is_one_warning(loaded, data, expected, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_warning(loaded, data, expected, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(caching, "write_bytes", full)
-    with pytest.warns(UserWarning, match=r"keeps nothing more .No space left") as warned:
-        found = metrics(loaded, data, tasks=["composition"], cache=Cache(tmp_path))
+    with pytest.warns(UserWarning, match="No space left") as warned:
+        found = metrics(loaded, data, tasks=["composition"], cache=tmp_path)
     assert found.items() <= expected.items()
     assert len(warned) == 1
-
-
-def test_links_in_a_cache_are_not_written_through(tmp_path):
-    elsewhere, rows = tmp_path / "elsewhere", {"x": torch.zeros(100)}
-    elsewhere.mkdir()
-    (elsewhere / "notes.txt").write_text("years of work")
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / ("a" * 32)).symlink_to(elsewhere)
-    cache = Cache(tmp_path / "cache")
-    with pytest.warns(UserWarning, match=r"keeps nothing more \(a{32} in it"):
-        cache.save("a" * 32, "000000", rows, None)
-    assert [file.name for file in elsewhere.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.quick("32-2-tasks2", "7-0-tasks1")
@@ -186,23 +120,17 @@ def test_batches_and_workers_change_no_metric(loaded, data, expected, batch_size
     assert found == {key: value for key, value in expected.items() if key.split("/")[0] in tasks}
 
 
-def test_the_command_tells_what_it_keeps_and_skipped_samples_again(data, tmp_path, capsys, monkeypatch):
+def test_skipped_samples_are_told_each_time(data, tmp_path, monkeypatch):
     broken = shutil.copytree(data / "zero_shot", tmp_path / "digits")
     monkeypatch.setattr("diffvision.data.shards.loader.BatchReader._item", one_bad(monkeypatch), raising=True)
     settings = {"model": "DiffCLIP-debug", "data": str(broken), "num_workers": 0, "device": "cpu"}
     for _ in range(2):
         torch.manual_seed(0)
         with pytest.warns(UserWarning, match="digits/test: unreadable samples are"):
-            run(**settings, cache=str(tmp_path / "cache"), output=str(tmp_path / "out.json"))
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[1].split(";")[0] for line in said if line.startswith("cache ")] == [
-        "0 pieces found, 5 made",
-        "5 pieces found, 0 made",
-    ]
-    assert json.loads((tmp_path / "out.json").read_text())
+            diffvision.evaluate(**settings, cache=str(tmp_path / "cache"))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cache is .*file, and .* is a file"):
-        run(**settings, cache=str(tmp_path / "file"))
+        diffvision.evaluate(**settings, cache=str(tmp_path / "file"))
 
 
 def one_bad(monkeypatch):
@@ -225,9 +153,3 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         write_bytes(tmp_path / "a.json", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.json", b"old")]
-
-
-def test_no_cache_warns_of_nothing(loaded, data, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        metrics(loaded, data, tasks=["zero_shot"], cache=Cache(tmp_path / "new" / "folder"))

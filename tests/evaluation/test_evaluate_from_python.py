@@ -2,7 +2,6 @@
 
 import json
 from contextlib import nullcontext
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,14 +79,6 @@ def test_labels_are_kept_in_json_and_of_one_model(data, capsys):
     assert "the label 'V1/0.8' of CLIP-debug has a '/' in it" in capsys.readouterr().err
 
 
-def test_the_arguments_are_those_of_the_command():
-    from diffvision.evaluation.evaluate_command import run
-
-    assert list(signature(diffvision.evaluate).parameters) == list(signature(run).parameters)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        diffvision.evaluate("CLIP-debug", "x", bacth_size=3)
-
-
 def test_names_and_templates_of_one_s_own(data, opened, tmp_path, capsys):
     (tmp_path / "names").write_text("ruby\nemerald\n")
     for names, templates in ((["ruby", "emerald"], ["a {c}"]), (tmp_path / "names", "a {c}")):
@@ -132,7 +123,7 @@ def test_a_module_with_what_belongs_to_it(data, opened):
 
 def test_errors_are_exceptions(data, opened, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError, match="model is an object of Linear"):
+    with pytest.raises(TypeError, match="Linear"):
         diffvision.evaluate(nn.Linear(1, 1), data)
     with pytest.raises(ValueError, match="CLIP-debug is open already"):
         diffvision.evaluate(opened, data, checkpoint="x.pt")
@@ -144,10 +135,3 @@ def test_errors_are_exceptions(data, opened, tmp_path, monkeypatch):
         diffvision.evaluate(Path("CLIP-debug"), data)
     with pytest.raises(ValueError, match="there is no 'nowhere'"):
         diffvision.evaluate(opened, "nowhere")
-
-
-def test_the_names_of_the_package_are_the_commands():
-    from diffvision.comparison.compare_command import compare
-
-    assert diffvision.compare is compare
-    assert {"compare", "evaluate", "fit"} <= set(diffvision.__all__) & set(dir(diffvision))

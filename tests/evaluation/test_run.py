@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.evaluation import evaluate, run
+from diffvision.evaluation import evaluate
 from diffvision.evaluation.distributed import process_group
+from diffvision.evaluation.evaluate_command import evaluate as run
 from diffvision.evaluation.options import Options
 from diffvision.opening import open_model
 from diffvision.training.clip import ContrastiveModule

@@ -12,7 +12,8 @@ import diffvision
 from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
-from diffvision.evaluation import intervals, run
+from diffvision.evaluation import intervals
+from diffvision.evaluation.evaluate_command import evaluate as run
 
 COLOURS = {"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 60, 230), "grey": (120, 120, 120)}
 QUIET = {"num_workers": 0, "device": "cpu"}
@@ -69,11 +70,9 @@ def test_the_command_on_all_three(data, tmp_path, capsys):
     assert rows[0]["metrics"] == composition
     printed = capsys.readouterr().out
     assert "acc/swapped colours" in printed
-    assert "0 pieces found" in printed
 
     torch.manual_seed(0)
     assert run("DiffCLIP-debug", **settings) == pytest.approx(metrics, nan_ok=True)
-    assert "0 made" in capsys.readouterr().out
 
 
 def test_json_of_several_models_and_python(data, capsys):

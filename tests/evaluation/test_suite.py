@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from diffvision.evaluation.evaluate_command import run
+from diffvision.evaluation.evaluate_command import evaluate as run
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.output_files import split_names
 from diffvision.evaluation.suite import (

@@ -114,8 +114,8 @@ def test_formats_are_those_of_the_command():
 @pytest.mark.nightly
 def test_a_run_from_its_data_to_its_folder(tmp_path, monkeypatch):
     """As a new user: make data, train with averages, export, load, evaluate."""
+    from diffvision import evaluate
     from diffvision.data.make import make
-    from diffvision.evaluation import run
     from diffvision.training.fit import fit
 
     root = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def test_a_run_from_its_data_to_its_folder(tmp_path, monkeypatch):
     trained = fit(["fit", "--config", recipe, "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"])
     path = trained.trainer.checkpoint_callback.best_model_path
     export(path, "folder")
-    measured = run(model="local-dir:folder", data="data/digits/zero_shot", num_workers=0)
+    measured = evaluate(model="local-dir:folder", data="data/digits/zero_shot", num_workers=0)
     logged = trained.trainer.callback_metrics["zero_shot/digits/acc1"].item()
     assert measured["zero_shot/digits/acc1"] == pytest.approx(logged, abs=1e-6)
     assert open_clip.create_model("local-dir:folder").visual.preprocess_cfg["mean"] == [0.33, 0.33, 0.33]

@@ -16,12 +16,10 @@ def run(
     data: str | list[str] | None = None,
     checkpoint: str | None = None,
     output: str | None = None,
-    cache: str | None = None,
     tokenizer: str | None = None,
     demonstrations: str | None = None,
     queries: str | None = None,
     device: str = "auto",
-    settings: dict[str, Any] | None = None,
     options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
 ) -> dict[str, dict[str, float]]:
     """Evaluate language models, print a table, and write a JSON and a picture for each task.
@@ -37,38 +35,34 @@ def run(
             of `data make arithmetic`. For a plugin's task, what it reads.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json and TASK.png, and for what tasks write.
-        cache: folder that each finished task's metrics are kept in: an evaluation that was ended resumes with the next.
         tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
         queries: what many_shot asks, in the same form.
         device: auto, cpu, cuda, cuda:1, ...
-        settings: of plugins' tasks, as {name: value}.
         options: the evaluations' settings.
 
     Raises:
         ValueError: an unknown task, or one without the data that it needs; a checkpoint with several models, or two
             models with one label; what the evaluations raise.
     """
-    from diffvision.evaluation.cache import Cache
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import language_suite as suite
+    from diffvision.evaluation.language.many_shot import read_task
+    from diffvision.evaluation.language.mathematics import read_questions
     from diffvision.evaluation.language.read_documents import check_sources
     from diffvision.evaluation.language.table import show
-    from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Request
+    from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, synthetic_mappings
     from diffvision.evaluation.output_files import check_folder, split_names
     from diffvision.models.threads import few_threads
     from diffvision.opening import check_spec, labelled, open_model
 
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
-    settings = {**(settings or {}), "demonstrations": demonstrations, "queries": queries}
     names = list(dict.fromkeys(split_names(tasks)))
     suite.check(names, has_data=data is not None)
     if output is not None:
         check_folder(output)
-    if cache is not None:
-        check_folder(cache, "cache")
     specs = split_names(models)
     if checkpoint is not None and len(specs) > 1:
         raise ValueError(f"checkpoint is {checkpoint!r}, and {len(specs)} models are given: name each by its file")
@@ -76,6 +70,13 @@ def run(
     has_own_data = {LANGUAGE_EVALUATIONS[name].reads for name in names} - {"documents", "tokenizer"}
     texts = None if has_own_data else sources
     check_sources(texts or [])
+    inputs: dict[str, Any] = {"files": sources or []}
+    if "math" in names:
+        inputs["questions"] = read_questions(sources or [], count=options.rows, seed=options.seed)
+    if "many_shot" in names:
+        inputs["label_tasks"] = (
+            synthetic_mappings(options) if demonstrations is None else [read_task(demonstrations, queries or "")]
+        )
     labels: set[str] = set()
     for label, spec in map(labelled, specs):  # all of them, before the first is evaluated
         if label in labels:
@@ -85,27 +86,23 @@ def run(
     results: dict[str, dict[str, float]] = {}
     notes: dict[str, str] = {}
     first: dict[str, Any] = {}  # the metrics of the first model, with their samples
-    result_cache = None if cache is None else Cache(cache)
     with process_group(device) as used_device:
-        request = Request(sources, options, settings, used_device, None if cache is None else Path(cache))
-        preparing = {name: LANGUAGE_EVALUATIONS[name].prepare for name in names}
-        inputs = {name: prepare(request) for name, prepare in preparing.items() if prepare is not None}
         for label, spec in map(labelled, specs):
             opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
             results[label], notes[label] = {}, opened.average_note
             folder = None if output is None else Path(output)
-            work = dataclasses.replace(suite.prepare(model, options, texts), inputs=inputs, folder=folder)
+            work = dataclasses.replace(suite.prepare(model, options, texts), **inputs, folder=folder)
             for name in names:
                 with few_threads(used_device, opened.module):
-                    measured = suite.cached(work, name, result_cache, used_device)
+                    measured = suite.measure(work, [name])
                 results[label] |= with_intervals(measured)
                 if len(results) == 1:
                     first |= measured
                 else:
                     results[label] |= differences(first, measured)
                 if output is not None:
-                    suite.write_numbers(name, results, options, output, settings)
+                    suite.write_numbers(name, results, options, output)
     show(results, notes)
     if output is not None:
         for name in names:

@@ -10,6 +10,18 @@ from diffvision.data.shards.report import Limits
 
 Granularity = Literal["layer", "head", "row"]
 """What shares a scale in quantised logits."""
+SCHEMES = (
+    *("logits_8", "logits_6", "logits_4", "qk_int8", "qk_int8_smooth", "qk_int4", "qk_int4_smooth"),
+    *("pv_int8", "pv_fp8", "cache_8", "cache_4", "cache_2"),
+)
+"""Of low_bit."""
+METHODS = ("window", "random", "knorm", "h2o", "snap", "tova", "snap_value", "diff", "diff_value", "map1", "sum")
+"""Of cache_pruning."""
+_COUNTS = (
+    *("tokens", "points", "samples", "batch_size", "lengths", "window", "stride", "facts", "shots", "order_shots"),
+    *("mappings", "queries", "pruning_window", "continuation", "rows", "new_tokens"),
+)
+_LISTS = ("depths", "needles", "lengths", "facts", "shots", "bits", "pruning_ratios", "schemes", "pruning_methods")
 
 
 @dataclass(frozen=True)
@@ -97,10 +109,8 @@ class LanguageOptions:
     template: str = "Question: {question}\nAnswer:"
 
     def __post_init__(self) -> None:
-        self.check_counts("tokens", "points", "samples", "batch_size", "lengths", "window", "stride")
-        self.check_lists("depths", "needles", "lengths")
         if self.form not in FORMS:
-            raise ValueError(f"form is {self.form!r}: choose one of {', '.join(FORMS)}")
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         for pair in self.needles:
             needle_pair(pair)
         if self.text_key != "txt":
@@ -108,44 +118,27 @@ class LanguageOptions:
 
             TextMember(self.text_key)
         Limits(self.max_bad_fraction)
-        self.check_counts("order_shots", "mappings", "queries", "new_tokens", "pruning_window", "continuation")
-        self.check_counts("shots", "facts", "rows")
-        self.check_lists("facts", "shots", "bits", "pruning_ratios", "schemes")
-        if self.pruning_methods:
-            self.check_lists("pruning_methods")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number < 1:
+                    raise ValueError(f"{name} must be at least 1, got {number}")
+        for name in _LISTS:
+            values = getattr(self, name)
+            if values == () and name != "pruning_methods":
+                raise ValueError(f"{name} is empty: give at least one")
+            if values is not None and len(set(values)) < len(values):
+                raise ValueError(f"{name} is {list(values)}: give each value once, or it counts twice")
+        for name, known in (("schemes", SCHEMES), ("pruning_methods", METHODS)):
+            if unknown := [value for value in getattr(self, name) or () if value not in known]:
+                raise ValueError(f"{name} has {unknown[0]!r}: choose among {', '.join(known)}")
         for ratio in self.pruning_ratios:
             if not 0 < ratio < 1:
                 raise ValueError(f"pruning_ratios has {ratio}: give shares of the prompt to drop, above 0 and below 1")
         if self.recent < 0:
             raise ValueError(f"recent is {self.recent}: give the tokens that the cache keeps in full, 0 or more")
-        if self.pruning_methods:
-            from diffvision.evaluation.language.pruning import METHODS  # imports PyTorch
-
-            if unknown := [method for method in self.pruning_methods if method not in METHODS]:
-                raise ValueError(f"pruning_methods has {unknown[0]!r}: choose among {', '.join(METHODS)}")
-        if self.schemes:
-            from diffvision.evaluation.language.low_bit import check_schemes  # imports PyTorch
-
-            check_schemes(self.schemes)
         if "{question}" not in self.template:
             raise ValueError(f"template must have {{question}}, got {self.template!r}")
-
-    def check_counts(self, *names: str) -> None:
-        """Raise a ValueError for a number below 1, by itself or in a list."""
-        for name in names:
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and number < 1:
-                    raise ValueError(f"{name} is {number}: give a number of at least 1")
-
-    def check_lists(self, *names: str) -> None:
-        """Raise a ValueError for a list that is empty, or has a value twice."""
-        for name in names:
-            values = getattr(self, name)
-            if values == ():
-                raise ValueError(f"{name} is empty: give at least one")
-            if values is not None and len(set(values)) < len(values):
-                raise ValueError(f"{name} is {list(values)}: give each value once, or it counts twice")
 
 
 def needle_pair(text: str) -> tuple[int, int]:

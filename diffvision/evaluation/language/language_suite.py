@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from diffvision.analysis.figures import language_results as figures
 from diffvision.analysis.figures import png
-from diffvision.evaluation.cache import Cache, digest, files_digest, tensor_digest
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.read_documents import read_documents, tokenised
-from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work, model_identity, reading_of
+from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work, reading_of
 from diffvision.evaluation.output_files import bar, write_bytes, write_json
 from diffvision.evaluation.per_sample import PerSample
 from diffvision.opening import Model
-from diffvision.tables import plain
 
 
 def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
@@ -39,8 +36,7 @@ def measure(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
     """Return the metrics as `evaluate_language`, those that are means over samples with their samples."""
     for task in tasks:
         check([task], has_data=True)
-        given = work.documents if LANGUAGE_EVALUATIONS[task].reads == "documents" else work.inputs.get(task)
-        check([task], has_data=bool(given))
+        check([task], has_data=bool(work.documents or work.questions or work.files))
     if work.model.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads != "documents" for task in tasks):
         raise ValueError(f"{work.model.name} came without a tokenizer: give one, such as a tokenizer.json")
     return {
@@ -67,57 +63,13 @@ def check(tasks: Sequence[str], *, has_data: bool) -> None:
         raise ValueError(f"{one} reads {wanted[0]} and {other} {wanted[1]}: evaluate them in two commands")
 
 
-def cached(work: Work, task: str, cache: Cache | None, device: str) -> dict[str, PerSample | float]:
-    """Return a task's metrics as `measure`, from the cache where it has them."""
-    if cache is None:
-        return measure(work, [task])
-    identity = digest(task=task, **cache_inputs(work, task, device))
-    if (piece := cache.load(identity, task)) is not None:
-        has_texts = LANGUAGE_EVALUATIONS[task].reads not in ("documents", "tokenizer")
-        texts = "; its texts are where it was evaluated" if has_texts else ""
-        print(f"{work.model.name}: {task} is read from {cache.directory}{texts}", file=sys.stderr)
-        rows, note = piece
-        return {
-            name: PerSample(rows[f"values {name}"], rows[f"units {name}"]) if value is None else value
-            for name, value in note.items()
-        }
-    results = measure(work, [task])
-    samples = {name: result for name, result in results.items() if isinstance(result, PerSample)}
-    rows = {f"values {name}": each.values for name, each in samples.items()}
-    rows |= {f"units {name}": each.units for name, each in samples.items()}
-    cache.save(identity, task, rows, {name: None if name in samples else value for name, value in results.items()})
-    return results
-
-
-def cache_inputs(work: Work, task: str, device: str) -> dict[str, Any]:
-    """Return all that a task's metrics depend on; its digest identifies cached metrics."""
-    identity = LANGUAGE_EVALUATIONS[task].identity
-    return {
-        **model_identity(work.model),
-        "documents": tensor_digest(work.documents),
-        "num_bytes": work.num_bytes,
-        "options": dataclasses.asdict(work.options),
-        "files": files_digest(*filter(None, [work.options.haystack])),
-        "inputs": None if identity is None else identity(work),
-        "device": device,
-    }
-
-
-def write_numbers(
-    task: str,
-    results: figures.Results,
-    options: LanguageOptions,
-    output: str | Path,
-    settings: Mapping[str, Any] | None = None,
-) -> None:
-    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and settings."""
+def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
+    """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and options."""
     metrics = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         for name, metrics in _of_task(results, task).items()
     }
     content = {"task": task, "models": metrics, "options": dataclasses.asdict(options)}
-    for name in LANGUAGE_EVALUATIONS[task].recorded:
-        content[name] = plain((settings or {})[name])
     write_json(Path(output) / f"{task}.json", content)
 
 

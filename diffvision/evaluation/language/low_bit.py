@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
+from diffvision.evaluation.language.language_options import SCHEMES as NAMES
 from diffvision.evaluation.language.language_options import Granularity
 from diffvision.evaluation.language.perplexity import exponential
 from diffvision.evaluation.language.scoring import Progress, device_of, token_losses, unseen
@@ -123,25 +124,19 @@ def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granulari
     return (logits / step).round().clamp(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1) * step
 
 
-@contextmanager
-def quantised_attention(model: nn.Module, bits: int, granularity: Granularity = "layer") -> Iterator[None]:
-    """Have the model attend by quantised logits within the block.
+def quantised_attention(
+    model: nn.Module, bits: int, granularity: Granularity = "layer"
+) -> AbstractContextManager[None]:
+    """Return a context in which the model attends by quantised logits.
 
     The padding of a batch of unequal rows counts towards a row's largest logit: give rows of one length, or a batch of
     one.
 
     Args:
         model: as `analysis.capture.captured`.
-        bits: as `quantised`.
-        granularity: as `quantised`.
+        bits, granularity: as `quantised`.
     """
-
-    def quantise(call: Call) -> Scores:
-        scores = call.scores()
-        return scores._replace(logits=quantised(scores.logits, scores.allowed, bits, granularity))
-
-    with captured(model, quantise):
-        yield
+    return captured(model, lambda call: _logits(bits)(call, Settings(granularity)))
 
 
 def quantization(
@@ -293,27 +288,13 @@ def _values(call: Call) -> Tensor:
     return _wide(call.v)
 
 
-SCHEMES: dict[str, Scheme] = {
-    "logits_8": _logits(8),
-    "logits_6": _logits(6),
-    "logits_4": _logits(4),
-    "qk_int8": _products(8),
-    "qk_int8_smooth": _products(8, smoothed),
-    "qk_int4": _products(4),
-    "qk_int4_smooth": _products(4, smoothed),
-    "pv_int8": _outputs(Int8Maps, lambda v, dim: to_integers(v, 8, dim)),
-    "pv_fp8": _outputs(Float8Maps, to_float8),
-    "cache_8": _cache(8),
-    "cache_4": _cache(4),
-    "cache_2": _cache(2),
-}
-
-
-def check_schemes(names: Sequence[str]) -> None:
-    """Raise a ValueError for a name that is not in `SCHEMES`."""
-    for name in names:
-        if name not in SCHEMES:
-            raise ValueError(f"unknown scheme {name!r}: choose among {', '.join(SCHEMES)}")
+_SCHEMES = (
+    *(_logits(8), _logits(6), _logits(4)),
+    *(_products(8), _products(8, smoothed), _products(4), _products(4, smoothed)),
+    *(_outputs(Int8Maps, lambda v, dim: to_integers(v, 8, dim)), _outputs(Float8Maps, to_float8)),
+    *(_cache(8), _cache(4), _cache(2)),
+)
+SCHEMES: dict[str, Scheme] = dict(zip(NAMES, _SCHEMES, strict=True))
 
 
 def low_bit(
@@ -341,9 +322,8 @@ def low_bit(
         row, "<name of also>/<scheme>": ..., and those of `attention_errors`}.
 
     Raises:
-        ValueError: unknown scheme; a layer that a scheme cannot be computed for.
+        ValueError: a layer that a scheme cannot be computed for.
     """
-    check_schemes(schemes)
     metrics: dict[str, PerSample | float] = {
         **attention_errors(model, rows, schemes=schemes, settings=settings, progress=progress)
     }

@@ -16,16 +16,15 @@ from torch import Tensor
 from diffvision.analysis.figures import language_results as figures
 from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
-from diffvision.evaluation.cache import files_digest, model_digest
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
 from diffvision.evaluation.language.figures import bars
 from diffvision.evaluation.language.language_options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit, quantization
-from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness, read_task
-from diffvision.evaluation.language.mathematics import Question, mathematics, read_questions
-from diffvision.evaluation.language.needle import needle, needle_samples, start_tokens
+from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness
+from diffvision.evaluation.language.mathematics import Question, mathematics
+from diffvision.evaluation.language.needle import needle, needle_samples
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
@@ -33,11 +32,9 @@ from diffvision.evaluation.language.read_documents import Reading, read_document
 from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, unseen
 from diffvision.evaluation.per_sample import PerSample
-from diffvision.evaluation.records import fingerprint
 from diffvision.opening import Model
 from diffvision.plugins import PluginTable
 
-PROBE = "Probe, 1 2 3: Ein großer Hund. 你好 🙂\n\tdef f(x):"  # distinguishes tokenizers
 LENGTHS = (512, 1024, 2048, 4096)
 
 
@@ -50,7 +47,9 @@ class Work:
         options: the settings.
         documents: int64 [N] each.
         num_bytes: of the documents' text.
-        inputs: task -> what its `prepare` returned.
+        files: the data of a task that reads neither documents nor questions, as the user named them.
+        questions: of math.
+        label_tasks: of many_shot; none for the synthetic ones.
         progress: wraps what takes long.
         folder: of what a task writes besides its numbers and picture; None for nothing.
     """
@@ -59,7 +58,9 @@ class Work:
     options: LanguageOptions = field(default_factory=LanguageOptions)
     documents: Sequence[Tensor] = ()
     num_bytes: int | None = None
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    files: Sequence[str] = ()
+    questions: Sequence[Question] = ()
+    label_tasks: Sequence[Task] = ()
     progress: Progress = unseen
     folder: Path | None = None
 
@@ -117,44 +118,21 @@ class Work:
         }
 
 
-class Request(NamedTuple):
-    """What a task prepares its inputs from, before a model is loaded.
-
-    Attributes:
-        data: files or folders; None where none are given.
-        options: the evaluations' settings.
-        settings: the task's own settings, by name.
-        device: where models are evaluated.
-        cache: folder of finished results; None where none are kept.
-    """
-
-    data: list[str] | None
-    options: LanguageOptions
-    settings: Mapping[str, Any]
-    device: str
-    cache: Path | None
-
-
 class LanguageEvaluation(NamedTuple):
     """One evaluation in the table `LANGUAGE_EVALUATIONS`.
 
     Attributes:
         function: returns the metrics, sample by sample or as a number where a metric is not a mean over samples.
         draw: returns a matplotlib figure of the metrics by model.
-        reads: "documents" (text, as tokens), "tokenizer" (no data), or a name of its own for data that `prepare` reads.
+        reads: "documents" (text, as tokens), "questions" (of math), "files" (data that it reads itself) or "tokenizer"
+            (no data).
         data: the error's words where data is missing: what the task needs, a colon, and what to give.
-        prepare: reads and checks what the task needs besides documents; `Work.inputs` has what it returns.
-        identity: what the metrics depend on besides the model, the documents and the options, as plain values.
-        recorded: the names of the task's own settings that are written with its metrics.
     """
 
     function: Callable[[Work], Mapping[str, PerSample | float]]
     draw: Callable[[figures.Results], Any]
     reads: str
     data: str = "text: give data, files or folders of .txt or .jsonl, or shards"
-    prepare: Callable[[Request], Any] | None = None
-    identity: Callable[[Work], dict[str, Any]] | None = None
-    recorded: tuple[str, ...] = ()
 
 
 def _perplexity(work: Work) -> dict[str, float]:
@@ -223,15 +201,10 @@ def _recall_errors(work: Work) -> dict[str, PerSample]:
     )
 
 
-def _prepare_questions(request: Request) -> list[Question]:
-    """Return the questions of the data."""
-    return read_questions(request.data or [], count=request.options.rows, seed=request.options.seed)
-
-
 def _math(work: Work) -> dict[str, PerSample | float]:
     return mathematics(
         work.model,
-        work.inputs["math"],
+        work.questions,
         template=work.options.template,
         new_tokens=work.options.new_tokens,
         file=None if work.folder is None else work.folder / "math" / work.model.name / "answers.jsonl",
@@ -252,26 +225,19 @@ def _attention_mass(work: Work) -> dict[str, float]:
     )
 
 
-def _prepare_many_shot(request: Request) -> list[Task]:
-    """Return the task of the user's files, or the synthetic ones.
+def synthetic_mappings(options: LanguageOptions) -> list[Task]:
+    """Return the tasks of many_shot that need no files.
 
     Raises:
         ValueError: there are too few words for the options.
     """
-    options, files = request.options, request.settings
-    if files.get("demonstrations") is not None:
-        return [read_task(files["demonstrations"], files["queries"])]
-    return _synthetic_mappings(options)
-
-
-def _synthetic_mappings(options: LanguageOptions) -> list[Task]:
     return label_mapping_tasks(options.mappings, classes=options.classes, queries=options.queries, seed=options.seed)
 
 
 def _many_shot(work: Work) -> dict[str, float]:
     """Return accuracies by number of demonstrations, and how they vary with the demonstrations' order."""
     options, model = work.options, work.model
-    tasks = work.inputs.get("many_shot") or _synthetic_mappings(options)
+    tasks = work.label_tasks or synthetic_mappings(options)
     shared: dict[str, Any] = {
         "max_length": model.max_length,
         "batch_size": options.batch_size,
@@ -380,7 +346,6 @@ _EVALUATIONS = {
         _associative_recall,
         bars("nll/*"),
         "documents",
-        identity=lambda work: {"files": files_digest(*filter(None, [work.options.frequent_text]))},
     ),
     "recall_errors": LanguageEvaluation(
         _recall_errors, bars("*x1/correct", "*x1/distracted", "*x1/fabricated", "*x1/malformed"), "tokenizer"
@@ -390,16 +355,12 @@ _EVALUATIONS = {
         bars("*"),
         "questions",
         "questions with answers: give data, JSON lines such as GSM8K's",
-        _prepare_questions,
-        lambda work: {"questions": fingerprint(work.inputs["math"])},
     ),
     "attention_mass": LanguageEvaluation(_attention_mass, bars("answer/*", "noise/*"), "tokenizer"),
     "many_shot": LanguageEvaluation(
         _many_shot,
         bars("accuracy/*", "order/random/*", "order/alternating/*"),
         "tokenizer",
-        prepare=_prepare_many_shot,
-        identity=lambda work: {"tasks": repr(work.inputs["many_shot"])},
     ),
     "outliers": LanguageEvaluation(_outliers, bars("attention_logits/*", "hidden_states/*", log=True), "documents"),
     "quantization": LanguageEvaluation(_quantization, bars("nll/*", "needle_accuracy/*"), "documents"),
@@ -415,15 +376,3 @@ LANGUAGE_EVALUATIONS = PluginTable("language_tasks", _EVALUATIONS, LanguageEvalu
 def reading_of(options: LanguageOptions) -> Reading:
     """Return how files of text are read."""
     return Reading(options.text_key, Limits(options.max_bad_fraction))
-
-
-def model_identity(model: Model) -> dict[str, Any]:
-    """Return what outputs of a model depend on besides its input."""
-    tokenizer = model.tokenizer
-    return {
-        "model": model_digest(model.module),
-        "tokenizer": None
-        if tokenizer is None
-        else [tokenizer.vocab_size, tokenizer.encode(PROBE), start_tokens(tokenizer)],
-        "max_length": model.max_length,
-    }

@@ -13,8 +13,9 @@ from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer
+from diffvision.evaluation.language import low_bit, pruning
 from diffvision.evaluation.language.evaluate_language_command import run
-from diffvision.evaluation.language.language_options import LanguageOptions
+from diffvision.evaluation.language.language_options import METHODS, SCHEMES, LanguageOptions
 from diffvision.evaluation.language.language_suite import evaluate_language
 from diffvision.evaluation.language.many_shot import Example, Task
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
@@ -81,22 +82,15 @@ def test_the_options_of_the_library_are_enough_in_python(home):
     model = open_model(str(home / "diff-debug"))
     task = Task([Example("a", "x"), Example("b", "y")], [Example("c", "y")])
     options = LanguageOptions(shots=(2,), order_shots=2)
-    own = evaluate_language(Work(model, options, inputs={"many_shot": [task]}), ["many_shot"])
+    own = evaluate_language(Work(model, options, label_tasks=[task]), ["many_shot"])
     assert own["many_shot/chance"] == 0.5
     documents = [torch.arange(64)]
     assert evaluate_language(Work(model, LanguageOptions(window=8), documents), ["outliers"])
 
 
-def test_finished_tasks_are_cached_by_what_they_read(home, tmp_path, capsys):
-    settings = {"models": str(home / "diff-debug"), "cache": str(tmp_path), "device": "cpu", "options": SMALL}
-    (tmp_path / "x.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
-    first = run(**settings, tasks="many_shot")
-    assert run(**settings, tasks="many_shot") == first
-    assert "many_shot is read from" in capsys.readouterr().err
-    (tmp_path / "asked.jsonl").write_text('{"text": "c", "label": "x"}\n')
-    files = {"demonstrations": str(tmp_path / "x.jsonl"), "queries": str(tmp_path / "asked.jsonl")}
-    run(**settings | {"options": dataclasses.replace(SMALL, shots=(2,))}, tasks="many_shot", **files)
-    assert "many_shot is read from" not in capsys.readouterr().err
+def test_names_of_options_are_those_of_the_tables():
+    assert list(METHODS) == [*pruning.METHODS]
+    assert (*low_bit.SCHEMES,) == SCHEMES
 
 
 def test_frequent_bigrams_are_read_from_token_shards(home, tmp_path):
@@ -128,7 +122,8 @@ def test_bad_commands_are_refused_before_anything_runs(home, settings, message):
         ({"bits": ()}, "bits is empty"),
         ({"pruning_ratios": (0.5, 1.0)}, "pruning_ratios has 1.0: .* below 1"),
         ({"pruning_methods": ("best",)}, "pruning_methods has 'best'"),
-        ({"new_tokens": 0}, "new_tokens is 0"),
+        ({"schemes": ("fp4",)}, "schemes has 'fp4'"),
+        ({"new_tokens": 0}, "new_tokens"),
     ],
 )
 def test_bad_options_are_named(settings, message):
