@@ -22,7 +22,6 @@ from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.workers import STALL_TIMEOUT
 from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_context, read_turns
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.trainer import LoaderData
@@ -216,15 +215,10 @@ class VisionLanguageData(LoaderData):
         batch_size: conversations of a global batch, over all ranks.
         length: tokens of the longest conversation, placeholders among them; longer ones are left out and counted.
         evaluation: shards to validate on.
-        num_workers: processes that read and decode, on each rank.
-        seed: with the epoch, it determines the order of the samples.
-        max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
-        window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
-        eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        stall_timeout: seconds that the next batch may take before the run stops.
         processor: the model's; None: that of the LightningModule that is trained, as for the next one.
         image_tokens: tokens per image of the model.
+        settings: as of `LoaderData`.
     """
 
     def __init__(
@@ -234,25 +228,12 @@ class VisionLanguageData(LoaderData):
         length: int,
         evaluation: str | list[str] | None = None,
         *,
-        num_workers: int = 2,
-        seed: int = 0,
-        max_bad_fraction: float = 0.01,
-        window: int = 16,
         cache_bytes: int = 100 * 10**9,
-        eval_batch_size: int | None = None,
-        stall_timeout: float = STALL_TIMEOUT,
         processor: Any = None,
         image_tokens: int | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_bad_fraction=max_bad_fraction,
-            window=window,
-            stall_timeout=stall_timeout,
-        )
+        super().__init__(batch_size, **settings)
         self.train, self.length, self.evaluation, self.cache_bytes = train, length, evaluation, cache_bytes
         self.processor, self.image_tokens = processor, image_tokens
 

@@ -13,7 +13,7 @@ import tokenizers
 
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.text.documents import RowMember
-from diffvision.data.text.templates import check_template, render
+from diffvision.data.text.templates import compile_template, render
 from diffvision.data.text.tokenizers import Tokenizer
 from diffvision.files import decoded
 from diffvision.tokenizer_settings import CHAT_TEMPLATE, read_config, read_special_token, read_template
@@ -46,7 +46,7 @@ CONTEXT = ("tools", "documents", "functions", _SETTINGS)
 """The keys of a row, besides its messages, that chat templates take."""
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
 _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt; no template has them
-_LINKS = {("tool", "tool_call_id"), ("tool", "name")}  # (role, key) that a template may leave out: results follow calls
+_LINKS = {("a message of tool", "tool_call_id"), ("a message of tool", "name")}  # which a template may leave out
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
 _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
@@ -54,8 +54,6 @@ _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens tha
 Messages = list[dict[str, Any]]
 """Of role and content: a text, or for models of images a list of parts, {"type": "image"} and {"type": "text", "text":
 ...}, as chat templates of transformers take them; with all that a row's messages have, such as reasoning_content."""
-Conversations = Sequence[tuple[Messages, bool]]
-"""Messages, each with whether the prompt for an answer follows them."""
 
 
 class Chat:
@@ -66,8 +64,8 @@ class Chat:
     tokens where the template writes them, and letters in the contents. An answer is encoded as it would be generated:
     after the tokens of its prompt, which never join with it.
 
-    The template gets all keys of a message, and the row's tools and documents. A row with one that leaves no trace in
-    the text is a bad sample.
+    The template gets all keys of a message, and the row's tools and documents. A row with one that the template does
+    not name is a bad sample.
 
     Args:
         tokenizer: of the model.
@@ -80,8 +78,9 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str, bos_token: str = "") -> None:
-        check_template(template, name)
-        self.tokenizer, self.template, self.name, self.bos_token = tokenizer, template, name, bos_token
+        compile_template(template, name)
+        self.tokenizer, self.template, self.name = tokenizer, template, name
+        self._variables = {"tools": None, "documents": None, "bos_token": bos_token, "eos_token": tokenizer.eos}
         tokens = sorted(tokenizer.special_tokens().items(), key=lambda item: -len(item[1].content))
         self._special = {token.content: number for number, token in tokens}
         self._names = re.compile("|".join(re.escape(token.content) for _, token in tokens))
@@ -127,12 +126,15 @@ class Chat:
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not answers:
             raise BadSample(_NO_ANSWER)
-        marked, context = self._mark(messages[: answers[-1] + 1]), self._mark(context)
-        self._refuse_unwritten(marked, context)
-        prompts, wholes = [(marked[:number], True) for number in answers], [(marked[: n + 1], False) for n in answers]
-        texts = self._write([*prompts, *wholes], context)
+        messages = messages[: answers[-1] + 1]
+        self._refuse_unnamed(messages, context)
+        marked, variables = self._mark(messages), self._variables | self._mark(context)
         written = ""
-        for number, prompt, whole in zip(answers, texts, texts[len(answers) :], strict=False):
+        for number in answers:
+            prompt, whole = (
+                render(self.template, {**variables, "messages": marked[:end], "add_generation_prompt": end == number})
+                for end in (number, number + 1)
+            )
             if not (prompt.startswith(written) and whole.startswith(prompt)):
                 raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
             turn = whole[len(prompt) :].rstrip()
@@ -145,42 +147,14 @@ class Chat:
             raise BadSample(_NO_ANSWER)
         return ids, learned
 
-    def _write(self, conversations: Conversations, context: Mapping[str, Any]) -> list[str]:
-        """Return what the template writes of conversations, as transformers' `apply_chat_template` calls it."""
-        names = {"bos_token": self.bos_token, "eos_token": self.tokenizer.eos}
-        given = {"tools": None, "documents": None, **names, **context}
-        variables = [{**given, "messages": one, "add_generation_prompt": asks} for one, asks in conversations]
-        return render(self.template, variables)
-
-    def _refuse_unwritten(self, messages: Messages, context: Mapping[str, Any]) -> None:
-        """Refuse a conversation, which ends with an answer, that has more than the template writes.
-
-        Raises:
-            BadSample: without one of the keys the text would be the same, or the template has no setting of that name.
-        """
-        keys = {(one["role"], key) for one in messages for key, value in one.items() if value not in (None, "", [], {})}
-        keys = {(role, key) for role, key in keys - _LINKS if key not in ("role", "content")}
-        if not (keys or context):
-            return
-
-        def texts(messages: Messages, context: Mapping[str, Any]) -> list[str] | None:
-            # To each answer: of earlier ones some templates leave the reasoning out.
-            ends = [end for end, message in enumerate(messages, start=1) if message["role"] == ASSISTANT]
-            try:
-                return self._write([(messages[:end], False) for end in ends], context)
-            except BadSample:
-                return None
-
-        if (whole := texts(messages, context)) is None:  # for a reason that `_write` gives again
-            return
-        for role, key in sorted(keys):
-            without = [{k: v for k, v in m.items() if (m["role"], k) != (role, key)} for m in messages]
-            if texts(without, context) == whole:
-                raise BadSample(f"{key[:40]!r} in a message of {role[:40]!r}, which the chat template does not write")
-        for key in context:
-            others = {k: v for k, v in context.items() if k != key}
-            if texts(messages, others) == whole if key in CONTEXT else key not in self.template:
-                raise BadSample(f"{key[:40]!r} in a row, which the chat template does not use")
+    def _refuse_unnamed(self, messages: Messages, context: Mapping[str, Any]) -> None:
+        """Raise BadSample for what a row has besides roles and contents, where the template does not name it."""
+        empty = (None, "", [], {})
+        given = {(f"a message of {one['role']}"[:60], key) for one in messages for key in one if one[key] not in empty}
+        given |= {("a row", key) for key in context}
+        for where, key in sorted(given - _LINKS):
+            if key not in ("role", "content") and not re.search(rf"\b{re.escape(key)}\b", self.template):
+                raise BadSample(f"{key[:40]!r} in {where}, which the chat template does not use")
 
     def _mark(self, value: Any) -> Any:
         """Return messages, or a part of them, with `_mark_names` of each text."""

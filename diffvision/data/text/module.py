@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.workers import STALL_TIMEOUT
 from diffvision.data.text.documents import TextMember
 from diffvision.data.text.packing import PackedSequence, PackedWindows
 from diffvision.data.text.tokenize import cached_tokens, check_limits
@@ -39,16 +38,11 @@ class TextData(LoaderData):
         evaluation: shards or token files to validate on.
         tokenizer: a tokenizer.json, or a directory that holds one; None: that of the LightningModule
             that is trained. Token files have theirs next to them.
-        num_workers: processes that read, on each rank; and that tokenise.
-        seed: with the epoch, it determines the order of the sequences.
-        max_bad_fraction: documents and sequences that cannot be used are counted; more of them than this stop the run.
         text_key: the member with the text: "txt", "json:FIELD", or "jsonl:FIELD" with a document in each line.
-        window: blocks of 16.8 million tokens that are shuffled together.
         documents: number each token's document, so that a model can keep attention inside of documents; of
             conversations always.
         cut: cut conversations that are longer than a sequence, which are otherwise left out and counted.
-        eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        stall_timeout: seconds that the next batch may take before the run stops.
+        settings: as of `LoaderData`; documents count as samples, and blocks of 16.8 million tokens as shards.
     """
 
     def __init__(
@@ -59,25 +53,12 @@ class TextData(LoaderData):
         evaluation: Source | None = None,
         tokenizer: str | None = None,
         *,
-        num_workers: int = 2,
-        seed: int = 0,
-        max_bad_fraction: float = 0.01,
         text_key: str = "txt",
-        window: int = 16,
         documents: bool = False,
         cut: bool = False,
-        eval_batch_size: int | None = None,
-        stall_timeout: float = STALL_TIMEOUT,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_bad_fraction=max_bad_fraction,
-            window=window,
-            stall_timeout=stall_timeout,
-        )
+        super().__init__(batch_size, **settings)
         self.train, self.length, self.evaluation, self.tokenizer = train, length, evaluation, tokenizer
         self.text, self.documents, self.cut = TextMember(text_key), documents, cut
 
@@ -136,14 +117,10 @@ class TextData(LoaderData):
         else:
             windows = TokenWindows(folders, self.length)
         check_limits(windows.account, self.limits)
-        tokenizer, account = self.text_tokenizer, windows.account
-        if (tokenizer.vocab_size, tokenizer.eos_id) != (account.vocab_size, account.eos_id) or (
-            tokenizer.fingerprint != account.fingerprint
-        ):
+        if self.text_tokenizer.identity != windows.account.tokenizer:
             raise ValueError(
-                f"{source} is of a tokenizer of {account.vocab_size} tokens ({account.fingerprint}), "
-                f"{self.tokenizer or self.train} has {tokenizer.vocab_size} ({tokenizer.fingerprint}): "
-                "set the tokenizer next to the token files, or tokenise the text again"
+                f"{source} must be of the tokenizer of {self.tokenizer or self.train}: set the one next to the token "
+                "files, or tokenise the text again"
             )
         return windows
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -14,49 +13,32 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from diffvision.data.shards.sample import BadSample
 
 
-def render(template: str, variables: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the texts of a template; it cannot ask for the time (`strftime_now`), so that they are always the same.
-
-    Args:
-        template: Jinja.
-        variables: plain values, those of each text.
+def render(template: str, variables: dict[str, Any]) -> str:
+    """Return the text of a template; it cannot ask for the time (`strftime_now`), so that it is always the same.
 
     Raises:
         BadSample: the template fails.
     """
     try:
-        compiled = _compile(template)
-        return [compiled.render(**values) for values in variables]
-    except _Refused as refusal:
-        raise BadSample(f"the chat template refuses the row: {refusal}") from None
-    except jinja2.UndefinedError as error:
-        raise BadSample(f"the chat template needs what a row does not have: {error.message}") from None
+        return _compile(template).render(**variables)
+    except jinja2.TemplateError as error:
+        raise BadSample(f"the chat template fails: {error.message}") from None
     except Exception as error:  # a template's expressions can fail in any way
         raise BadSample(f"the chat template fails with {type(error).__name__}") from None
 
 
-def check_template(template: str, name: str) -> None:
-    """Raise an error for a text that is not Jinja.
-
-    Args:
-        template: the text.
-        name: of the template, in messages.
-
-    Raises:
-        ValueError: it is not Jinja.
-    """
+def compile_template(template: str, name: str) -> None:
+    """Raise ValueError for a text that is not Jinja; `name` is the template's, in messages."""
     try:
         _compile(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from None
-    except Exception as error:  # such as a RecursionError
-        raise ValueError(f"chat template {name} cannot be compiled ({type(error).__name__}): correct it") from None
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ValueError(f"chat template {name}{line} cannot be compiled: {error.args[0]}") from None
 
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
     """Compile a chat template in a sandbox, with what transformers' templates may use."""
-    # As transformers has it; sandboxed, for a template comes from whoever wrote the tokenizer.
     extensions = [loopcontrols, _Generation]
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     jinja.filters["tojson"] = _json
@@ -81,9 +63,5 @@ def _json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class _Refused(Exception):
-    """What a template raises with `raise_exception`."""
-
-
 def _refuse(message: str) -> None:
-    raise _Refused(message)
+    raise jinja2.TemplateRuntimeError(message)

@@ -42,11 +42,7 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadText(
-            "text not UTF-8",
-            f"character {error.start + 1} is U+{ord(text[error.start]):04X}, half of a surrogate pair; "
-            "leave it out, or write the text in UTF-8",
-        ) from None
+        raise BadText("text not UTF-8", f"character {error.start + 1} is half of a surrogate pair") from None
 
 
 class Tokenizer:
@@ -115,11 +111,9 @@ class Tokenizer:
             ValueError: an id is outside of the vocabulary.
         """
         ids = [int(number) for number in ids]
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = next(number for number in ids if not 0 <= number < self.vocab_size)
+        if wrong := [number for number in ids if not 0 <= number < self.vocab_size]:
             raise ValueError(
-                f"token id {wrong} is outside of the vocabulary, 0 to {self.vocab_size - 1}: decode with the tokenizer "
-                "that encoded the text"
+                f"token ids must be 0 to {self.vocab_size - 1}, got {wrong[0]}: is it another tokenizer's?"
             )
         return self._backend.decode(ids, skip_special_tokens=False)
 
@@ -132,6 +126,11 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Return the id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def identity(self) -> tuple[int, int, str]:
+        """What token files note of their tokenizer: the bound of the ids, the end's id, and the fingerprint."""
+        return self.vocab_size, self.eos_id, self.fingerprint
 
     @property
     def fingerprint(self) -> str:
@@ -160,10 +159,7 @@ class Tokenizer:
         parts = [first] + [part for other in others for part in (self.eos[:1], self.eos[1:], other)]
         ids = [number for part in parts for number in self._backend.encode(part, add_special_tokens=False).ids]
         if self.eos_id in ids:
-            raise BadText(
-                "text that its tokenizer takes for the end of a document",
-                f"it has {self.eos!r} in it; leave that out, or take another tokenizer",
-            )
+            raise BadText("text that its tokenizer takes for the end of a document", f"leave {self.eos!r} out")
         return ids
 
 

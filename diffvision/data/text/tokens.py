@@ -14,7 +14,7 @@ of tokens of each conversation, uint32 (`lengths.bin`). `packing` makes windows 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ IDS, LEARNED, LENGTHS = "tokens.bin", "learned.bin", "lengths.bin"
 MEMBER_DTYPE = np.dtype("<u4")  # of ids in samples, whatever that of their file is
 BLOCK = 1 << 24  # tokens
 
-_FORMER_FORMAT = "diffvision-tokens-1"  # arrays in tar shards
+_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _AGAIN = "run `diffvision data tokenize` again"
 _READ_TOKENS = 1 << 20  # at a time, where a file is read from end to end
 
@@ -69,8 +69,13 @@ class TokenAccount(DocumentAccount):
     @property
     def dtypes(self) -> dict[str, np.dtype]:
         """The integers that each file holds, little-endian."""
-        ids = {IDS: np.dtype(self.dtype).newbyteorder("<")}
+        ids = {IDS: _DTYPES[self.dtype]}
         return ids if self.chat is None else ids | {LEARNED: np.dtype(bool), LENGTHS: np.dtype("<u4")}
+
+    @property
+    def tokenizer(self) -> tuple[int, int, str]:
+        """What is known of the tokenizer, as `Tokenizer.identity`."""
+        return self.vocab_size, self.eos_id, self.fingerprint
 
     def text(self) -> str:
         """Return the content of tokens.json."""
@@ -106,7 +111,7 @@ def find_token_folders(source: Any, split: str = "train") -> list[Path]:
     path = Path(source)
     folder = path if path.is_dir() else path.parent
     if (folder / TOKENS).is_file():
-        read_account(folder)  # even of other files there: tar shards of earlier versions are refused
+        read_account(folder)  # even of other files there: tar shards of the first format are refused
         return [folder] if path.is_dir() or path.name in (IDS, TOKENS) else []
     within = [p.name for p in sorted(path.iterdir()) if (p / TOKENS).is_file()] if path.is_dir() else []
     if not within:
@@ -132,34 +137,17 @@ def read_account(folder: Path) -> TokenAccount:
     where, text = folder / TOKENS, read_small_file(folder, TOKENS)
     if text is None:
         raise ValueError(f"{folder} has no {TOKENS}: write token files with `diffvision data tokenize`")
-    damaged = ValueError(f"{where} is not of the format {TOKENS_FORMAT!r}: {_AGAIN}")
+    written = None
     try:
         fields = json.loads(text)
-        written = fields.pop("format", None)
-        account = TokenAccount(**fields) if written == TOKENS_FORMAT else None
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise damaged from None
-    if written == _FORMER_FORMAT:
-        raise ValueError(f"{folder} holds token shards of an earlier version, which are no longer read: {_AGAIN}")
-    if account is None:
-        raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
-    if account.dtype not in ("uint16", "uint32"):
-        raise ValueError(f"dtype in {where} must be uint16 or uint32, got {account.dtype!r:.40}: {_AGAIN}")
-    numbers = [account.vocab_size, account.eos_id, account.count, account.documents, account.empty, account.learned]
-    if not all(type(number) is int and number >= 0 for number in numbers) or account.eos_id >= account.vocab_size:
-        raise damaged
-    if not isinstance(account.sha256, dict) or account.sha256.keys() != account.dtypes.keys():
-        raise damaged
-    skipped = account.skipped if isinstance(account.skipped, dict) else {"": None}
-    if not all(isinstance(digest, str) for digest in account.sha256.values()) or not all(
-        type(count) is int and count >= 0 for count in skipped.values()
-    ):
-        raise damaged
-    if not account.count or not account.documents:
-        raise ValueError(f"{folder} must hold at least one token, got none: {_AGAIN}")
-    if max(account.documents, account.learned) > account.count:
-        raise damaged
-    return account
+        written = fields.pop("format")
+        account = TokenAccount(**fields)
+        is_whole = account.sha256.keys() == account.dtypes.keys() and 0 <= account.eos_id < account.vocab_size
+        if written == TOKENS_FORMAT and is_whole and min(account.count, account.documents) > 0:
+            return account
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{where} must be whole and of format {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
 
 
 class TokenFiles:
@@ -220,15 +208,15 @@ class TokenFiles:
         Raises:
             ValueError: a file is not that of its sha256, or a token is outside of the vocabulary.
         """
-        for name, digest in self.account.sha256.items():
-            self._compare(name, sha256(self.folder / name), digest)
+        for name in self.account.dtypes:
+            self._verify(name, sha256)
         for start in range(0, self.account.count, _READ_TOKENS):
             largest = int(self.array(IDS)[start : start + _READ_TOKENS].max())
             if largest >= self.account.vocab_size:
                 path, size = self.folder / IDS, self.account.vocab_size
                 raise ValueError(f"tokens in {path} must be below {size:,}, got {largest:,}: {_AGAIN}")
 
-    def _verify(self, name: str) -> str:
+    def _verify(self, name: str, digest_of: Callable[[Path, Callable], str] = sha256_of) -> str:
         """Return the stamp of a file whose size and sha256 are those of tokens.json."""
         account, path = self.account, self.folder / name
         size = (account.documents if name == LENGTHS else account.count) * account.dtypes[name].itemsize
@@ -236,15 +224,10 @@ class TokenFiles:
         if found != size:
             raise ValueError(f"{path} must have {size:,} bytes, got {found:,}: copy it again, or {_AGAIN}")
         with bar("verifying", size >> 20) as advance:
-            self._compare(name, sha256_of(path, lambda: advance(1)), account.sha256[name])
+            digest = digest_of(path, lambda: advance(1))
+        if digest != account.sha256[name]:
+            raise ValueError(f"{path} was changed since it was written, by its sha256: copy it again, or {_AGAIN}")
         return since
-
-    def _compare(self, name: str, found: str, expected: str) -> None:
-        if found != expected:
-            raise ValueError(
-                f"{self.folder / name} was changed since it was written (sha256 {found:.8}, not {expected:.8}): copy "
-                f"it again, or {_AGAIN}"
-            )
 
     def _stamp(self, name: str) -> str:
         try:
@@ -375,17 +358,10 @@ def _join(files: list[TokenFiles]) -> TokenAccount:
     first = files[0].account
     joined = TokenAccount(first.vocab_size, first.eos_id, first.fingerprint, first.dtype, chat=first.chat)
     for account in (file.account for file in files):
-        if (account.chat is None) != (joined.chat is None):
+        if (account.chat is None) != (first.chat is None):
             raise ValueError(f"{_named(files)} join text and conversations: train on either alone")
-        if (account.vocab_size, account.eos_id, account.fingerprint) != (
-            joined.vocab_size,
-            joined.eos_id,
-            joined.fingerprint,
-        ):
-            raise ValueError(
-                f"{_named(files)} must have one tokenizer, got {joined.fingerprint} ({joined.vocab_size} tokens) and "
-                f"{account.fingerprint} ({account.vocab_size}): tokenise the text again with one"
-            )
+        if account.tokenizer != first.tokenizer:
+            raise ValueError(f"{_named(files)} must have one tokenizer: tokenise the text again with one")
         joined.add(account)
         joined.count, joined.learned = joined.count + account.count, joined.learned + account.learned
     return joined

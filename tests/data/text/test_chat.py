@@ -111,7 +111,7 @@ def test_white_space_at_special_tokens_is_that_of_the_whole_text(scheme, rstrip)
     library = tokenizers.Tokenizer.from_str(chat.tokenizer.__getstate__()["file"])
     library.encode_special_tokens = False
     turns = ("a= 1", "b", "a", "2")
-    text = render(ROLES, [{"messages": alternating(turns)}])[0].rstrip()
+    text = render(ROLES, {"messages": alternating(turns)}).rstrip()
     ids = library.encode(text, add_special_tokens=False).ids
     assert tokens(*turns) == [library.id_to_token(number) for number in ids]
 
@@ -261,7 +261,7 @@ def test_a_system_beside_messages_is_the_first_message():
         ('{"messages": [3]}', "a message whose role or content is not text"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no learned token"),
         ('{"prompt": "a", "response": "\\ufdd0"}', "noncharacter"),
-        ('{"prompt": "never", "response": "a"}', "refuses the row: no"),
+        ('{"prompt": "never", "response": "a"}', "fails: no"),
         ('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "fail"}]}', "ZeroDivision"),
     ],
 )
@@ -276,9 +276,9 @@ def test_templates_that_cannot_be_used(tmp_path):
     tokenizer = chat_tokenizer()
     with pytest.raises(ValueError, match="chat template mine cannot be used"):
         Chat(tokenizer, "{{ messages | length }}" + CHATML, "mine").check_training()
-    with pytest.raises(ValueError, match="chat template mine, line 1: "):
+    with pytest.raises(ValueError, match="chat template mine, line 1"):
         Chat(tokenizer, "{% for", "mine")
-    with pytest.raises(ValueError, match="fails with SecurityError"):
+    with pytest.raises(ValueError, match="unsafe"):
         Chat(tokenizer, "{{ messages.__class__.__mro__ }}", "mine").check_training()
     with pytest.raises(ValueError, match="got 'chatlm'"):
         open_chat("chatlm", tokenizer, tmp_path)

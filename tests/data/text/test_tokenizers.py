@@ -121,7 +121,7 @@ def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
     for empty in ([], ["", ""]):
         with pytest.raises(ValueError, match="no text to train a tokenizer on"):
             train_tokenizer(empty, 300)
-    with pytest.raises(ValueError, match="token id 300 is outside of"):
+    with pytest.raises(ValueError, match="got 300"):
         tokenizer.decode([5, 300])
     with pytest.raises(ValueError, match="text not UTF-8: character 14"):
         tokenizer.encode("half a pair: \ud800")
