@@ -1,9 +1,8 @@
 """`diffvision data check`: every shard of a dataset, opened and decoded as in training, and the table of the results.
 
-The commands are in `make`, statistics in `stats`.
+The commands are in `make`.
 """
 
-import json
 import multiprocessing
 import os
 import threading
@@ -17,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import PIL
 import torch
 from PIL.Image import Image
 from rich.console import Group
@@ -42,7 +40,6 @@ from diffvision.data.shards.index import RENAME, ShardIndex, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.remote import Shard
 from diffvision.data.shards.sample import BadSample, Members, SampleKind
-from diffvision.data.shards.sidecars import read_note, stamp, write_note
 from diffvision.data.shards.sources import find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember, check_document
@@ -51,8 +48,6 @@ from diffvision.files import sha256
 from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
-_NOTE = ".check"  # the ending of a sidecar with the result of a check
-_NOTE_FORMAT = 1  # changes with what counts as a good sample
 _TEXT = "text"  # what is read of a directory of text where no key is given
 
 
@@ -67,7 +62,6 @@ class ShardCheck:
     problems: list[str] = field(default_factory=list)  # of the shard as a whole
     bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
     examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
-    noted: bool = False  # by an earlier check, of the same file
 
     @property
     def path(self) -> Path:
@@ -165,16 +159,11 @@ class _Conversations:
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard to check and what is known before it is read; `reading` is None where it cannot be read.
-
-    `settings`: what a result depends on besides the shard, as text; "" where it is not to be noted.
-    """
+    """A shard to check and what is known before it is read; `reading` is None where it cannot be read."""
 
     shard: Shard
     problem: str = ""
     reading: _Reading | None = None
-    settings: str = ""
-    recheck: bool = False
 
 
 def shard_directories(directory: str | Path) -> list[Path]:
@@ -195,19 +184,15 @@ def shard_directories(directory: str | Path) -> list[Path]:
     return directories
 
 
-def check_shards(
-    source: Source, num_workers: int = 2, keys: Keys | None = None, *, recheck: bool = False
-) -> list[ShardCheck]:
+def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
     """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
 
-    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch. The result
-    of a local shard of images that has no problem as a whole is noted as soon as it is known, and taken from there as
-    long as the file, its manifest's entry and the keys are the same: so a check that was killed resumes.
+    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch.
 
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
+        num_workers: processes.
         keys: what is read of each sample; by default what the samples of each directory have.
-        recheck: check again what is noted, too: a disk may damage a file without changing its times.
     """
     keys, jobs = keys or Keys(), []
     for directory, shards in list_directories(source).items():
@@ -217,9 +202,7 @@ def check_shards(
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
         for shard in shards:
-            problem = "not in the manifest" if listed and shard.name not in listed else ""
-            settings = "" if reading.kind is None or shard.remote else repr([reading.name, keys])
-            jobs.append(_Job(shard, problem, reading, settings, recheck))
+            jobs.append(_Job(shard, "not in the manifest" if listed and shard.name not in listed else "", reading))
         jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
     return list(run_in_parallel(_check, jobs, num_workers, "checking"))
 
@@ -302,23 +285,15 @@ def open_shard(shard: Shard) -> tuple[ShardIndex, ShardSet]:
 
 def _check(job: _Job) -> ShardCheck:
     """Check one shard: open it, compare it with its manifest, and decode every sample."""
-    shard, path = job.shard, Path(job.shard.location)
+    shard = job.shard
     if shard.name == IDS:
-        return _check_tokens(path.parent)
+        return _check_tokens(Path(shard.location).parent)
     result = ShardCheck(shard.location)
-    if job.reading is not None and not is_file(shard):
-        result.problems.append("not a file")
-    elif job.reading is not None and not job.settings:
-        result = _read_shard(shard, job.reading)
-    elif job.reading is not None:
-        since = stamp(path)
-        of = [job.settings, shard.samples, shard.bytes, shard.sha256, _NOTE_FORMAT, PIL.__version__]
-        noted = None if job.recheck else _read_result(path, of)
-        result = noted or _read_shard(shard, job.reading)
-        if noted is None and not result.problems:
-            fields = {name: getattr(result, name) for name in ("read", "samples", "good", "bad", "examples")}
-            with suppress(OSError):  # it is gone now
-                write_note(path, _NOTE, since, json.dumps({"of": of, **fields}))
+    if job.reading is not None:
+        if is_file(shard):
+            result = _read_shard(shard, job.reading)
+        else:
+            result.problems.append("not a file")
     result.problems[:0] = [job.problem] if job.problem else []
     return result
 
@@ -333,15 +308,6 @@ def _check_tokens(folder: Path) -> ShardCheck:
     except (OSError, ValueError) as error:
         result.problems.append(str(error))
     return result
-
-
-def _read_result(path: Path, of: list) -> ShardCheck | None:
-    """Return the result of an earlier check of a shard as it is now, if it was one `of` the same settings."""
-    with suppress(ValueError, LookupError, TypeError):
-        note = json.loads(read_note(path, _NOTE))
-        if note.pop("of") == of:
-            return ShardCheck(str(path), **note | {"bad": Counter(note["bad"])}, noted=True)
-    return None
 
 
 def _read_shard(shard: Shard, reading: _Reading) -> ShardCheck:
@@ -424,8 +390,6 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
     """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
     name = partial(name_shard, source)
     totals = Table(title=f"{source}")
-    if noted := sum(result.noted for result in results):
-        totals.caption = f"{noted:,} of {len(results):,} shards unchanged since an earlier check"
     for column in ("directory", "read", "shards", "samples", "good", "bad"):
         totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
     for part in sorted({result.path.parent for result in results}):

@@ -65,11 +65,8 @@ def check(
     caption_key: str | None = None,
     label_key: str | None = None,
     text_key: str | None = None,
-    recheck: bool = False,
 ) -> int:
     """Verify shards and decode every sample of them as training does. Return 1 if there are problems.
-
-    A check that was interrupted resumes.
 
     Args:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
@@ -78,13 +75,12 @@ def check(
         caption_key: as in training: txt or json:FIELD. With no key given, what the samples of each folder have.
         label_key: as in training: cls or json:FIELD.
         text_key: as in training on text: txt, json:FIELD or jsonl:FIELD.
-        recheck: decode shards again that have not changed since an earlier check.
     """
     from diffvision.data.check import Keys, check_shards, check_tables
     from diffvision.data.images.samples import IMAGE_KEYS
 
     keys = Keys(image_key or IMAGE_KEYS, caption_key, label_key, text_key)
-    results = check_shards(source, num_workers, keys, recheck=recheck)
+    results = check_shards(source, num_workers, keys)
     checked = [{**vars(result), "ok": result.ok} for result in results]
     show(check_tables(results, source), data=checked)
     return 0 if all(result.ok for result in results) else 1

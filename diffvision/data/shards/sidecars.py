@@ -1,8 +1,7 @@
 """Small files about local shards, next to them or in the user's cache: their index, and notes such as of a sha256.
 
 They are true as long as the file's size, times and inode are: a copy, even one that keeps its mtime, is read again.
-What the disk changes without the file system after that is not noticed here; `diffvision data check --recheck true`
-reads everything.
+What the disk changes without the file system after that is not noticed here; `diffvision data check` reads everything.
 """
 
 import hashlib
