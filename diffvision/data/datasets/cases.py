@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from filecmp import cmp
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,14 +25,6 @@ from diffvision.data.shards.writer import (
 from diffvision.progress import track
 
 _PER_SHARD = 1000  # samples are in memory until their shard is written
-_TYPES = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-    bytes: "an image",
-}
 
 
 @dataclass(frozen=True)
@@ -120,35 +111,25 @@ def file_in(folder: Path, name: str, layout: str) -> Path:
 
 
 def read_rows(path: Path, **fields: type) -> list[dict[str, Any]]:
-    """Return the objects of a file that `diffvision.data.rows` reads, in order.
-
-    Args:
-        path: the file.
-        fields: the fields that each must have, and their types.
+    """Return the objects of a file that `diffvision.data.rows` reads, in order; each must have the fields.
 
     Raises:
-        ValueError: the file cannot be read, or an object has no such field.
+        ValueError: the file cannot be read or is empty, or an object has no such field, or an empty one.
     """
     rows = [row for _, row in rows_of(path)]
     if not rows:
         raise ValueError(f"{path} has no rows: get the file again")
-    return checked_rows(rows, path, **fields)
-
-
-def checked_rows(rows: list[Any], path: Path, **fields: type) -> list[dict[str, Any]]:
-    """Return the rows of a file; raise ValueError where one has no such field, or an empty one."""
     for number, row in enumerate(rows, start=1):
         for field, kind in fields.items():
-            expected = (int, float) if kind is float else kind
-            if not isinstance(row, dict) or not isinstance(row.get(field), expected) or row[field] in ("", b"", [], {}):
-                raise ValueError(f"{path}, row {number}, has no {field} that is {_TYPES[kind]}: is it the set's file?")
+            if not isinstance(row, dict) or not isinstance(row.get(field), kind) or not row[field]:
+                raise ValueError(f"{field} in row {number} of {path} must be a {kind.__name__}: is it the set's file?")
     return rows
 
 
 class Images:
     """Finds images by the names that a set's files give them, and remembers those that are missing.
 
-    An image is looked for by its path in the folders and in the folders in them, then there by another path.
+    An image is looked for in the folders and in the folders in them, by its path and then by another one.
 
     Args:
         folders: where to look, the first one first.
@@ -159,50 +140,34 @@ class Images:
     def __init__(
         self, folders: Iterable[Path], remedy: str, other: Callable[[PurePosixPath], str] = lambda path: path.name
     ) -> None:
-        self.folders = list(folders)
-        if missing := [folder for folder in self.folders if not folder.is_dir()]:
+        given = list(folders)
+        if missing := [folder for folder in given if not folder.is_dir()]:
             raise ValueError(f"there is no folder {missing[0]}: {remedy}")
-        self._remedy, self._other = remedy, other
-        self._inside = [child for folder in self.folders for child in sorted(folder.iterdir()) if _is_folder(child)]
-        self._known: dict[str, Path] = {}
-        self._missing: list[str] = []
+        inside = [child for folder in given for child in sorted(folder.iterdir()) if child.is_dir()]
+        self.folders, self._remedy, self._other = [*given, *inside], remedy, other
+        self._known: dict[str, Path | None] = {}
 
     def __call__(self, name: str) -> Path:
         """Return the path of an image; one that is missing is remembered.
 
         Raises:
-            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
+            ValueError: the name is a path that leads out of the folder.
         """
         if name not in self._known:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is not a path inside {self.folders[0]}: correct the row")
-            existing = self._existing(path) or self._existing(self._other(path))
-            if existing is None:
-                self._missing.append(name)
-            self._known[name] = existing or self.folders[0] / path
-        return self._known[name]
-
-    def _existing(self, path: str | PurePosixPath) -> Path | None:
-        """Return the file of that path: the first in `folders`, else in subfolders, whose copies must be equal."""
-        if direct := [folder / path for folder in self.folders if (folder / path).is_file()]:
-            return direct[0]
-        inside = [folder / path for folder in self._inside if (folder / path).is_file()]
-        if others := [file for file in inside[1:] if not cmp(file, inside[0], shallow=False)]:
-            raise ValueError(f"{inside[0]} and {others[0]} are different images: give the folder of one as --images")
-        return inside[0] if inside else None
+            paths = [folder / one for one in (path, self._other(path)) for folder in self.folders]
+            self._known[name] = next(filter(Path.is_file, paths), None)
+        return self._known[name] or self.folders[0] / name
 
     def check(self) -> None:
         """Raise ValueError if images are missing: how many, the first, and what to do."""
-        if self._missing:
+        if missing := [name for name, path in self._known.items() if path is None]:
             raise ValueError(
-                f"{len(self._missing):,} of {len(self._known):,} images are not in "
-                f"{' or '.join(map(str, self.folders))}, first {self._missing[0]}: {self._remedy}"
+                f"{len(missing):,} of {len(self._known):,} images are not in {self.folders[0]}, first {missing[0]}: "
+                f"{self._remedy}"
             )
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
 
 
 def write_folders(

@@ -66,26 +66,22 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
 
 def _pairs(table: Path, images: Images) -> list[Case]:
     """Read MMVP-VLM's table, two rows a pair, as a case for each pair."""
-    text = StringIO(decoded(table.read_bytes(), table), newline="")
-    rows = [row for row in csv.reader(text) if row][1:]
+    rows = [row for row in csv.reader(StringIO(decoded(table.read_bytes(), table), newline="")) if row][1:]
     pairs, seen = [], set()
     for line in range(0, len(rows), 2):
-        two = rows[line : line + 2]
-        numbers = [int(row[0]) if len(row) == 3 and row[0].isdecimal() else 0 for row in two]
-        if numbers[0] % 2 == 0 or numbers[1:] != [numbers[0] + 1] or two[0][1] != two[1][1]:
+        two = [row for row in rows[line : line + 2] if len(row) == 3 and row[0].isdecimal() and row[2].strip()]
+        numbers, kinds = [int(row[0]) for row in two], {row[1].strip().replace("_", " ") for row in two}
+        kind = next(iter(kinds), "")
+        if len(numbers) != 2 or numbers[0] % 2 == 0 or numbers[1] != numbers[0] + 1 or len(kinds) != 1:
             raise ValueError(
-                f"{table}: rows {line + 1} and {line + 2} are not an odd and an even number of one type: get the "
-                f"file again ({_LAYOUT})"
+                f"rows {line + 1} and {line + 2} of {table} must be an odd and an even number of one type: {_LAYOUT}"
             )
-        kind = two[0][1].strip().replace("_", " ")
-        if kind not in PATTERNS:
-            raise ValueError(f"{table}, row {line + 1}: type {kind!r} is unknown: choose one of {', '.join(PATTERNS)}")
-        if (kind, *numbers) in seen or not all(row[2].strip() for row in two):
-            raise ValueError(f"{table}: rows {line + 1} and {line + 2} come twice, or have no statement: get it again")
+        if kind not in PATTERNS or (kind, *numbers) in seen:
+            raise ValueError(
+                f"the type in row {line + 1} of {table} must be one of {', '.join(PATTERNS)}, each number once, got "
+                f"{kind!r}, {numbers[0]}"
+            )
         seen.add((kind, *numbers))
         files = [images(f"{kind}/{number}.jpg") for number in numbers]
-        captions = [f"a photo of {row[2]}" for row in two]
-        pairs.append(pair(files, captions, kind=PATTERNS[kind]))
-    if not pairs:
-        raise ValueError(f"{table} has no rows: {_LAYOUT}")
+        pairs.append(pair(files, [f"a photo of {row[2]}" for row in two], kind=PATTERNS[kind]))
     return pairs

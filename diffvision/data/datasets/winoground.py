@@ -9,19 +9,10 @@ The set must be asked for: facebook/winoground on the Hugging Face Hub, for rese
 with the images in them, or (formerly) as examples.jsonl with images.zip, which must be unpacked.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.datasets.cases import (
-    Folder,
-    Images,
-    checked_rows,
-    folder_of,
-    pair,
-    read_rows,
-    write_folders,
-)
+from diffvision.data.datasets.cases import Folder, Images, folder_of, pair, read_rows, write_folders
 from diffvision.data.shards.sample import BadSource
 
 _FIELDS = {"caption_0": str, "caption_1": str, "collapsed_tag": str}
@@ -49,14 +40,14 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
     )
     tables = sorted(root.glob("test-*.parquet"))
     if tables:
-        rows = _parquet(tables)
+        rows = [row for path in tables for row in read_rows(path, image_0=dict, image_1=dict, **_FIELDS)]
     elif (root / "examples.jsonl").is_file():
-        rows = _lines(root / "examples.jsonl", finder)
+        rows = read_rows(root / "examples.jsonl", image_0=str, image_1=str, **_FIELDS)
     else:
         raise BadSource(f"{root} has neither examples.jsonl nor test-*.parquet: {_LAYOUT}")
     cases = [
         pair(
-            [row["image_0"], row["image_1"]],
+            [_image(row[side], finder) for side in ("image_0", "image_1")],
             [row["caption_0"], row["caption_1"]],
             kind=row["collapsed_tag"],
             tag=row.get("tag"),
@@ -72,30 +63,8 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
     )
 
 
-def _lines(path: Path, images: Images) -> Iterator[dict[str, Any]]:
-    """Yield rows of examples.jsonl, whose images are named without their suffix."""
-    for row in read_rows(path, image_0=str, image_1=str, **_FIELDS):
-        for side in ("image_0", "image_1"):
-            row[side] = images(row[side] if Path(row[side]).suffix else f"{row[side]}.png")
-        yield row
-
-
-def _parquet(tables: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield rows with the encoded bytes of their images."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ValueError(f'.parquet files are read by pyarrow ({error}): pip install "diffvision[data]"') from None
-    columns = ["image_0", "image_1", "tag", *_FIELDS]
-    for path in tables:
-        try:
-            table = ParquetFile(path)
-            if absent := sorted(set(columns) - set(table.schema_arrow.names)):
-                raise BadSource(f"{path} has no columns {', '.join(absent)}: {_LAYOUT}")
-            rows = table.read(columns=columns).to_pylist()
-        except (ArrowException, OSError) as error:
-            raise ValueError(f"{path} is damaged ({error}): get the file again") from None
-        for row in rows:
-            row |= {side: (row[side] or {}).get("bytes") for side in ("image_0", "image_1")}
-        yield from checked_rows(rows, path, image_0=bytes, image_1=bytes, **_FIELDS)
+def _image(given: Any, images: Images) -> Path | bytes:
+    """Return the bytes of a table's image, or the file of one that is named without its suffix."""
+    if isinstance(given, dict):
+        return given.get("bytes") or b""
+    return images(given if Path(given).suffix else f"{given}.png")

@@ -84,10 +84,10 @@ def test_mmvp_of_the_readme_has_underscores_in_its_folders(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("19,Orientation,a dog", "rows 19 and 20 are not an odd and an even number of one type"),
-        ("19,Smell,a\n20,Smell,b", "type 'Smell' is unknown"),
-        ("1,Orientation,a\n2,Orientation,b", "rows 19 and 20 come twice, or have no statement"),
-        ("19,Orientation,a\n20,Orientation, ", "rows 19 and 20 come twice, or have no statement"),
+        ("19,Orientation,a dog", "rows 19 and 20"),
+        ("19,Smell,a\n20,Smell,b", "got 'Smell'"),
+        ("1,Orientation,a\n2,Orientation,b", "got 'Orientation', 1"),
+        ("19,Orientation,a\n20,Orientation, ", "rows 19 and 20"),
     ],
 )
 def test_mmvp_rows_that_are_no_pair_are_refused(tmp_path, row, message):
@@ -188,9 +188,9 @@ def test_winoground_is_pairs_by_their_tag(tmp_path, layout):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"image_0": {"bytes": None, "path": None}}, "parquet, row 1, has no image_0 that is an image"),
-        ({"caption_1": None}, "parquet, row 1, has no caption_1 that is a text"),
-        ({}, "parquet is damaged"),
+        ({"image_0": {"bytes": None, "path": None}}, "an image in the table"),
+        ({"caption_1": None}, "caption_1 in row 1 .*parquet must be a str"),
+        ({}, "parquet cannot be read"),
     ],
 )
 def test_winoground_tables_that_are_damaged(tmp_path, changed, message):
@@ -286,13 +286,8 @@ def test_damaged_images_and_foreign_paths_are_refused_before_anything_is_written
     assert not (tmp_path / "made").exists()
 
 
-def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
-    source = sugarcrepe(tmp_path / "source")
-    picture(tmp_path / "train2017/000000000001.jpg", 1)
-    assert make_sugarcrepe(tmp_path / "made", source, tmp_path) == "7 samples in composition"
-    picture(tmp_path / "train2017/000000000001.jpg", 99)
-    with pytest.raises(ValueError, match=r"train2017/0+1\.jpg"):
-        make_sugarcrepe(tmp_path / "again", source, tmp_path)
+def test_images_are_found_in_the_folders_of_a_folder(tmp_path):
+    assert make_sugarcrepe(tmp_path / "made", sugarcrepe(tmp_path / "source"), tmp_path) == "7 samples in composition"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +295,7 @@ def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "has no rows"),
-        ('{"0": {"filename": "a.jpg", "caption": 3}}', "row 1, has no caption that is a text"),
+        ('{"0": {"filename": "a.jpg", "caption": 3}}', "caption in row 1 .*must be a str"),
     ],
 )
 def test_damaged_questions_are_refused(tmp_path, content, message):
