@@ -31,7 +31,7 @@ PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 DEFAULT_BYTES = 100 * 10**9
 
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".tgz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by the first bytes
 _REQUESTS = 16  # at a time, for the versions of shards
 _SECRETS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^?\s'\"]*)(\?[^\s'\"]*)?")
 _TRIES = 5
@@ -198,7 +198,7 @@ class ShardCache:
                 _patiently(shard.location, fetch)
             else:
                 _compare(shard, source)
-            whole = self._unpack(source, folder / "unpacked", _OPENERS.get(Path(shard.name).suffix))
+            whole = self._unpack(source, folder / "unpacked") if shard.name.endswith(COMPRESSED) else source
             if shard.version is not None and shard.sha256 is None and _stamp(shard.location)[0] != shard.version:
                 raise OSError("it was replaced since this run began; start again, or give it a manifest")
             if whole.stat().st_size > self.max_bytes:
@@ -208,11 +208,12 @@ class ShardCache:
         if shard.sha256 is not None and shard.name.endswith(PLAIN):
             write_note(path, ".sha256", stamp(path), shard.sha256)  # which was compared: it is not read again
 
-    def _unpack(self, source: Path, target: Path, opener: Any) -> Path:
-        """Return the decompressed file, or the file itself where it is plain."""
-        if opener is None:
-            return source
-        with opener(source) as packed, open(target, "wb") as file:
+    def _unpack(self, source: Path, target: Path) -> Path:
+        """Return the decompressed file; a server that calls the compression an encoding has sent it so."""
+        with open(source, "rb") as file:
+            start = file.read(8)
+        opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), open)
+        with opener(source, "rb") as packed, open(target, "wb") as file:
             while block := packed.read(1 << 20):
                 if file.tell() + len(block) > self.max_bytes:
                     raise OSError(f"it unpacks to more than cache_bytes, {self.max_bytes:,}")

@@ -1,6 +1,7 @@
 """Servers that stall, fail, cut off and come back, on this machine and with small limits."""
 
 import errno
+import gzip
 import hashlib
 import http.server
 import threading
@@ -54,11 +55,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             return
         self.send_response(200)
+        if answer == "encoded":
+            self.send_header("Content-Encoding", "gzip")
         if answer != "cut without length":
             self.send_header("Content-Length", str(len(server.data)))
         self.end_headers()
         half = len(server.data) // 2
-        if answer == "good":
+        if answer in ("good", "encoded"):
             self.wfile.write(server.data)
         else:
             self.wfile.write(server.data[:half])
@@ -132,6 +135,12 @@ def test_patience_ends(serving, cache, answer, error):
 def test_a_redirect_is_followed(serving, cache, whole):
     shard = serving(serving("good").shard.location).shard
     assert fetch(cache, shard).read_bytes() == (whole / "000000.tar").read_bytes()
+
+
+def test_a_gzip_that_its_server_calls_an_encoding_is_unpacked_once(serving, cache, whole):
+    server = serving("encoded")
+    data, server.data = server.data, gzip.compress(server.data)
+    assert fetch(cache, Shard(f"{server.shard.location}.gz")).read_bytes() == data
 
 
 def test_half_a_shard_without_a_length_is_told_by_the_manifest(serving, cache, whole):
