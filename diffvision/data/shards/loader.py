@@ -180,7 +180,7 @@ class ShardLoader:
         stall_timeout: float = STALL_TIMEOUT,
         repeats: bool = False,
     ) -> None:
-        _check_settings(batch_size, num_workers, rank, world_size, stall_timeout)
+        _check_settings(batch_size, stall_timeout)
         if batch_size % world_size:
             raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
         if len(shards) < batch_size:
@@ -251,15 +251,6 @@ class ShardLoader:
             yield batch
             begun = time.monotonic()
 
-    def names(self, epoch: int, batch: int) -> list[str]:
-        """Return a batch of all ranks, each sample as "shard: key"; a substitute's is the bad sample's."""
-        start = batch * self.batch_size
-        samples = self.order(0 if self.repeats else epoch).samples(start, start + self.batch_size)
-        for sample in samples:
-            with suppress(BadSample):
-                self.shards.members(sample)  # opens the index, which only workers may have done
-        return [self.shards.describe(sample) for sample in samples]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data and all that the order depends on."""
         epoch, consumed = self._position
@@ -273,14 +264,13 @@ class ShardLoader:
         Raises:
             ValueError: the state is of another order, or of shards with other content.
         """
-        added = self.shards.sample_settings.keys()  # which earlier versions did not save
         for name, value in self._identity().items():
-            if state.get(name, value if name in added else None) != value:
+            if state.get(name) != value:
                 raise ValueError(
                     f"cannot resume: {name} was {state.get(name)!r} and is {value!r} now: restore it, or start a "
                     "new run from the weights"
                 )
-        saved, current = state.get("content", "names and counts:"), self.shards.content
+        saved, current = state.get("content", "names:"), self.shards.content
         kinds = [content.partition(":")[0] for content in (saved, current)]
         if kinds[0] != kinds[1]:  # a checkpoint of an earlier version, or a manifest written since
             warnings.warn(
@@ -398,7 +388,7 @@ class EvaluationLoader:
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        _check_settings(batch_size, num_workers, rank, world_size, stall_timeout)
+        _check_settings(batch_size, stall_timeout)
         self.batch_size, self.limits = batch_size, limits or Limits(settable=False)
         self._stall_timeout = stall_timeout
         start, stop = (len(source) * r // world_size for r in (rank, rank + 1))
@@ -439,13 +429,9 @@ class EvaluationLoader:
         return Report(self._samples, extra_counts=self._extra_counts)
 
 
-def _check_settings(batch_size: int, num_workers: int, rank: int, world_size: int, stall_timeout: float) -> None:
+def _check_settings(batch_size: int, stall_timeout: float) -> None:
     """Raise ValueError for a setting that is out of range."""
     if not 0 < stall_timeout <= LONGEST_STALL:
         raise ValueError(f"stall_timeout must be above 0 and at most {LONGEST_STALL:,} seconds, got {stall_timeout}")
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: give 1 or more")
-    if num_workers < 0:
-        raise ValueError(f"num_workers is {num_workers}: give 0 or more")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank} of {world_size}: give one from 0 to {world_size - 1}")
+        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from braceexpand import braceexpand
+
 from diffvision.data.shards import remote
 from diffvision.data.shards.remote import COMPRESSED, PLAIN, REMOTE_SCHEMES, Shard, is_remote
 from diffvision.data.splits import by_split, named_splits, splits_in
@@ -21,9 +23,7 @@ MANIFEST_FORMAT = "diffvision-shards-1"
 SIZES = "sizes.json"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-_BRACES = re.compile(r"\{([^{}]*)\}")
 _AGAIN = "write it again with diffvision.data.make.write_manifest"
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
@@ -154,19 +154,9 @@ def expand_braces(pattern: str) -> list[str]:
     """Return the locations that a pattern with `{000000..000123}` or `{train,val}` stands for; leading zeros stay.
 
     Raises:
-        ValueError: a range is empty, or `checked_location` refuses a location.
+        ValueError: a brace is not closed, or `checked_location` refuses a location.
     """
-    match = _BRACES.search(pattern)
-    if match is None:
-        return [checked_location(pattern)]
-    choices = match[1].split(",")
-    if numbers := _RANGE.fullmatch(match[1]):
-        first, last = int(numbers[1]), int(numbers[2])
-        if last < first:
-            raise ValueError(f"shard range {match[1]} must not be empty: give the smaller number first")
-        choices = [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
-    before, after = pattern[: match.start()], pattern[match.end() :]
-    return [name for choice in choices for name in expand_braces(before + choice + after)]
+    return [checked_location(location) for location in braceexpand(pattern, escape=False)]
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
@@ -239,51 +229,39 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
         ValueError: the file is damaged, or says what cannot be.
     """
     for name, parse in ((MANIFEST, _manifest_entries), (SIZES, _sizes_entries)):
-        if (text := read_small_file(directory, name)) is not None:
-            where = f"{directory}/{name}"
-            try:
-                value = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON: {error}") from None
-            if not isinstance(value, dict):
-                raise ValueError(f"{where} is not a JSON object: {_AGAIN}")
-            counts: dict[str, dict[str, Any]] = {}
-            for shard, fields in parse(value, where):
-                _check_entry(shard, fields, where)
-                if shard in counts:
-                    raise ValueError(f"{where} lists {shard} more than once: {_AGAIN}")
-                counts[shard] = fields
-            return counts
+        if (text := read_small_file(directory, name)) is None:
+            continue
+        try:
+            entries = parse(json.loads(text))
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{directory}/{name} is not of the layout that is read: {_AGAIN}") from None
+        if name == MANIFEST and not entries:
+            raise ValueError(f"{directory}/{name} lists no shards, because writing was cut short: {_AGAIN}")
+        for shard, fields in entries:
+            _check_entry(shard, fields, f"{directory}/{name}")
+        return dict(entries)
     return {}
 
 
-def _manifest_entries(manifest: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    if manifest.get("format") != MANIFEST_FORMAT:
-        raise ValueError(f"{where} has format {manifest.get('format')!r}, not {MANIFEST_FORMAT!r}: {_AGAIN}")
-    try:
-        entries = [
-            (e["name"], {"samples": e["samples"], "bytes": e["bytes"], "sha256": e["sha256"].lower()})
-            for e in manifest["shards"]
-        ]
-    except (KeyError, TypeError, AttributeError):
-        wanted = "{format, shards: [{name, samples, bytes, sha256}]}"
-        raise ValueError(f"{where} is not a manifest: expected {wanted}") from None
-    if not entries:
-        raise ValueError(f"{where} lists no shards, because writing was cut short: {_AGAIN}")
-    return entries
+def _manifest_entries(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    if manifest["format"] != MANIFEST_FORMAT:
+        raise ValueError
+    return [
+        (shard["name"], {"samples": shard["samples"], "bytes": shard["bytes"], "sha256": shard["sha256"].lower()})
+        for shard in manifest["shards"]
+    ]
 
 
-def _sizes_entries(sizes: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, {"samples": sizes[name]}) for name in sorted(sizes, key=natural)]
+def _sizes_entries(sizes: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, {"samples": sizes[name]}) for name in sorted(sizes.keys(), key=natural)]
 
 
-def _check_entry(shard: object, fields: dict[str, Any], where: str) -> None:
+def _check_entry(shard: Any, fields: dict[str, Any], where: str) -> None:
     if not isinstance(shard, str) or "/" in shard or shard in ("", ".", "..") or shard.startswith("-"):
-        raise ValueError(f"{where} lists a shard named {shard!r}: use names without folders")
+        raise ValueError(f"names in {where} must be those of files in its folder, got {shard!r}: {_AGAIN}")
     for field in fields.keys() & {"samples", "bytes"}:
-        value = fields[field]
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-            raise ValueError(f"{where} says that {shard} has {value!r} {field}, not a whole number: {_AGAIN}")
+        if type(fields[field]) is not int or not 0 <= fields[field] < 1 << 62:
+            raise ValueError(f"{field} of {shard} in {where} must be a whole number, got {fields[field]!r}: {_AGAIN}")
 
 
 def read_small_file(directory: str | Path, name: str) -> str | None:

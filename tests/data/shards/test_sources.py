@@ -23,10 +23,10 @@ def names(source):
 def test_braces():
     assert expand_braces("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
     assert expand_braces("{b,a}/{0..1}.tar") == ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]
-    assert expand_braces("x{a,b{1..2}}") == ["xa", "xb1", "xa", "xb2"]
+    assert expand_braces("x{a,b{1..2}}") == ["xa", "xb1", "xb2"]
     assert expand_braces("plain.tar") == ["plain.tar"]
-    with pytest.raises(ValueError, match="range"):
-        expand_braces("{3..1}.tar")
+    with pytest.raises(ValueError, match="balanced"):
+        expand_braces("a-{008..011.tar")
 
 
 @pytest.mark.parametrize(
@@ -117,19 +117,22 @@ def test_counts_from_the_manifest_or_from_openclips_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("manifest", "message"),
+    ("name", "text"),
     [
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ('{"format": "other", "shards": []}', "has format 'other'"),
-        ('{"format": "diffvision-shards-1"}', "is not a manifest"),
-        ('{"format": "diffvision-shards-1", "shards": [{"name": "0.tar"}]}', "is not a manifest"),
+        ("manifest.json", "{"),
+        ("manifest.json", "[]"),
+        ("manifest.json", '{"format": "other", "shards": []}'),
+        ("manifest.json", '{"format": "diffvision-shards-1"}'),
+        ("manifest.json", '{"format": "diffvision-shards-1", "shards": []}'),
+        ("manifest.json", '{"format": "diffvision-shards-1", "shards": [{"name": "0.tar"}]}'),
+        ("sizes.json", "[1]"),
+        ("sizes.json", "[" * 100_000),
     ],
 )
-def test_a_manifest_that_is_none(tmp_path, manifest, message):
+def test_a_manifest_that_is_none(tmp_path, name, text):
     touch(tmp_path, "0.tar")
-    (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(ValueError, match=message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name} .*write_manifest"):
         find_shards(tmp_path)
 
 
@@ -137,12 +140,12 @@ def test_a_manifest_that_is_none(tmp_path, manifest, message):
 def test_counts_that_are_none_are_refused_with_the_files_name(tmp_path, count):
     touch(tmp_path, "0.tar")
     (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": count}))
-    with pytest.raises(ValueError, match=r"sizes\.json says that 0\.tar"):
+    with pytest.raises(ValueError, match=r"samples of 0\.tar in .*sizes\.json"):
         find_shards(tmp_path)
     for field in ("samples", "bytes"):
         shard = {"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | {field: count}
         (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": [shard]}))
-        with pytest.raises(ValueError, match=rf"0\.tar has .* {field}"):
+        with pytest.raises(ValueError, match=rf"{field} of 0\.tar in"):
             find_shards(tmp_path)
 
 
@@ -150,7 +153,7 @@ def test_counts_that_are_none_are_refused_with_the_files_name(tmp_path, count):
 def test_a_manifest_cannot_point_elsewhere(tmp_path, name):
     touch(tmp_path, "0.tar")
     (tmp_path / "sizes.json").write_text(json.dumps({name: 1}))
-    with pytest.raises(ValueError, match="use names without folders"):
+    with pytest.raises(ValueError, match=r"names in .*sizes"):
         find_shards(tmp_path)
 
 
@@ -184,13 +187,6 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
     (tmp_path / "0.tar").unlink()
     (tmp_path / "0.tar").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"0\.tar is not a file"):
-        find_shards(tmp_path)
-
-
-def test_json_of_sizes_that_is_nested_too_deep_is_named(tmp_path):
-    (tmp_path / "0.tar").touch()
-    (tmp_path / "sizes.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is not JSON"):
         find_shards(tmp_path)
 
 
