@@ -32,7 +32,6 @@ TEMPLATES = ("a photo of a {c}", "a grey picture of a {c}", "a black and white p
 """For zero-shot classification; none of them is a caption of training."""
 _REMEDY = "give Fashion-MNIST's files, such as those of `apt-get install dataset-fashion-mnist`"
 _FOLDERS = ("", "FashionMNIST/raw", "raw")
-_IMAGES, _LABELS = 2051, 2049
 _SIDE = 28
 _TRAIN, _TRAIN_CRC = 60_000, 785835114  # how many training labels Fashion-MNIST has, and their CRC-32
 
@@ -58,8 +57,8 @@ def make_fashion(directory: str | Path, source: str | Path, *, seed: int = 0) ->
     Args:
         directory: the folder to write.
         source: the folder with train-images-idx3-ubyte and the three other files (also .gz), such as
-            /usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`; torchvision's ROOT after
-            datasets.FashionMNIST(ROOT, download=True); or a folder that Hugging Face datasets saved.
+            /usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`; or torchvision's ROOT after
+            datasets.FashionMNIST(ROOT, download=True).
         seed: determines the order of the training images and their captions.
 
     Returns:
@@ -95,8 +94,7 @@ def load_splits(source: str | Path) -> dict[str, Garments]:
     Raises:
         ValueError: as `make_fashion`.
     """
-    root = Path(source)
-    train, test = _read_saved(root) if (root / "dataset_dict.json").is_file() else _read_files(root)
+    train, test = (_read_garments(Path(source), part) for part in ("train", "t10k"))
     cut = len(train) - len(train) // 12
     return {
         "train": train[:cut],
@@ -105,87 +103,35 @@ def load_splits(source: str | Path) -> dict[str, Garments]:
     }
 
 
-def _read_files(root: Path) -> tuple[Garments, ...]:
-    """Return (train, test) of MNIST's four files."""
-    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    for folder in (root / name for name in _FOLDERS):
-        files = [path for path in map(_existing, (folder / name for name in names)) if path is not None]
-        if len(files) == len(names):
-            train, test = files[:2], files[2:]
-            return tuple(
-                _garments(read_idx(images, _IMAGES, 3), read_idx(labels, _LABELS, 1), labels)
-                for images, labels in (train, test)
-            )
-    raise ValueError(f"{root} has not the four files {', '.join(names)} (nor .gz): {_REMEDY}")
-
-
-def _read_saved(root: Path) -> tuple[Garments, ...]:
-    """Return (train, test) of a folder that Hugging Face datasets saved."""
-    try:
-        import datasets
-    except ImportError as error:
+def _read_garments(root: Path, part: str) -> Garments:
+    """Return the garments of a pair of files, whose labels must be Fashion-MNIST's."""
+    pixels, labels = read_idx(root, f"{part}-images-idx3-ubyte"), read_idx(root, f"{part}-labels-idx1-ubyte")
+    if pixels.shape != (len(labels), _SIDE, _SIDE) or {*labels.tolist()} != {*range(len(WORDS))}:
         raise ValueError(
-            f'{root} is read by the package `datasets` ({error}): pip install "diffvision[data]"'
-        ) from None
-    saved = datasets.load_from_disk(str(root))
-    parts = []
-    for split in ("train", "test"):
-        if split not in saved or not {"image", "label"} <= set(saved[split].column_names):
-            raise ValueError(f"{root} has no split {split} with the columns image and label: give Fashion-MNIST")
-        pixels = np.stack([np.asarray(image.convert("L")) for image in saved[split]["image"]])
-        parts.append(_garments(pixels, np.asarray(saved[split]["label"]), root))
-    return tuple(parts)
-
-
-def _existing(path: Path) -> Path | None:
-    packed = path.with_name(f"{path.name}.gz")
-    return path if path.is_file() else packed if packed.is_file() else None
-
-
-def _garments(pixels: np.ndarray, labels: np.ndarray, path: Path) -> Garments:
-    """Check that pixels and labels are Fashion-MNIST's, and return them."""
-    kinds = labels.astype(np.int64)
-    if len(pixels) != len(kinds):
-        raise ValueError(f"{path} has {len(kinds):,} labels of {len(pixels):,} images: fetch both again")
-    if pixels.shape[1:] != (_SIDE, _SIDE):
-        sizes = " x ".join(map(str, pixels.shape[1:]))
-        raise ValueError(f"{path} has images of {sizes} pixels, not {_SIDE} x {_SIDE}: give Fashion-MNIST's files")
-    if len(labels) == _TRAIN and zlib.crc32(labels.astype(np.uint8).tobytes()) != _TRAIN_CRC:
-        raise ValueError(
-            f"{path} has {_TRAIN:,} labels that are not Fashion-MNIST's (MNIST and others come in files of the same "
-            f"names): {_REMEDY}"
+            f"{part} in {root} must be images [{len(labels)}, {_SIDE}, {_SIDE}] with labels 0 to 9, got "
+            f"{list(pixels.shape)} and labels to {max(labels)}: {_REMEDY}"
         )
-    if missing := set(range(len(WORDS))) ^ set(kinds.tolist()):
-        raise ValueError(
-            f"{path} has labels other than 0 to 9, or lacks some ({', '.join(map(str, sorted(missing)))}): give "
-            "Fashion-MNIST's files"
-        )
-    return Garments(pixels, kinds, np.arange(len(kinds)), WORDS)
+    if len(labels) == _TRAIN and zlib.crc32(labels.tobytes()) != _TRAIN_CRC:  # files of MNIST have the same names
+        raise ValueError(f"the labels in {root} are not Fashion-MNIST's: {_REMEDY}")
+    return Garments(pixels, labels.astype(np.int64), np.arange(len(labels)), WORDS)
 
 
-def read_idx(path: Path, magic: int, axes: int) -> np.ndarray:
+def read_idx(root: Path, name: str) -> np.ndarray:
     """Return the array of a file in MNIST's idx format, uint8, also of a .gz.
 
-    Args:
-        path: the file: the magic number and the sizes as big-endian int32, then the bytes.
-        magic: the number that it must begin with: 2051 of images, 2049 of labels.
-        axes: of the array.
-
     Raises:
-        ValueError: another magic number, or another length than the sizes say.
+        ValueError: there is no such file, or its length is not what its header says.
     """
+    files = [root / folder / f"{name}{suffix}" for folder in _FOLDERS for suffix in ("", ".gz")]
+    if (path := next(filter(Path.is_file, files), None)) is None:
+        raise ValueError(f"{root} has no {name} (nor .gz): {_REMEDY}")
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read ({error}): fetch it again") from error
-    header = np.frombuffer(data[: 4 * (axes + 1)], dtype=">i4") if len(data) >= 4 * (axes + 1) else np.zeros(1)
-    if header[0] != magic:
-        raise ValueError(f"{path} does not begin with {magic} as MNIST's idx format does: fetch it again")
-    shape = tuple(int(size) for size in header[1:])
-    if min(shape) < 1 or len(data) != 4 * len(header) + np.prod(shape, dtype=object):
-        sizes = " x ".join(map(str, shape))
-        raise ValueError(f"{path} has {len(data):,} bytes, which is not what its header says ({sizes}): fetch it again")
-    return np.frombuffer(data, dtype=np.uint8, offset=4 * len(header)).reshape(shape)
+        axes = data[3]  # after two zeros and the type, which is uint8
+        shape = np.frombuffer(data, ">i4", axes, offset=4)
+        return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)
+    except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
+        raise ValueError(f"{path} is damaged ({error}): fetch it again") from error
 
 
 def _write_captions(garments: Garments, seed: int) -> Iterator[Sample]:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import webdataset
 from fashion_files import write_idx, write_miniature
-from PIL import Image
 
 from diffvision.data import EvaluationFolder
 from diffvision.data.datasets.fashion import CAPTIONS, TEMPLATES, WORDS, load_splits, make_fashion
@@ -54,23 +53,6 @@ def test_the_files_are_taken_from_where_torchvision_puts_them(source, tmp_path):
         assert garments.numbers.tolist() == packed[split].numbers.tolist()
 
 
-@pytest.mark.slow  # imports datasets
-def test_a_folder_that_datasets_saved_is_the_same(source, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    splits = load_splits(source)
-    rows = {"train": [splits["train"], splits["validation"]], "test": [splits["test"]]}
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(WORDS))})
-    saved = {}
-    for name, parts in rows.items():
-        images = [Image.fromarray(image) for part in parts for image in part.images]
-        labels = [int(label) for part in parts for label in part.labels]
-        saved[name] = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
-    datasets.DatasetDict(saved).save_to_disk(str(tmp_path / "saved"))
-    for split, garments in load_splits(tmp_path / "saved").items():
-        assert (garments.images == splits[split].images).all()
-        assert (garments.labels == splits[split].labels).all()
-
-
 def damage_missing(folder):
     (folder / "t10k-labels-idx1-ubyte").unlink()
 
@@ -109,14 +91,14 @@ def damage_compression(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_missing, r"has not the four files .*apt-get install dataset-fashion-mnist"),
-        (damage_length, r"94,095 bytes.* \(120 x 28 x 28\): fetch it again"),
-        (damage_kind, r"does not begin with 2051"),
-        (damage_labels, r"other than 0 to 9.*\(10\)"),
-        (damage_count, r"30 labels of 20 images"),
-        (damage_compression, r"cannot be read"),
-        (damage_size, r"32 x 32 pixels, not 28 x 28"),
-        (damage_set, r"60,000 labels that are not Fashion-MNIST's"),
+        (damage_missing, r"t10k-labels-idx1-ubyte .*apt-get install dataset-fashion-mnist"),
+        (damage_length, "is damaged"),
+        (damage_kind, r"train .*got \[120\]"),
+        (damage_labels, "labels to 10"),
+        (damage_count, r"t10k .*\[30, 28, 28\]"),
+        (damage_compression, "is damaged"),
+        (damage_size, r"got \[120, 32, 32\]"),
+        (damage_set, r"not Fashion-MNIST's"),
     ],
 )
 def test_a_bad_source_is_refused_before_anything_is_written(damage, message, tmp_path):
