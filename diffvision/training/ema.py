@@ -1,7 +1,4 @@
-"""An exponential moving average of the weights, in runs that can be interrupted anywhere.
-
-The averaging is Lightning's; this module adds what exact resuming needs.
-"""
+"""An exponential moving average of the weights: Lightning's, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -20,13 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 class EMA(EMAWeightAveraging):
     """Lightning's EMAWeightAveraging: validation and checkpoints use the averages, training the current weights.
 
-    `evaluate` of a checkpoint therefore evaluates the averages.
-
-    Lightning 2.6 alone does not resume exactly, so these things differ. A checkpoint taken while the averages are in
-    the module (during validation, and after training) stores both sets under the right keys. The epoch of the last
-    update is saved. The averages are on the training device rather than on the CPU, and an update
-    does not wait for it. Sharded weights are refused,
-    because Lightning would average each rank's shard.
+    `evaluate` of a checkpoint therefore evaluates the averages. Unlike Lightning's, the averages are on the training
+    device, an update does not wait for it, and sharded weights are refused.
     """
 
     def __init__(
@@ -58,24 +51,12 @@ class EMA(EMAWeightAveraging):
             update_starting_at_epoch=update_starting_at_epoch,
         )
         self.decay, self.on_training_device = decay, device is None
-        self._averaged_epoch = -1  # the epoch at whose end the averages were last updated
-        self._averages = False  # whether averages exist: from the first fit on
-        self._swapped = False  # whether the module holds the averages, and the average model the training weights
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether a step or an epoch's end updates the averages; an epoch's end does so once."""
-        if epoch_idx is None:
-            return super().should_update(step_idx)
-        due = epoch_idx > self._averaged_epoch and super().should_update(epoch_idx=epoch_idx)
-        self._averaged_epoch = epoch_idx if due else self._averaged_epoch
-        return due
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the averages before a fit; raise ValueError if the strategy shards the weights."""
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             name = type(trainer.strategy).__name__
             raise ValueError(f"{name} shards the weights, which EMA cannot average: use ddp, or leave EMA out")
-        self._swapped = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
             super().setup(trainer, pl_module, stage)
@@ -84,42 +65,13 @@ class EMA(EMAWeightAveraging):
             Averages.take_over(averages, self.decay)
             if self.on_training_device:
                 averages.module.to(trainer.strategy.root_device)
-        self._averages = self._averages or stage == "fit"
-
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_epoch_start(trainer, pl_module)
-        self._swapped = self._averages
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_epoch_end(trainer, pl_module)
-        self._swapped = False
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Swap the averages into the module; Lightning would copy them, but a checkpoint may still be saved."""
-        self.on_validation_epoch_start(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"latest_update_epoch": self._averaged_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._averaged_epoch = state_dict.get("latest_update_epoch", self._averaged_epoch)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Restore the averages for a fit; otherwise the module loads them itself, from the checkpoint's state_dict."""
-        if self._averages:
+        if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save the averages as `state_dict` and the training weights as `current_model_state`."""
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._swapped:
-            trained, average = checkpoint["state_dict"], checkpoint["current_model_state"]
-            checkpoint["state_dict"], checkpoint["current_model_state"] = average, trained
 
 
 class Averages(AveragedModel):
