@@ -85,23 +85,13 @@ CLASSES = {
 }
 """A setting that takes a class -> the base of such classes, so that a mistake is answered with the nearest name."""
 MEANT = {"model": "a model's name write --model.model", "data": "files write --data.train"}
-# Numbers that Lightning takes and that divide by zero, climb the gradient or train nothing -> which are possible.
-POSITIVE, LENGTH = "it must be 1 or more", "it must be 1 or more, or -1 for no limit"
-NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "accumulate_grad_batches": (lambda n: n >= 1, POSITIVE),
-    "check_val_every_n_epoch": (lambda n: n >= 1, POSITIVE + ", or null to count steps alone"),
-    "gradient_clip_val": (lambda n: n >= 0, "it must be above 0, or null for no clipping"),
-    "limit_train_batches": (lambda n: n > 0, "it must be above 0: a share up to 1.0, or a number of batches"),
-    "log_every_n_steps": (lambda n: n >= 0, "it must be 1 or more, or 0 to log no step"),
-    "max_epochs": (lambda n: n >= 1 or n == -1, LENGTH),
-    "max_steps": (lambda n: n >= 1 or n == -1, LENGTH),
-    "val_check_interval": (lambda n: n > 0, "it must be above 0: a share of an epoch, or a number of batches"),
-}
-# Lightning's messages that advertise, or repeat what RunSummary says.
-SILENCED = re.compile(
-    r"(\[rank: \d+\] )?(💡 Tip: |GPU available: |TPU available: |LOCAL_RANK: |Seed set to |Restoring states from "
-    r"|Restored all states from |`Trainer\.fit` stopped: `max_|`weights_only` was not set|Found current_model_state )"
+# Numbers of the trainer that must be above 0 (-1 is no limit): with others Lightning divides by zero or trains nothing.
+POSITIVE = (
+    *("accumulate_grad_batches", "check_val_every_n_epoch", "limit_train_batches"),
+    *("max_epochs", "max_steps", "val_check_interval"),
 )
+NOT_NEGATIVE = ("gradient_clip_val", "log_every_n_steps")
+# Of Lightning's messages only its warnings are shown.
 LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
@@ -255,10 +245,6 @@ class FitCLI(LightningCLI):
             callbacks.append(ProgressLine())
         trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
         _check_processes(trainer)
-        root = trainer.default_root_dir
-        for logger in trainer.loggers if config["trainer"]["default_root_dir"] not in (RUNS, None) else ():
-            if logger.save_dir is not None and os.path.normpath(logger.save_dir) != root:
-                rank_zero_info(f"{type(logger).__name__} writes to its save_dir {logger.save_dir}, not to {root}")
         return trainer
 
     def before_fit(self) -> None:
@@ -296,7 +282,7 @@ class FitCLI(LightningCLI):
 
 @contextmanager
 def silence_lightning() -> Iterator[None]:
-    """Suppress Lightning's messages in `SILENCED`, and warnings of PyTorch and Lightning that no user can act on."""
+    """Suppress what Lightning says in passing, and warnings of PyTorch and Lightning that no user can act on."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     for logger in loggers:
         logger.addFilter(_is_shown)
@@ -311,7 +297,7 @@ def silence_lightning() -> Iterator[None]:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return not SILENCED.match(record.getMessage())
+    return record.levelno > logging.INFO or "lightning" not in Path(record.pathname).parts
 
 
 def _check_processes(trainer: pl.Trainer) -> None:
@@ -375,10 +361,13 @@ def _refuse_nulls(name: str, given: Any) -> None:
 
 def _refuse_numbers(settings: Any) -> None:
     """Raise a ValueError for an impossible number among the trainer's settings."""
-    for name, (is_possible, remedy) in NUMBERS.items():
-        value = settings.get(name)
-        if isinstance(value, int | float) and not is_possible(value):
-            raise ValueError(f"trainer.{name} is {value}: {remedy}")
+    for name in (*POSITIVE, *NOT_NEGATIVE):
+        value, is_open = settings.get(name), name.startswith("max_")
+        if not isinstance(value, int | float) or value > 0 or (value == -1 and is_open):
+            continue
+        if value < 0 or name in POSITIVE:
+            bound = "0 or more" if name in NOT_NEGATIVE else "above 0" + ", or -1 for no limit" * is_open
+            raise ValueError(f"trainer.{name} must be {bound}, got {value}")
 
 
 def _load_tensors_only(config: Any) -> None:

@@ -154,7 +154,7 @@ def test_a_run_that_must_resume_ends_in_one_line(shards, tmp_path, capsys):
     ],
 )
 def test_numbers_of_the_trainer_that_cannot_be_are_refused_before_anything_starts(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"trainer.{name} is {value}") as refusal:
+    with pytest.raises(ValueError, match=f"trainer.{name}.*{value}") as refusal:
         run(tmp_path, tmp_path, f"--trainer.{name}={value}")
     assert len(str(refusal.value)) <= 120
     assert not [*tmp_path.iterdir()]
