@@ -249,7 +249,8 @@ def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
     hints = {one.name: Any if one.annotation is one.empty else one.annotation for one in given}
     types = get_type_hints(SimpleNamespace(__annotations__=hints), getattr(command, "__globals__", None))
     parameters = [one.replace(annotation=types[one.name]) for one in given]
-    if parameters and "list[str]" in str(parameters[0].annotation):  # several models come first, then options alone
+    several = parameters and parameters[0].name in SEVERAL and "list[str]" in str(parameters[0].annotation)
+    if several:  # models come first, then options alone
         parameters[1:] = [one.replace(kind=one.KEYWORD_ONLY) for one in parameters[1:]]
     checked.__doc__, checked.__annotations__ = command.__doc__, types
     vars(checked)["__signature__"] = signature.replace(parameters=parameters, return_annotation=signature.empty)
