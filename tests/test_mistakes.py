@@ -102,7 +102,7 @@ MISTAKES = [
     ("fit --config nope.yaml", "nope.yaml"),
     ("fit --config clip/debgu.yaml", "clip/debug.yaml"),
     ("fit --config last.ckpt", "last.ckpt is not YAML: --config takes YAML, and --ckpt_path a checkpoint"),
-    ("fit --config empty.yaml", "empty.yaml is empty"),
+    ("fit --config empty.yaml", "empty.yaml must be"),
     ("fit --config broken.yaml", "broken.yaml, line 3"),
     ("fit --config list.yaml", "list.yaml"),
     ("fit --config misspelt.yaml", "did you mean --trainer.max_epochs?"),

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from diffvision.data.datasets import missing_data
-from diffvision.training.recipes import recipe, resolve_recipes
+from diffvision.training.recipes import read_mapping, recipe, resolve_recipes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -110,14 +108,10 @@ def fit(
 def _check_callbacks(callbacks: Any) -> None:
     import lightning.pytorch as pl
 
-    if not isinstance(callbacks, list | tuple):
-        raise TypeError(f"callbacks is an object of {type(callbacks).__name__}: give a list of Lightning callbacks")
-    for callback in callbacks:
-        if not isinstance(callback, pl.Callback):
-            raise TypeError(
-                f"callbacks has an object of {type(callback).__name__}: give Lightning callbacks, which are built "
-                "already; a configuration has those that are named"
-            )
+    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    wrong = [type(callback).__name__ for callback in given if not isinstance(callback, pl.Callback)]
+    if wrong or given is not callbacks:
+        raise TypeError(f"callbacks must be a list of Lightning callbacks, got {', '.join(wrong) or 'one of them'}")
 
 
 def options(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -231,12 +225,7 @@ def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
     """Return the `data` and `trainer` of the configurations; of several, the later ones' come first."""
     content: dict[str, Any] = {}
     for config in configs:
-        path = Path(config) if Path(config).is_file() else recipe(str(config))
-        try:
-            read = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-        content |= {name: read[name] for name in ("data", "trainer") if isinstance(read, dict) and name in read}
+        content |= read_mapping(Path(config) if Path(config).is_file() else recipe(str(config)))[1]
     return content
 
 

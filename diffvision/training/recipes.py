@@ -6,13 +6,13 @@ A recipe is a file of configs/, which lies next to the package in a clone and in
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from diffvision.errors import nearest
 
 _PACKAGE = Path(__file__).parent.parent
-_MAX_LEVELS = 100  # of a YAML file
 _FLAGS = ("--config", "-c")  # of Lightning's command line
 
 
@@ -63,13 +63,13 @@ def _configuration(value: str) -> str:
     if "\n" in value:
         return value
     if _is(Path.is_fifo, value):
-        return f"\n{_mapping(Path(value))}"
+        return f"\n{read_mapping(Path(value))[0]}"
     is_file = _is(Path.is_file, value)
     is_yaml = value == "null" or re.search("[:{]", value)
     if not is_file and is_yaml and Path(value).suffix not in (".yaml", ".yml", ".json"):
         return value
     path = Path(value) if is_file else recipe(value)
-    _mapping(path)
+    read_mapping(path)
     return str(path)
 
 
@@ -81,35 +81,20 @@ def _is(kind: Callable[[Path], bool], value: str) -> bool:
         return False
 
 
-def _mapping(path: Path) -> str:
-    """Return the YAML of a file, or raise a ValueError with the file and the line, which a parser's message lacks.
-
-    It reads without recursion.
-    """
-    content: list[type] = []
-    level = 0
+def read_mapping(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text of a YAML file and its content; an error names the file and the line, as a parser's does not."""
     try:
         text = path.read_text(encoding="utf-8")
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if level > _MAX_LEVELS:  # libyaml's composer would overflow its stack
-                raise ValueError(f"{path} is nested too deeply: write it with at most {_MAX_LEVELS} levels")
-            if not isinstance(event, yaml.StreamStartEvent | yaml.DocumentStartEvent):
-                content.append(type(event))
+        content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line} is not YAML: {error.problem or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        is_checkpoint = path.suffix in (".ckpt", ".pt", ".pth", ".safetensors")
-        remedy = ": --config takes YAML, and --ckpt_path a checkpoint" if is_checkpoint else ""
-        raise ValueError(f"{path} is not YAML{remedy or f': {str(error).splitlines()[0]}'}") from None
-    if content[0] is yaml.StreamEndEvent:
-        raise ValueError(f"{path} is empty: write lines such as 'model: ...'")
-    if content[0] in (yaml.SequenceStartEvent, yaml.ScalarEvent):
-        raise ValueError(
-            f"{path} is not a configuration: it must have lines such as 'model: ...', and is a list or a text"
-        )
-    return text
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict):
+        kind = "an empty file" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"{path} must be a configuration with lines such as 'model: ...', got {kind}")
+    return text, content
 
 
 def _folder() -> Path:

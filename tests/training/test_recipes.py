@@ -72,36 +72,28 @@ def test_what_is_no_name_of_a_file_stays(wheel):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("model:\n  a: 1\n b: [\n", "file.yaml, line 3 is not YAML: expected <block end>"),
-        ("model: [1, 2\n", "file.yaml, line 2 is not YAML: did not find|file.yaml, line 2 is not YAML: expected"),
+        ("model:\n  a: 1\n b: [\n", "file.yaml, line 3 is not YAML"),
+        ("model: [1, 2\n", "file.yaml, line 2 is not YAML"),
         ("model: \x00\n", "file.yaml is not YAML"),
-        ("- 1\n- 2\n", "file.yaml is not a configuration"),
-        ("just a text\n", "file.yaml is not a configuration"),
-        (b"\xff\xfe\x00", "file.yaml is not YAML"),
+        ("a: " + 10_000 * "[", "file.yaml"),
+        (b"PK\x03\x04\xa9\xff", "file.yaml is not YAML"),
+        ("- 1\n- 2\n", "file.yaml must be a configuration"),
+        ("just a text\n", "file.yaml must be a configuration"),
+        ("", "file.yaml must be a configuration"),
+        ("# nothing\n", "file.yaml must be a configuration"),
     ],
 )
-def test_what_is_no_configuration_is_named_with_its_line(text, message, tmp_path, monkeypatch):
+def test_what_is_no_configuration_is_named(text, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named) as refused:
         recipes.resolve_recipes(["--config", "file.yaml"])
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n"])
-def test_an_empty_configuration_is_named(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"file\.yaml is empty:"):
-        recipes.resolve_recipes(["--config", "file.yaml"])
-
-
-def test_a_checkpoint_in_place_of_a_configuration_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "last.ckpt").write_bytes(b"PK\x03\x04\xa9\xff")
-    with pytest.raises(ValueError, match=r"last\.ckpt is not YAML"):
-        recipes.resolve_recipes(["--config", "last.ckpt"])
+def test_yaml_itself_may_be_longer_than_a_path():
     long = "model: " + "x" * 5000
     assert recipes.resolve_recipes(["--config", long]) == ["--config", long]
 
