@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diffvision.analysis import figures
-from diffvision.analysis.html_page import Part, Picture, Row, Section, Text, html_page
+from diffvision.analysis.html_page import Code, Part, Picture, Row, Section, Text, html_page
 from diffvision.demo.pictures import ModelExamples
 from diffvision.demo.run_tables import (
     Rows,
@@ -18,7 +18,6 @@ from diffvision.demo.run_tables import (
     duration,
     lambda_pictures,
     last_checkpoint,
-    next_commands,
     results,
     speed_rows,
     values_of,
@@ -46,16 +45,16 @@ JUDGED: Rows = {
 }
 
 
-def page(runs: Sequence[Run], directory: Path) -> str:
+def page(runs: Sequence[Run], content: Mapping[str, ModelExamples], directory: Path) -> str:
     """Return the report of the image demo as one HTML page.
 
     Args:
         runs: of a plain model, then of differential ones, each with the same seeds.
+        content: by model, what the page shows of the first seed's run.
         directory: where the runs are, for the commands at the end.
     """
     models = by_model(runs)
     plain, differential = list(models)[:2]
-    content = {name: ModelExamples.from_json(same_model[0].shown) for name, same_model in models.items()}
     first, seeds = models[plain][0], len(models[plain])
     lead = (
         f"{plain} and {differential}, about {first.parameters / 1e6:.1f} million parameters each, trained by one "
@@ -66,7 +65,7 @@ def page(runs: Sequence[Run], directory: Path) -> str:
     sections = [
         _explain(content[differential], models[differential][0]),
         Section("Results", [Text(verdict(values_of(models), plain, differential, JUDGED)), *_table(models)]),
-        _draw_retrieved({name: content[name] for name in models}),
+        _draw_retrieved(content),
         _attention({name: content[name] for name in (plain, differential)}),
         _training(models),
         _next(directory, plain, differential),
@@ -142,10 +141,10 @@ def _training(models: Mapping[str, Sequence[Run]]) -> Section:
 
 def _next(directory: Path, plain: str, differential: str) -> Section:
     text = "Compare the two runs with intervals, look inside of one, or train the same models on your pictures."
-    return next_commands(
-        text,
+    commands = (
         f"diffvision compare {directory / plain}-0 {directory / differential}-0 --output compared.html",
         f"diffvision inspect {last_checkpoint(directory / f'{differential}-0')} --output inside",
         f"diffvision fit --config configs/clip/debug.yaml --model.init_args.model {differential} "
         "--data.init_args.train YOUR/FOLDER",
     )
+    return Section("Next", [Text(text), *map(Code, commands)])

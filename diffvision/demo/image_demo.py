@@ -18,13 +18,14 @@ from torch import Tensor
 from diffvision.data.datasets.digits import DIGIT_ONLY_FRACTION, combinations, make_digits
 from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.demo.demo_page import page
-from diffvision.demo.pictures import collect_examples
-from diffvision.demo.run_tables import Run, comparison
+from diffvision.demo.pictures import ModelExamples, collect_examples
+from diffvision.demo.run_tables import Run, by_model, comparison, last_checkpoint
 from diffvision.demo.runs import claim, prepare, trained
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output_files import write_bytes
 from diffvision.evaluation.suite import evaluate
+from diffvision.opening import open_model
 
 RECIPE = "clip/debug.yaml"
 MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")
@@ -63,7 +64,8 @@ def images(directory: Path, seeds: int) -> None:
     runs = train_on_digits(MODELS, seeds, directory, DIGIT_ONLY_FRACTION)
     console.print(table(runs))
     report = directory / "report.html"
-    write_bytes(report, page(runs, directory).encode())
+    examples = {model: examples_of(of_model[0], directory / "digits") for model, of_model in by_model(runs).items()}
+    write_bytes(report, page(runs, examples, directory).encode())
     console.print(f"report: {report}   ({time.perf_counter() - start:.0f} s in all)")
 
 
@@ -91,18 +93,23 @@ def train_on_digits(
     return trained(RECIPE, planned, directory, *folders, *arguments, measure=measure)
 
 
-def evaluate_on_digits(
-    module: Any, model: str, seed: int, data: Path
-) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """Return a trained model's metrics on every folder of the data and, for seed 0, what the report's pictures show."""
+def evaluate_on_digits(module: Any, data: Path) -> dict[str, float]:
+    """Return a trained model's metrics on every folder of the data."""
     transform, tokenizer = module.eval_transform, module.tokenizer
     metrics: dict[str, float] = {}
     for folder in find_folders(data):
         metrics |= evaluate(module.model, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
     features = Features(module.model, transform, tokenizer, InferenceSettings(batch_size=256))
     pairs = features.pairs(EvaluationFolder(data / "retrieval"), "test")
-    pictures = None if seed else collect_examples(module.model, transform, tokenizer, data).as_json()
-    return metrics | parts_right(pairs.images, pairs.texts), pictures
+    return metrics | parts_right(pairs.images, pairs.texts)
+
+
+def examples_of(run: Run, data: Path) -> ModelExamples:
+    """Return what the report shows of a run's trained model."""
+    model = open_model(last_checkpoint(run.folder))
+    assert model.transform is not None
+    assert model.tokenizer is not None
+    return collect_examples(model.module, model.transform, model.tokenizer, data)
 
 
 def parts_right(images: Tensor, texts: Tensor) -> dict[str, float]:

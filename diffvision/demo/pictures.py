@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,29 +36,6 @@ class ModelExamples:
     attention: list[ImageAttention]
     retrieved: list[Retrieved]
     lam: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content as JSON holds it; `from_json` reads it back."""
-        attention = [
-            {"image": _encode(one.image), "maps": np.round(one.maps, 5).tolist(), "label": one.label}
-            for one in self.attention
-        ]
-        retrieved = [
-            {"caption": one.caption, "images": list(map(_encode, one.images)), "right": list(one.is_right)}
-            for one in self.retrieved
-        ]
-        return {"attention": attention, "retrieved": retrieved, "lam": self.lam}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> ModelExamples:
-        """Rebuild the examples from the dictionary that `as_json` returned."""
-        attention = [
-            ImageAttention(_decode(one["image"]), np.asarray(one["maps"]), one["label"]) for one in content["attention"]
-        ]
-        retrieved = [
-            Retrieved(one["caption"], list(map(_decode, one["images"])), one["right"]) for one in content["retrieved"]
-        ]
-        return cls(attention, retrieved, content["lam"])
 
 
 @torch.no_grad()
@@ -115,13 +90,3 @@ def _retrieve(features: Features, folder: EvaluationFolder) -> list[Retrieved]:
 def _pixels(image: Image.Image) -> Tensor:
     """Return an image as it is, [h, w, 3] uint8."""
     return torch.from_numpy(np.array(image.convert("RGB")))
-
-
-def _encode(pixels: Any) -> str:
-    data = io.BytesIO()
-    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(data, "PNG")
-    return base64.b64encode(data.getvalue()).decode()
-
-
-def _decode(text: str) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import rich.table
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.html_page import Bar, Code, Folded, Part, Picture, Section, Table, Text, bars, spread
+from diffvision.analysis.html_page import Bar, Folded, Part, Picture, Table, bars, spread
 from diffvision.evaluation.intervals import FEWEST_SEEDS, RULE, Difference, difference
 
 
@@ -23,7 +22,7 @@ class Run:
         seconds: duration of the training steps, without evaluations.
         speed: samples a second, the median over training.
         metrics: on data that training did not see.
-        shown: further content of the report: pictures of attention.
+        folder: of the run.
     """
 
     model: str
@@ -33,7 +32,7 @@ class Run:
     speed: float
     metrics: dict[str, float]
     curves: dict[str, Curve]
-    shown: Any
+    folder: Path
 
 
 def by_model(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -175,11 +174,6 @@ def lambda_pictures(models: Mapping[str, Sequence[Run]]) -> list[Part]:
             )
             parts.append(Folded(f"λ of {name}, layer by layer", [picture]))
     return parts
-
-
-def next_commands(text: str, *commands: str) -> Section:
-    """Return the section that says what to do next, with commands to copy."""
-    return Section("Next", [Text(text), *map(Code, commands)])
 
 
 def last_checkpoint(run: Path) -> Path:

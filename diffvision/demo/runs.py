@@ -7,15 +7,12 @@ its record.json when it is trained and evaluated.
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +24,13 @@ import diffvision
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.demo.run_tables import Run
 from diffvision.evaluation.output_files import check_folder, write_json
-from diffvision.progress import bar
 from diffvision.training.fit import fit
 from diffvision.training.recipes import recipe
 
 RECORD = "record.json"
 LOG = "training.log"
-_STEP = re.compile(r"^epoch .* (\d+)% ")
-Measure = Callable[[Any, str, int], tuple[dict[str, float], Any]]
-"""Returns the metrics of a trained module, and what else the report shows, as JSON holds it; of its name and seed."""
+Measure = Callable[[Any], dict[str, float]]
+"""Returns the metrics of a trained module."""
 
 
 def claim(directory: Path, name: str, config: str, contents: Sequence[str], **settings: Any) -> None:
@@ -92,11 +87,7 @@ def prepare(folder: Path, make: Callable[[str], Any]) -> None:
 
 
 def trained(
-    config: str,
-    planned: Sequence[tuple[str, int]],
-    directory: Path,
-    *arguments: str,
-    measure: Measure,
+    config: str, planned: Sequence[tuple[str, int]], directory: Path, *arguments: str, measure: Measure
 ) -> list[Run]:
     """Return runs, of which those that are not finished yet are trained and evaluated in processes, several at once.
 
@@ -113,78 +104,45 @@ def trained(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting = [run for run in planned if not (directory / f"{run[0]}-{run[1]}" / RECORD).is_file()]
     spawn = multiprocessing.get_context("spawn")
-    logs = {run: directory / f"{run[0]}-{run[1]}" / LOG for run in waiting}
-    with bar("training", 100 * len(waiting)) as advance, _raise_on_sigterm():
-        training: dict[tuple[str, int], Any] = {}
-        shown: dict[tuple[str, int], str] = {}
-        percent = 0
-        try:
-            while waiting or any(process.is_alive() for process in training.values()):
-                while waiting and sum(process.is_alive() for process in training.values()) < min(cores, 4):
-                    run = waiting.pop(0)
-                    logs[run].parent.mkdir(parents=True, exist_ok=True)
-                    logs[run].unlink(missing_ok=True)
-                    finish = partial(finished_run, config, *run, directory, *arguments, measure=measure)
-                    training[run] = spawn.Process(target=_run_logged, args=(finish, logs[run]))
-                    training[run].start()
-                time.sleep(0.5)
-                lines = {run: _last_line(logs[run]) for run in training}
-                if not sys.stdout.isatty():
-                    for run in [run for run, line in lines.items() if line and line != shown.get(run)]:
-                        print(f"{run[0]}, seed {run[1]}: {lines[run]}", flush=True)
-                shown = lines
-                done = sum(_percent(line) for line in lines.values())
-                advance(max(done - percent, 0))
-                percent = max(done, percent)
-        finally:
-            for process in training.values():
-                if process.is_alive():
-                    process.terminate()
-            for process in training.values():
-                process.join()
+    training: dict[tuple[str, int], Any] = {}
+    shown: dict[tuple[str, int], str] = {}
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        while waiting or any(process.is_alive() for process in training.values()):
+            while waiting and sum(process.is_alive() for process in training.values()) < min(cores, 4):
+                run = waiting.pop(0)
+                finish = partial(finished_run, config, *run, directory, *arguments, measure=measure)
+                log = directory / f"{run[0]}-{run[1]}" / LOG
+                training[run] = spawn.Process(target=_run_logged, args=(finish, log), daemon=True)
+                training[run].start()
+            time.sleep(1)
+            for run in training:
+                latest = _latest(directory / f"{run[0]}-{run[1]}")
+                if latest and latest != shown.get(run):
+                    shown[run] = latest
+                    print(f"{run[0]}, seed {run[1]}: {latest}", flush=True)
+    finally:
+        for process in training.values():
+            process.terminate()
+            process.join()
     return [finished_run(config, *run, directory, *arguments, measure=measure) for run in planned]
 
 
 def _run_logged(function: Callable[[], Any], log: Path) -> None:
-    """Call a function in this process, which writes its output to a log and ends when its parent does."""
-    with open(log, "w", buffering=1) as file:
+    """Call a function in this process, which writes its output to a log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", buffering=1) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    parent = os.getppid()
-
-    def follow() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, daemon=True).start()
     torch.set_num_threads(1)
     function()
 
 
-@contextmanager
-def _raise_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that what a block has started is ended."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _last_line(log: Path) -> str:
-    """Return the steps and the loss of the last line of progress in a log, or an empty string."""
-    lines = [line for line in log.read_text().splitlines() if _STEP.search(line)] if log.is_file() else []
-    return "  ".join(lines[-1].split("  ")[:2]) if lines else ""
-
-
-def _percent(line: str) -> int:
-    match = _STEP.search(line)
-    return int(match[1]) if match else 0
+def _latest(root: Path) -> str:
+    """Return the last logged step and loss of a run in words, or an empty string."""
+    folders = sorted(file.parent for file in root.rglob("metrics.csv"))
+    curve = read_metrics(folders[-1]).get("train/loss") if folders else None
+    return f"step {curve.steps[-1] + 1:.0f}, loss {curve.values[-1]:.2f}" if curve else ""
 
 
 def finished_run(config: str, model: str, seed: int, directory: Path, *arguments: str, measure: Measure) -> Run:
@@ -196,13 +154,13 @@ def finished_run(config: str, model: str, seed: int, directory: Path, *arguments
         seed: of the weights and the order of samples.
         directory: the demo's folder.
         arguments: further arguments of `diffvision fit`.
-        measure: from the trained LightningModule, its name and the seed to its metrics and what else the report shows.
+        measure: from the trained LightningModule to its metrics.
     """
     root = directory / f"{model}-{seed}"
     file = root / RECORD
     if not file.is_file():
         cli = fit(_command(config, model, seed, root, arguments))
-        metrics, shown = measure(cli.model, model, seed)
+        metrics = measure(cli.model)
         log: Any = cli.trainer.logger
         curves = read_metrics(log.log_dir)
         record = {
@@ -210,13 +168,12 @@ def finished_run(config: str, model: str, seed: int, directory: Path, *arguments
             "parameters": sum(p.numel() for p in cli.model.model.parameters()),
             "seconds": _seconds(curves["train/samples_per_second"], cli.datamodule.batch_size),
             "metrics": metrics,
-            "shown": shown,
         }
         write_json(file, record)
     record = _content(file)
     curves = read_metrics(root / record["run"])
     speed = statistics.median(curves["train/samples_per_second"].values)
-    return Run(model, seed, record["parameters"], record["seconds"], speed, record["metrics"], curves, record["shown"])
+    return Run(model, seed, record["parameters"], record["seconds"], speed, record["metrics"], curves, root)
 
 
 def _command(config: str, model: str, seed: int, root: Path, arguments: Sequence[str]) -> list[str]:

@@ -55,10 +55,12 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[str, Format] = {
-    "openclip": Format("a folder that open_clip loads as local-dir:...", "folders.write_open_clip", ("open_clip",)),
-    "timm": Format("a folder that timm loads as local-dir:...", "folders.write_timm", ("timm",)),
+    "openclip": Format(
+        "a folder that open_clip loads as local-dir:...", "model_folders.write_open_clip", ("open_clip",)
+    ),
+    "timm": Format("a folder that timm loads as local-dir:...", "model_folders.write_timm", ("timm",)),
     "huggingface": Format(
-        "a folder that transformers loads", "folders.write_hugging_face", ("language",), "hf", ("transformers",)
+        "a folder that transformers loads", "model_folders.write_hugging_face", ("language",), "hf", ("transformers",)
     ),
     "program": Format("a folder with a torch.export program for each graph", "program.write_programs", IMAGES),
     "onnx": Format(

@@ -152,7 +152,7 @@ def test_dint_has_no_cache_to_round(tiny_of):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schemes": ("qk_int8", "int8")}, "unknown scheme 'int8': choose among logits_8, "),
+        ({"schemes": ("qk_int8", "int8")}, "schemes has 'int8'"),
         ({"recent": -1}, "recent is -1: give the tokens"),
     ],
 )
