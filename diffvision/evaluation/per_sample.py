@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,3 +92,8 @@ def by_kind(name: str, right: Tensor, kinds: Sequence[str]) -> dict[str, PerSamp
 def each(right: Tensor, classes: Tensor | None = None) -> PerSample:
     """Return the samples of a metric that counts every image once."""
     return PerSample(right, torch.arange(len(right)), classes)
+
+
+def fingerprint(content: Any) -> str:
+    """Return 16 hexadecimal digits of plain values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

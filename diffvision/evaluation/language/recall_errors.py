@@ -17,8 +17,7 @@ from diffvision.data.datasets.needle_text import Form, as_form
 from diffvision.evaluation.language.generations import continued
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.per_sample import PerSample
-from diffvision.evaluation.records import fingerprint
+from diffvision.evaluation.per_sample import PerSample, fingerprint
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
 

@@ -15,9 +15,7 @@ from diffvision.data.conversations import PLACEHOLDER, check_image
 from diffvision.data.images.decode import decode_image
 from diffvision.data.rows import read_rows
 from diffvision.data.shards.sample import BadSample
-from diffvision.evaluation.cache import tensor_digest
 from diffvision.evaluation.language.scoring import Progress, unseen
-from diffvision.evaluation.records import Records
 from diffvision.evaluation.vision_language.questions import QuestionSet
 
 QUESTION = "{question}"
@@ -100,7 +98,7 @@ def answer_set(
     file: Path | None = None,
     progress: Progress = unseen,
 ) -> list[str]:
-    """Return a model's answers to a set; what the file has is not generated again.
+    """Return a model's answers to a set, and write them to a file.
 
     Args:
         vlm: with `model` and `processor`.
@@ -108,32 +106,32 @@ def answer_set(
         prompt: what is asked, with {question} in it.
         max_new_tokens: most tokens of an answer.
         batch_size: questions at a time.
-        file: JSON lines {"question_id", "text"}, appended batch by batch; None for no file.
+        file: JSON lines {"question_id", "text", "of": a digest of question and images}, written batch by batch.
         progress: wraps the batches in a progress bar.
 
     Raises:
-        ValueError: a prompt without {question}; a file of other questions, of another model or of other settings; an
-            image that is none.
+        ValueError: a prompt without {question}; an image that is none.
     """
     if QUESTION not in prompt:
         raise ValueError(f"prompt is {prompt!r}: write {QUESTION} where the question belongs")
-    settings = [prompt, max_new_tokens, vlm.processor.to_json_string(), vlm.processor.chat_template]
+    prints, texts = questions.fingerprints(), []
     if file is not None:
-        # Not the digest of the modules, which `generate` changes.
-        config = {**vlm.model.config.to_dict(), "_name_or_path": None}
-        settings += [json.dumps(config, default=str), tensor_digest([*vlm.model.state_dict().values()])]
-    records = Records(file, {"settings": settings})
-    of = questions.fingerprints()
-    ids = [str(row["question_id"]) for row in questions.rows]
-    missing = [n for n, id in enumerate(ids) if records.get(id, of[n]) is None]
-    batches = [missing[start : start + batch_size] for start in range(0, len(missing), batch_size)]
-    for batch in progress(batches, f"{questions.name}, answers"):
-        rows = [questions.rows[n] for n in batch]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    starts = range(0, len(questions.rows), batch_size)
+    for start in progress(starts, f"{questions.name}, answers"):
+        rows = questions.rows[start : start + batch_size]
         asked = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
-        texts = generate_answers(vlm.model, vlm.processor, asked, max_new_tokens)
-        contents = [{"question_id": row["question_id"], "text": text} for row, text in zip(rows, texts, strict=True)]
-        records.add([(ids[n], of[n], content) for n, content in zip(batch, contents, strict=True)])
-    return [(records.get(id, one) or {})["text"] for id, one in zip(ids, of, strict=True)]
+        new = generate_answers(vlm.model, vlm.processor, asked, max_new_tokens)
+        if file is not None:
+            lines = [
+                {"question_id": row["question_id"], "text": text, "of": of}
+                for row, text, of in zip(rows, new, prints[start : start + batch_size], strict=True)
+            ]
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write("".join(f"{json.dumps(line)}\n" for line in lines))
+        texts += new
+    return texts
 
 
 def read_answers(path: Path, questions: QuestionSet) -> list[str]:

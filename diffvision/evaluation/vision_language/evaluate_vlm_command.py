@@ -33,7 +33,7 @@ def run(
         answers: JSON lines {"question_id", "text" or "answer"} that are scored as a model's; or a folder with a file
             SET.jsonl for each question file.
         synonyms: CHAIR's synonyms.txt, an object and its synonyms a line; by default the objects.txt of the questions.
-        output: folder for results.json and the answers, from which an evaluation that was ended resumes.
+        output: folder for results.json and the answers, which --answers reads.
         prompt: what is asked, with {question} in it. LLaVA-1.5's results on POPE and VQA are with
             "{question}\\nAnswer the question using a single word or phrase.", the \\n a line feed.
         max_new_tokens: most tokens of an answer.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.rows import read_rows
-from diffvision.evaluation.records import fingerprint
+from diffvision.evaluation.per_sample import fingerprint
 
 
 @dataclass(frozen=True)

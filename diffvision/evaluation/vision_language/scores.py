@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffvision.evaluation.per_sample import Metrics, means
-from diffvision.evaluation.records import fingerprint
+from diffvision.evaluation.per_sample import Metrics, fingerprint, means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 from diffvision.evaluation.vision_language.pope_metrics import PARSERS, SIZES, pope
 from diffvision.evaluation.vision_language.questions import QuestionSet, labels_of
