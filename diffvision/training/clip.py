@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, TypeGuard, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.data.batches import ImageTextBatch, named
@@ -36,11 +35,6 @@ from diffvision.training.progress import follow
 from diffvision.training.sharding import gather_weights, release_weights, to_whole
 
 FEATURES = ("image_features", "text_features")
-# Model -> a warning before it is trained.
-CAUTIONS = {
-    "DiffCLIP-debug": "DiffCLIP-debug learns late in short runs (lambda_init 0.8): take DiffCLIP-debug-0.2; "
-    "see docs/concepts/common_mode.md"
-}
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 NEAR_DUPLICATES = 0.02  # the share of a batch from which a run says so
@@ -157,10 +151,8 @@ class ContrastiveModule(TrainingModule):
             compile_in_place(self.model)
 
     def setup(self, stage: str) -> None:
-        """Create the loss, which depends on the number of ranks; warn about a model that is a poor choice for a fit."""
+        """Create the loss, which depends on the number of ranks."""
         super().setup(stage)
-        if stage == "fit" and self.name in CAUTIONS:
-            rank_zero_warn(CAUTIONS[self.name])
         self._make_losses()
 
     def _make_losses(self) -> None:
@@ -233,7 +225,7 @@ class ContrastiveModule(TrainingModule):
             self.log("train/near_duplicates", torch.tensor(float(repeated)))
             if repeated > NEAR_DUPLICATES * pairs and not self._has_warned:
                 self._has_warned = True
-                rank_zero_info(
+                self.print(
                     f"{repeated} of {pairs} captions in a batch repeat another one, as false negatives: drop such pairs"
                 )
         warmup, chance = max((schedule.warmup for schedule in self.schedules()), default=0), math.log(pairs)
@@ -244,7 +236,7 @@ class ContrastiveModule(TrainingModule):
             self._looks = None
         elif self._looks >= LOOKS and step >= warmup + STEPS:
             self._looks = None
-            rank_zero_info(
+            self.print(
                 f"the towers do not learn: loss {float(loss):.3g} at step {step}, ln({pairs}) is {chance:.3g}: "
                 "check lr, locks and pairing"
             )

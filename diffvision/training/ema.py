@@ -89,13 +89,12 @@ class Averages(AveragedModel):
         assert self.multi_avg_fn is not None
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for average, current in zip(tensors_of(self.module), tensors_of(model), strict=True):
+            if not self.n_averaged:
+                average.copy_(current)
             pairs.setdefault(average.dtype, []).append((average.detach(), current.detach().to(average.device)))
-        for same in pairs.values():
+        for same in pairs.values() if self.n_averaged else ():
             averages, currents = map(list, zip(*same, strict=True))
-            if self.n_averaged:
-                self.multi_avg_fn(averages, currents, self.n_averaged)
-            else:
-                torch._foreach_copy_(averages, currents)
+            self.multi_avg_fn(averages, currents, self.n_averaged)
         self.n_averaged += 1
 
 

@@ -5,7 +5,6 @@ What it shares with others is in `next_token` and `module`, its optimizer in `op
 
 from __future__ import annotations
 
-import json
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, ClassVar
 
@@ -129,10 +128,10 @@ class LanguageModule(NextTokenModule):
         saved = {
             field.name: field.default for field in fields(language.LanguageConfig) if field.default is not MISSING
         } | saved
-        if wrong := _differing_fields(saved, current, ignored):
-            differing = ", ".join(f"{k} {saved.get(k)!r} (here {current[k]!r})" for k in wrong)
-            remedy = _suggest_settings(saved, ignored)
-            raise ValueError(f"{checkpoint} is of another model than {self.name!r}, with {differing}: {remedy}")
+        wrong = [name for name, value in current.items() if name not in ignored and saved.get(name) != value]
+        if wrong:
+            differing = ", ".join(f"{name} {saved.get(name)!r} (here {current[name]!r})" for name in wrong)
+            raise ValueError(f"{checkpoint} is of another model than {self.name!r}: set model_args to its {differing}")
 
     def setup(self, stage: str) -> None:
         """Check that the data's sequences are not longer than the model reads."""
@@ -226,23 +225,3 @@ class LanguageModule(NextTokenModule):
         if not self.name.startswith(FOLDER):
             return {"pretrained": None, "config": config}
         return {"pretrained": None, "config": config, "model": language.model_names()[0], "model_args": config}
-
-
-def _differing_fields(saved: dict[str, Any], current: dict[str, Any], ignored: tuple[str, ...]) -> list[str]:
-    """Return the fields in which two configurations differ."""
-    return [name for name, value in current.items() if name not in ignored and saved.get(name) != value]
-
-
-def _suggest_settings(saved: dict[str, Any], ignored: tuple[str, ...]) -> str:
-    """Say what to set for a model of this configuration: the nearest named model, and the fields that differ."""
-    known = {name: asdict(language.config(name)) for name in language.model_names()}
-    differing = {
-        name: _differing_fields(saved, config, ignored)
-        for name, config in known.items()
-        if config["variant"] == saved["variant"]
-    }
-    if not differing:
-        return f"no model has its variant {saved['variant']!r}"
-    name = min(differing, key=lambda name: len(differing[name]))
-    args = "".join(f" --model.model_args.{field}={json.dumps(saved.get(field))}" for field in differing[name])
-    return f"set --model.model={name}{args}"

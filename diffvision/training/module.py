@@ -1,6 +1,15 @@
 """What our LightningModules share: hyperparameters, learning rate, batches by name, sums of an evaluation.
 
-What they train is in `clip`, `classification` and `language`.
+What they train is in `clip`, `classification`, `language` and `vision_language`. A step, in order:
+
+    loss             `training_step` of each module
+    backward         Lightning's, or `ContrastiveModule.backward_chunks`
+    clip, skip       `StepGuard.on_before_optimizer_step`: a step that is not finite changes nothing, on all ranks
+    step             the optimizer of `optim.create_optimizer`
+    schedule         `schedule.WarmupDecay`
+    average          `ema.EMA`, after the step
+
+Which callbacks act in between is in `fault_tolerance.protection`.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
+from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
 from diffvision.training.compilation import compile_in_place
 
@@ -47,7 +47,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
                 setattr(module, name, replaced)
                 scalars.add(replaced)
     if scalars:
-        model.register_forward_hook(lambda model, inputs, outputs: tree_map_only(DTensor, _to_local, outputs))
+        model.register_forward_hook(lambda model, inputs, outputs: apply_to_collection(outputs, DTensor, _to_local))
     blocks = list(find_blocks(model))
     if compiled := [part for part in model.modules() if part._compiled_call_impl is not None]:
         for part in compiled:  # FSDP2 gathers between blocks, which no graph holds: one for each block

@@ -1,20 +1,18 @@
 """The contrastive step: its gradients against autograd's over the whole batch, in one process and in two."""
 
 import copy
-from pathlib import Path
 
 import lightning.pytorch as pl
 import open_clip
 import pytest
 import torch
-import yaml
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.training import clip
-from diffvision.training.clip import CAUTIONS, ContrastiveModule
+from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
@@ -89,20 +87,7 @@ def test_chunked_gradients_are_those_of_the_whole_batch(loss, chunks):
     same(whole, gradients(loss=loss, accum_freq=chunks))
 
 
-def test_a_model_that_learns_late_warns_once_where_it_is_trained():
-    with pytest.warns(UserWarning, match="take DiffCLIP-debug-0.2") as caught:
-        train(make(), max_steps=2)
-    assert len([one for one in caught if "common_mode.md" in str(one.message)]) == 1
-
-
-def test_the_models_of_recipes_do_not_warn(recwarn):
-    for path in Path(__file__).parents[2].glob("configs/clip/*.yaml"):
-        assert yaml.safe_load(path.read_text())["model"]["init_args"].get("model") not in CAUTIONS
-    train(make("DiffCLIP-debug-0.2"))
-    assert not [one for one in recwarn if "learns late" in str(one.message)]
-
-
-def test_near_duplicates_are_counted_and_told_once_as_are_towers_that_do_not_learn(caplog, monkeypatch):
+def test_near_duplicates_are_counted_and_told_once_as_are_towers_that_do_not_learn(capsys, monkeypatch):
     class Digests(Pairs):
         def train_dataloader(self):
             rows = super().train_dataloader().dataset
@@ -111,18 +96,17 @@ def test_near_duplicates_are_counted_and_told_once_as_are_towers_that_do_not_lea
 
     monkeypatch.setattr(clip, "STEPS", 6)
     stuck = make("DiffCLIP-debug-0.2", optimizer=OptimizerSettings(lr=1e-12, warmup_steps=1))
-    with caplog.at_level("INFO"):
-        trainer = train(stuck, data=Digests(), max_steps=8, log_every_n_steps=1)
+    trainer = train(stuck, data=Digests(), max_steps=8, log_every_n_steps=1)
+    out = capsys.readouterr().out
     assert trainer.callback_metrics["train/near_duplicates"] == 2
-    assert caplog.text.count("2 of 8 captions in a batch repeat another one") == 1
-    assert caplog.text.count("the towers do not learn") == 1
-    assert "at step 7, ln(8) is 2.08" in caplog.text
-    caplog.clear()
+    assert out.count("2 of 8 captions in a batch repeat another one") == 1
+    assert out.count("the towers do not learn") == 1
+    assert "at step 7, ln(8) is 2.08" in out
     learning = make("DiffCLIP-debug-0.2", optimizer=OptimizerSettings(lr=1e-3, warmup_steps=1))
-    with caplog.at_level("INFO"):
-        trainer = train(learning, data=Pairs(batches=1), max_steps=12, max_epochs=-1, log_every_n_steps=1)
-    assert "towers" not in caplog.text
-    assert "captions in a batch" not in caplog.text
+    trainer = train(learning, data=Pairs(batches=1), max_steps=12, max_epochs=-1, log_every_n_steps=1)
+    out = capsys.readouterr().out
+    assert "towers" not in out
+    assert "captions in a batch" not in out
     assert "train/near_duplicates" not in trainer.callback_metrics
 
 

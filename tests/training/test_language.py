@@ -326,16 +326,15 @@ def test_a_tag_of_weights_is_no_folder_of_that_name(tmp_path, monkeypatch):
         LanguageModule("diffv2-nano", pretrained="./stdlib")
 
 
-def test_a_checkpoint_of_another_variant_is_named_with_what_to_set(tmp_path):
+def test_a_checkpoint_of_another_variant_is_named_with_what_differs(tmp_path):
     language.save(language.create("diff-1m"), tmp_path / "v1")
     with pytest.raises(ValueError, match="v1 is of another model than"):
         LanguageModule("transformer-1m", pretrained=str(tmp_path / "v1"))
     LanguageModule("diff-1m", model_args={"rotary_theta": 1e6}, pretrained=str(tmp_path / "v1"))
     module = make("diffv2-debug", {"num_kv_heads": 1})
     train(module).save_checkpoint(tmp_path / "x.ckpt")
-    args = "vocab_size=50 .*num_kv_heads=1 --model.model_args.head_dim=8 .*max_length=64"
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1, max_steps=2)
-    with pytest.raises(ValueError, match=rf"set .*--model.model_args.{args}$"):
+    with pytest.raises(ValueError, match=r"num_kv_heads 1 \(here None\), variant 'v2' \(here 'v1'\)"):
         trainer.fit(make(), datamodule=Tokens(), ckpt_path=str(tmp_path / "x.ckpt"))
 
 
