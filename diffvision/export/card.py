@@ -1,7 +1,6 @@
 """The model card of a folder: README.md and pictures, written from the model and, if there is one, its training run.
 
-Its text is in `templates/README.md`. huggingface_hub's ModelCard is not used: it asks the Hub to validate the card, and
-cards are written offline here.
+Its text is in `templates/README.md`, the metadata above it are huggingface_hub's `ModelCardData`.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from diffvision import __version__
@@ -61,7 +60,7 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
         (folder / name).write_bytes(content)
     if model.host == "language" and not (folder / "tokenizer.json").is_file():
         model = dataclasses.replace(model, tokenizer=None)
-    (folder / "README.md").write_text(model_card(model, history, license, pictures), encoding="utf-8")
+    ModelCard(model_card(model, history, license, pictures)).save(folder / "README.md")
 
 
 def model_card(
@@ -77,15 +76,13 @@ def model_card(
     history = history or History()
     towers = attention_layers(model.module)
     kinds = variants(towers)
-    head: dict[str, Any] = {"library_name": LIBRARY[model.host], "pipeline_tag": TASK[model.host]}
-    head["tags"] = ["diffvision", *(["differential-attention"] if kinds - PLAIN else [])]
-    if license is not None:
-        head["license"] = license
+    tags = ["diffvision", *(["differential-attention"] if kinds - PLAIN else [])]
+    head = ModelCardData(library_name=LIBRARY[model.host], pipeline_tag=TASK[model.host], tags=tags, license=license)
     origin = language.origin_of(model.weights) if model.host == "language" and model.weights else None
     evaluated = [setting(history.config, f"data.init_args.{name}") for name in ("evaluations", "evaluation")]
     metrics, step = history.results()
     card = _template().render(
-        head=yaml.safe_dump(head, sort_keys=False),
+        head=head.to_yaml(),
         name=model.name,
         description=describe(model, towers),
         is_average=bool(model.average_note),
@@ -103,8 +100,7 @@ def model_card(
         train=setting(history.config, "data.init_args.train"),
         account=", ".join(f"{count:,} {what}" for what, count in history.account().items()),
         evaluated=[[given] if isinstance(given, str) else given for given in evaluated if given],
-        training=_training(history),
-        config=yaml.safe_dump(history.config, sort_keys=False),
+        config=yaml.safe_dump(history.config, sort_keys=False) if history.config else "",
         versions=_versions(model),
         sources=bibtex(kinds, model.name, model.host),
     )
@@ -127,30 +123,6 @@ def _lambdas(model: nn.Module) -> dict[str, float]:
         return layer_lambdas(model)
     except ValueError:  # it depends on the token
         return {}
-
-
-def _training(history: History) -> dict[str, Any]:
-    """Return the rows of the table of settings; empty without a configuration."""
-    if not history.config:
-        return {}
-    return {
-        "model": setting(history.config, "model.init_args.model"),
-        "started from": setting(history.config, "model.init_args.pretrained"),
-        "optimizer": _join_settings(setting(history.config, "model.init_args.optimizer")),
-        "batch size": setting(history.config, "data.init_args.batch_size"),
-        "epochs": setting(history.config, "trainer.max_epochs"),
-        "steps": history.step,
-        "precision": setting(history.config, "trainer.precision"),
-        "averaged weights (EMA)": _join_settings(history.callback("EMA")),
-        "seed": setting(history.config, "seed_everything"),
-    }
-
-
-def _join_settings(settings: Any) -> str | None:
-    """Return settings in one line, without those that are None; None if there are no settings."""
-    if not isinstance(settings, dict):
-        return None
-    return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
 
 
 def _versions(model: Model) -> list[str]:

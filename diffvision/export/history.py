@@ -14,7 +14,7 @@ from typing import Any
 
 from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.evaluation.suite import EVALUATIONS
-from diffvision.opening.run_folders import run_config, setting
+from diffvision.opening.run_folders import run_config
 from diffvision.training.fault_tolerance import step_of
 
 RESULTS = ("val", "test", *EVALUATIONS)  # first parts of the names of metrics that are results
@@ -37,13 +37,6 @@ class History:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     step: int | None = None
     records: tuple[dict[str, Any], ...] = ()
-
-    def callback(self, name: str) -> dict[str, Any] | None:
-        """Return the settings of the run's callback of that class, or None."""
-        for callback in setting(self.config, "trainer.callbacks") or []:
-            if isinstance(callback, dict) and str(callback.get("class_path")).rpartition(".")[2] == name:
-                return callback.get("init_args") or {}
-        return None
 
     def results(self) -> tuple[dict[str, float], int | None]:
         """Return the metrics of the last validation up to this checkpoint, and its step; ({}, None) without one."""
