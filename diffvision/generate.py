@@ -25,6 +25,8 @@ def generate_text(
 ) -> str:
     """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
+    By the chat template next to its tokenizer the end of an answer ends it too.
+
     Args:
         model: the directory of a run of our language training or a .ckpt of it, the folder of a language model, or a
             name with `checkpoint`.
@@ -93,7 +95,7 @@ def generate_text(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            stop={text_tokenizer.eos_id},
+            stop=opened.ends,
             vocab_size=text_tokenizer.vocab_size,
             generator=torch.Generator(device).manual_seed(seed),
             on_token=lambda _, token: printer.add(token),

@@ -16,7 +16,7 @@ from types import ModuleType
 MODULES = {
     "timm": ("diffvision.models.vit", "diffvision.models.adapted"),
     "open_clip": ("diffvision.models.clip",),
-    "transformers": ("diffvision.models.language.transformers",),
+    "transformers": ("diffvision.models.language.modeling_diffllama_v2",),
     "transformers.models.auto.configuration_auto": ("diffvision.models.transformers_names",),
 }
 """host -> our modules that register models with it; they import that host and `diffvision.nn`, and no other host."""

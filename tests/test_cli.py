@@ -147,7 +147,7 @@ def exit_status(words):
 
 def test_a_package_that_a_command_needs_is_named(capsys, monkeypatch, tmp_path):
     language.save(language.create("diff-debug", vocab_size=20), tmp_path / "checkpoint")
-    monkeypatch.delitem(sys.modules, "diffvision.models.language.transformers", raising=False)
+    monkeypatch.delitem(sys.modules, "diffvision.models.language.hugging_face", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 1
     assert "huggingface needs transformers: pip install 'diffvision[hf]'" in capsys.readouterr().err

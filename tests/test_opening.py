@@ -273,7 +273,7 @@ def house(tmp_path_factory, trained):
 def theirs(house):
     """The same language model in transformers' layout, and a Llama."""
     transformers = pytest.importorskip("transformers")
-    from diffvision.models.language.transformers import export
+    from diffvision.models.language.hugging_face import export
 
     export(str(house / "text"), str(house / "exported"))
     torch.manual_seed(0)
@@ -319,7 +319,7 @@ OPENAI_MEAN = open_clip.OPENAI_DATASET_MEAN
     ("spec", "host", "kind"),
     [
         ("exported", "language", "LanguageModel"),
-        ("hf:exported", "transformers", "DiffTransformerForCausalLM"),
+        ("hf:exported", "transformers", "DiffLlamaForCausalLM"),
         ("llama", "transformers", "LlamaForCausalLM"),
         ("local-dir:llama", "transformers", "LlamaForCausalLM"),
         ("hf:llama", "transformers", "LlamaForCausalLM"),
@@ -562,7 +562,7 @@ def test_our_own_export_opens_in_a_new_process(theirs):
     """Nothing has registered our classes there, and nobody answers transformers' question."""
     command = [sys.executable, "-c", LOADED, str(theirs / "exported")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-    assert (done.returncode, done.stdout.split()) == (0, ["DiffTransformerForCausalLM", "0"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["DiffLlamaForCausalLM", "0"]), done.stderr
 
 
 def test_no_code_of_a_folder_is_run(tmp_path):
@@ -576,7 +576,7 @@ def test_no_code_of_a_folder_is_run(tmp_path):
 
 
 def test_transformers_missing_is_one_sentence(house, monkeypatch):
-    monkeypatch.delitem(sys.modules, "diffvision.models.language.transformers", raising=False)
+    monkeypatch.delitem(sys.modules, "diffvision.models.language.modeling_diffllama_v2", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="needs transformers 5 or later"):
         open_model("hf:anything")

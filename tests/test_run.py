@@ -38,7 +38,7 @@ CHILDREN = """
 import subprocess, sys
 for code in (
     "import open_clip, timm; print(timm.is_model('diff_vit_debug'), 'DiffCLIP-debug' in open_clip.list_models());"
-    "from transformers import AutoConfig; print(type(AutoConfig.for_model('diff_transformer')).__module__)",
+    "from transformers import AutoConfig; print(type(AutoConfig.for_model('diffllama_v2')).__module__)",
     "import sys; print('torch' in sys.modules, sys.was_customized)",
 ):
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -55,14 +55,14 @@ def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
         "PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(tmp_path / "site"))))
     )
     done = run("program", cwd=tmp_path)
-    lines = ["True True", "diffvision.models.language.transformers_decoder", "False True"]
+    lines = ["True True", "diffvision.models.language.modeling_diffllama_v2", "False True"]
     assert done.stdout.splitlines() == lines, done.stderr
 
 
 @pytest.mark.slow
 def test_exported_folders_need_no_trust(tmp_path):
     pytest.importorskip("transformers")
-    language.save(language.create("diff-debug", vocab_size=20), tmp_path / "checkpoint")
+    language.save(language.create("diffv2-debug", vocab_size=20), tmp_path / "checkpoint")
     (tmp_path / "program.py").write_text(
         "from transformers import AutoModelForCausalLM\n"
         "print(type(AutoModelForCausalLM.from_pretrained('folder')).__module__)\n"
@@ -70,7 +70,7 @@ def test_exported_folders_need_no_trust(tmp_path):
     with pytest.warns(UserWarning, match="no tokenizer next to"):
         assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 0
     done = run("program", cwd=tmp_path)
-    assert done.stdout == "diffvision.models.language.transformers\n", done.stderr
+    assert done.stdout == "diffvision.models.language.modeling_diffllama_v2\n", done.stderr
 
 
 def test_a_missing_program_is_named(tmp_path):

@@ -26,7 +26,6 @@ from diffvision.analysis.lambdas import layer_lambdas
 from diffvision.export.describe import PLAIN, attention_layers, code, describe, fence, text, variants
 from diffvision.export.history import History, read_history
 from diffvision.models import language
-from diffvision.models.convert.transformers import is_llama_with_v2
 from diffvision.models.language import LanguageModel
 from diffvision.opening import Model
 from diffvision.opening.run_folders import setting
@@ -89,9 +88,9 @@ def model_card(
         origin=(origin or "").splitlines(),
         host=model.host,
         library=LIBRARY[model.host],
-        has_our_layers=bool(towers),
+        has_our_layers=bool(towers) and model.host != "language",
         has_tokenizer=model.tokenizer is not None,
-        loads_by_code=isinstance(model.module, LanguageModel) and is_llama_with_v2(model.module.config),
+        loads_by_code=isinstance(model.module, LanguageModel) and model.module.config.variant == "v2",
         metrics=metrics,
         step=step,
         records=history.records,

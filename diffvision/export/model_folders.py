@@ -81,10 +81,12 @@ def write_timm(model: Model, destination: Path, options: Options) -> None:
 
 def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
     """Write a language model in the format "huggingface"."""
-    from diffvision.models.language import transformers
+    from diffvision.models.language import hugging_face
 
     module: Any = model.module
-    transformers.write(module, str(model.weights), str(destination), options.tokenizer, eos=options.eos)
+    made = hugging_face.as_transformers(module)
+    tokenizer = hugging_face.choose_tokenizer(str(model.weights), options.tokenizer)
+    hugging_face.write(made, destination, tokenizer, eos=options.eos)
     write_card(destination, model, options.license)
 
 

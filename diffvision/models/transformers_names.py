@@ -11,7 +11,6 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 MODULES = {
-    "diff_transformer": ("diffvision.models.language.transformers", "DiffTransformerConfig"),
     "diffvision_vlm": ("diffvision.models.vision_language", "VisionLanguageConfig"),
 }
 """model_type -> the module that registers its classes, and the configuration in it."""

@@ -19,11 +19,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from diffvision.models import vision_language_parts as parts
-from diffvision.models.language.transformers_decoder import (
-    DiffTransformerPreTrainedModel,
-    check_loaded,
-    mark_as_initialised,
-)
 from diffvision.models.names import unknown_model
 from diffvision.models.vision_language_parts import NAMES, Projector, VisionLanguageConfig
 from diffvision.models.vision_language_processor import IMAGE, make_processor, with_image_token
@@ -42,7 +37,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
     Attributes:
         tower: the image tower.
         projector: from the tower's features to embeddings of the language model.
-        language_model: a `DiffTransformerForCausalLM`, or any of transformers.
+        language_model: any causal language model of transformers.
         image_size: height and width of an image.
         image_tokens: tokens per image, after the shuffle.
 
@@ -75,7 +70,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         self.projector = Projector(config.projector, width, config.text_config.hidden_size, config.shuffle)
         if config.image_token_id < config.text_config.vocab_size:
             self.generation_config.suppress_tokens = [config.image_token_id]
-        mark_as_initialised(self)
+        parts.mark_as_initialised(self)
         self.post_init()
 
     def image_features(self, pixel_values: Float[Tensor, "I 3 h w"]) -> Float[Tensor, "I T dim"]:
@@ -270,7 +265,7 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
                 f"another model: {str(error)[-300:]}"
             ) from error
         model, info = loaded
-        check_loaded(info, source, f"tower {model.config.tower!r} and its language model")
+        parts.check_loaded(info, source, f"tower {model.config.tower!r} and its language model")
         parts.restore_buffers(model.tower, model.config.tower, model.config.tower_args)
         return (model, info) if wants_info else model
 
@@ -301,7 +296,9 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         input_ids, kwargs = host._expand_inputs_for_generation(expand_size, False, input_ids, **kwargs)
         return input_ids, kwargs if images is None else {**kwargs, "pixel_values": images}
 
-    register_for_auto_class = DiffTransformerPreTrainedModel.register_for_auto_class  # which does nothing
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Do nothing: transformers would save this module's text."""
 
 
 def create(

@@ -1,6 +1,8 @@
 """The configuration of a vision-language model, and its halves: image towers and causal language models."""
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import timm
@@ -8,14 +10,13 @@ import torch
 from jaxtyping import Float
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diffvision.models import language
 from diffvision.models.checkpoint import read_checkpoint
 from diffvision.models.convert.state import check_fits
 from diffvision.models.hub import HUGGING_FACE, local
-from diffvision.models.language.transformers import DiffTransformerForCausalLM
-from diffvision.models.language.transformers_decoder import DiffTransformerConfig, check_loaded, write_code
+from diffvision.models.language.hugging_face import as_transformers
 from diffvision.models.names import is_tag, unknown_model
 from diffvision.models.weight_files import FOLDER, read_json, tensors_only
 
@@ -58,7 +59,7 @@ class VisionLanguageConfig(PreTrainedConfig):
             raise ValueError(f"feature_layer is {self.feature_layer!r}: give -1 (last block) or -2 (second-last)")
         if self.projector not in ("mlp", "pixel_shuffle"):
             raise ValueError(f"projector is {self.projector!r}: choose mlp or pixel_shuffle")
-        text, self.text_config = self.text_config or {"model_type": "diff_transformer"}, None
+        text, self.text_config = self.text_config or {"model_type": "llama"}, None
         super().__post_init__(**kwargs)  # it would reset the attention of a language model's own configuration
         self.text_config = AutoConfig.for_model(**text) if isinstance(text, dict) else text
         if self.image_token_id is None:
@@ -69,7 +70,9 @@ class VisionLanguageConfig(PreTrainedConfig):
         self.auto_map = write_code(save_directory, "diffvision.models.vision_language", CLASSES)
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
-    register_for_auto_class = DiffTransformerConfig.register_for_auto_class  # which does nothing
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: transformers would save this module's text."""
 
 
 class Halves(NamedTuple):
@@ -242,12 +245,12 @@ def open_language(name: str, args: dict[str, Any] | None = None) -> Any:
         FileNotFoundError, ValueError: the name is unknown; the weights do not exist, are damaged, or do not fit.
     """
     if not name.startswith((HUGGING_FACE, FOLDER)):
-        return DiffTransformerForCausalLM.from_diffvision(language.create(name, **(args or {})))
+        return as_transformers(language.create(name, **(args or {})))
     if args:
         raise ValueError(f"language_args are {args}, and {name} has its own sizes: leave them out")
     path, dtype = local(name), torch.get_default_dtype()
     if name.startswith(FOLDER):
-        return DiffTransformerForCausalLM.from_diffvision(language.load(path).to(dtype)).train()
+        return as_transformers(language.load(path).to(dtype)).train()
     with tensors_only(name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, trust_remote_code=False, dtype=dtype, output_loading_info=True
@@ -255,6 +258,34 @@ def open_language(name: str, args: dict[str, Any] | None = None) -> Any:
     model, info = loaded
     check_loaded({**info, "unexpected_keys": ()}, name, "the causal language model")
     return model.train()
+
+
+def write_code(folder: str | os.PathLike, module: str, classes: Mapping[str, str]) -> dict[str, str]:
+    """Write the file of one line that imports classes from a module; return transformers' auto_map of the folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    line = f"from {module} import {', '.join(classes.values())}  # noqa: F401\n"
+    (Path(folder) / "modeling_diffvision.py").write_text(line, encoding="utf-8")
+    return {auto: f"modeling_diffvision.{name}" for auto, name in classes.items()}
+
+
+def check_loaded(info: Mapping[str, Any], source: Any, what: str, asked: tuple[str, ...] = ("",)) -> None:
+    """Raise a ValueError if transformers found weights missing or unexpected, of names with the prefixes `asked`."""
+    wrong = {
+        kind: sorted(name for name in info[f"{kind}_keys"] if name.startswith(asked))
+        for kind in ("missing", "unexpected")
+    }
+    if any(wrong.values()):
+        listed = [f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in wrong.items() if names]
+        raise ValueError(
+            f"the weights of {str(source)!r} are not those of {what} that its configuration names: {'; '.join(listed)}"
+        )
+
+
+def mark_as_initialised(model: PreTrainedModel) -> None:
+    """Mark weights that are drawn or loaded already, so that `post_init` leaves them; those on "meta" are neither."""
+    if next(model.parameters()).device.type != "meta":
+        for module in model.modules():
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _is_timm(tower: Any) -> bool:

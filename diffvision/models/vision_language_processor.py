@@ -15,7 +15,7 @@ from transformers import (
 from transformers.image_utils import PILImageResampling
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from diffvision.models.language.transformers import fast_tokenizer, tokenizer_file
+from diffvision.models.language.hugging_face import fast_tokenizer, tokenizer_file
 from diffvision.models.vision_language_parts import preprocess
 
 IMAGE = "<image>"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from diffvision.data.text.chat import find_turn_end
 from diffvision.models.checkpoint import holds_average
 from diffvision.opening.specs import SUFFIXES
 
@@ -58,6 +59,19 @@ class Model:
     def is_language(self) -> bool:
         """Whether it is a language model, without an image tower."""
         return self.host in ("language", "transformers")
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a language model's text: of a document, and of a turn by its chat template."""
+        if self.host == "transformers":
+            from diffvision.models.language.hugging_face import turn_end
+
+            given = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
+            given = given if isinstance(given, list) else [given]
+            ends = {*given, self.tokenizer.eos_id, turn_end(self.tokenizer.tokenizer)}
+        else:
+            ends = {self.tokenizer.eos_id, find_turn_end(self.tokenizer)}
+        return frozenset(end for end in ends if end is not None)
 
     @property
     def device(self) -> torch.device:

@@ -129,8 +129,8 @@ def timm_tags(name: str) -> list[str]:
 
 
 def check_transformers(path: str) -> None:
-    """Register our classes with transformers; raise a ValueError where the package is missing."""
+    """Register DIFF V2's class with transformers; raise a ValueError where the package is missing."""
     try:
-        import diffvision.models.language.transformers  # noqa: F401
+        import diffvision.models.language.modeling_diffllama_v2  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{path} needs transformers 5 or later: pip install 'diffvision[hf]' ({error})") from error

@@ -15,6 +15,7 @@ from diffvision.models import language
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.convert.state import few
+from diffvision.models.convert.transformers import EXPORTED, MODEL_TYPES, refuse_older
 from diffvision.models.names import is_tag
 from diffvision.models.weight_files import tensors_only
 from diffvision.opening.model import Model
@@ -64,16 +65,10 @@ def _language_model(module: language.LanguageModel, name: str | None, path: Path
 
 def open_transformers_folder(folder: Path) -> Model:
     """Open a folder in transformers' layout; an exported model of this package becomes a `LanguageModel` again."""
-    model_type = folder_config(folder).get("model_type")
-    if model_type == "diffllama_v2":
+    values = folder_config(folder)
+    if values.get(EXPORTED) or values.get("model_type") == MODEL_TYPES["v2"]:
         return _convert(folder)
-    if model_type != "diff_transformer":
-        return open_transformers(str(folder))
-    check_transformers(str(folder))
-    from diffvision.models.language.transformers import DiffTransformerForCausalLM
-
-    theirs = from_pretrained(DiffTransformerForCausalLM, str(folder), "causal language model")
-    return _language_model(theirs.to_diffvision(), None, folder)
+    return open_transformers(str(folder))
 
 
 def open_as_language(folder: Path) -> Model:
@@ -82,8 +77,6 @@ def open_as_language(folder: Path) -> Model:
     Raises:
         ValueError: ours cannot be that model.
     """
-    if folder_config(folder).get("model_type") == "diff_transformer":
-        return open_transformers_folder(folder)
     from diffvision.models.convert.layouts import recognise  # imports timm and OpenCLIP
 
     recognise(folder)
@@ -98,6 +91,7 @@ def open_transformers(path: str) -> Model:
             more layers than its configuration.
     """
     check_transformers(path)
+    refuse_older(path, folder_config(Path(path)))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     module, loading = from_pretrained(AutoModelForCausalLM, path, "causal language model", output_loading_info=True)

@@ -213,8 +213,10 @@ class LanguageModule(NextTokenModule):
             check(about, self.model, name)
 
     def describe(self) -> dict[str, Any]:
-        """Return the model's name, tokenizer and architecture."""
-        return {"model": self.name, "tokenizer": self.tokenizer, KEY: architecture(self.model)}
+        """Return the model's name, tokenizer (of conversations with their chat template) and architecture."""
+        data = getattr(self.attached_trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer_source", None) or self.tokenizer
+        return {"model": self.name, "tokenizer": tokenizer, KEY: architecture(self.model)}
 
     def arguments_without_weights(self) -> dict[str, Any]:
         """Return `pretrained`, left out, and the configuration, which `language.load` reads.

@@ -1,4 +1,4 @@
-"""LoRA by PEFT on our models: timm's, OpenCLIP's both towers, the language model's and its Hugging Face class.
+"""LoRA by PEFT on our models: timm's, OpenCLIP's both towers, the language model's and its class of transformers.
 
     pip install peft
     python scripts/programs/run_peft.py                     # a minute on two CPU cores
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import diffvision  # noqa: F401  (registers the models)
 from diffvision.models import language
-from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from diffvision.models.language.hugging_face import as_transformers
 from shown import Shown, versions
 
-PROJECTIONS = r".*\.attn\.(q_proj|k_proj|v_proj|proj)"
+PROJECTIONS = r".*attn\.(q_proj|k_proj|v_proj|o_proj|proj)"
 IMAGES, STEPS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), 5
 TOKENS = torch.randint(50, (8, 24), generator=torch.Generator().manual_seed(0))
 
@@ -33,7 +33,7 @@ TOKENS = torch.randint(50, (8, 24), generator=torch.Generator().manual_seed(0))
 def models() -> dict[str, tuple[nn.Module, Callable[[nn.Module], Tensor]]]:
     """Return each model with a way to call it that goes through all of it."""
     text = language.create("diff-debug", vocab_size=50, tied=False)
-    hosted = DiffTransformerForCausalLM.from_diffvision(language.create("diffv2-debug", vocab_size=50))
+    hosted = as_transformers(language.create("diffv2-debug", vocab_size=50))
     return {
         "diff_vit_debug": (timm.create_model("diff_vit_debug", num_classes=4), lambda m: m(IMAGES)),
         "DiffCLIP-debug": (

@@ -46,7 +46,7 @@ from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 from diffvision.evaluation.vision_language.pope_metrics import pope
 from diffvision.evaluation.vision_language.vqa import vqa
 from diffvision.models import language
-from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from diffvision.models.language.hugging_face import as_transformers
 from diffvision.models.vision_language import VisionLanguageConfig, VisionLanguageModel
 from diffvision.training.optim import param_groups
 from grid import Difference, Grid, Run, contrasts, paired_interval, processor, processor_folder, run_study
@@ -245,7 +245,7 @@ def build(family: str, seed: int, data: Data, models: Path, quick: bool) -> Visi
     tower, text = CELLS[family]
     state = pretrained_tower(tower, seed, data, models, 1 if quick else CLIP_EPOCHS)
     words = pretrained_language(text, seed, data, models, 1 if quick else TEXT_EPOCHS)
-    inner = DiffTransformerForCausalLM.from_diffvision(words, eos_token_id=END, pad_token_id=PAD)
+    inner = as_transformers(words, eos_token_id=END, pad_token_id=PAD)
     torch.manual_seed(seed)
     config = VisionLanguageConfig(
         tower=TOWERS[tower],

@@ -18,10 +18,10 @@ peft = pytest.importorskip("peft")
 PROJECTIONS = r".*\.attn\.(q_proj|k_proj|v_proj|proj)"
 
 
-def hugging_face():
-    from diffvision.models.language.transformers import DiffTransformerForCausalLM
+def hugging_face(name):
+    from diffvision.models.language.hugging_face import as_transformers
 
-    return DiffTransformerForCausalLM.from_diffvision(language.create("diff-debug", vocab_size=20, tied=False))
+    return as_transformers(language.create(name, vocab_size=20, tied=False))
 
 
 def both_towers(model, images, tokens):
@@ -40,7 +40,9 @@ CASES = {  # name: (model, targets, layers that are wrapped, call)
     ),
     "text, tied": (lambda: language.create("diffv2-debug", vocab_size=20), "all-linear", 16, lambda m: m(TOKENS)),
     "text": (lambda: language.create("diff-debug", vocab_size=20, tied=False), "all-linear", 15, lambda m: m(TOKENS)),
-    "Hugging Face": (hugging_face, "all-linear", 14, lambda m: m(TOKENS).logits),
+    "Llama": (lambda: hugging_face("transformer-debug"), "all-linear", 14, lambda m: m(TOKENS).logits),
+    "DiffLlama": (lambda: hugging_face("diff-debug"), "all-linear", 14, lambda m: m(TOKENS).logits),
+    "DiffLlamaV2": (lambda: hugging_face("diffv2-debug"), "all-linear", 16, lambda m: m(TOKENS).logits),
 }
 
 

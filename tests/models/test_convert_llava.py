@@ -129,7 +129,6 @@ def test_a_llava_that_ours_cannot_be(settings, named):
         ({"projector": "pixel_shuffle"}, "projector"),
         ({"shuffle": 2}, "shuffle"),
         ({"image_token_id": None}, "image_token_id"),
-        ({"tower": "vit_base_patch32_clip_quickgelu_224", "tower_args": TIMM, "language": "diffv2-debug"}, "variant"),
     ],
 )
 def test_a_model_that_a_llava_cannot_be(settings, named):

@@ -104,12 +104,12 @@ def test_there_and_back(variant, kv_heads, tied):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"variant": "gda"}, "no model of variant 'gda'"),
-        ({"variant": "v2", "head_norm": True}, "head_norm=True, not"),
-        ({"lambda_init": 0.8}, "lambda_init=0.8, not"),
-        ({"head_norm": False}, "head_norm=False, not"),
-        ({"variant": "standard", "head_norm": True}, "head_norm=True, not"),
-        ({"norm_eps": 1e-6}, "norm_eps=1e-06, not"),
+        ({"variant": "gda"}, "variant='gda'"),
+        ({"variant": "v2", "head_norm": True}, "head_norm=True"),
+        ({"lambda_init": 0.8}, "lambda_init=0.8"),
+        ({"head_norm": False}, "head_norm=False"),
+        ({"variant": "standard", "head_norm": True}, "head_norm=True"),
+        ({"norm_eps": 1e-6}, "norm_eps=1e-06"),
     ],
 )
 def test_what_theirs_cannot_be(settings, message):

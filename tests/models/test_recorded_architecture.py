@@ -8,7 +8,7 @@ import open_clip
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 from diffvision import adapt
 from diffvision.export.finite_weights import open_finite
@@ -287,33 +287,3 @@ def test_a_record_that_is_none(tmp_path):
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"checkpoint .*y\.ckpt has model_args"):
         open_finite(path)
-
-
-@pytest.mark.filterwarnings("ignore:no tokenizer next to")
-@pytest.mark.parametrize(
-    ("name", "here"), [("lambda_init", 0.3), ("rotary_theta", 500.0), ("rms_norm_eps", 0.01)], ids=str
-)
-def test_a_transformers_folder_whose_configuration_was_changed(name, here, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from diffvision.models.language.transformers import DiffTransformerForCausalLM, export
-
-    model, folder = language.create(TEXT, num_kv_heads=2), tmp_path / "theirs"
-    language.save(model, tmp_path / "ours")
-    export(str(tmp_path / "ours"), str(folder))
-    tokens = torch.randint(3, 200, (1, 7))
-    assert torch.equal(open_model(f"hf:{folder}").module(tokens).logits, model.eval()(tokens))
-    assert open_finite(folder).module.config == language.config(TEXT)  # as many key/value heads as heads
-    assert {file.suffix for file in folder.iterdir()} == {".json", ".py", ".safetensors"}
-    edit(folder / "config.json", lambda values: values.update({name: here}))
-    ours = {"rms_norm_eps": "norm_eps"}.get(name, name)
-    for call in (
-        lambda: open_model(f"hf:{folder}"),
-        lambda: open_finite(folder),
-        lambda: transformers.AutoModel.from_pretrained(folder),
-    ):
-        with pytest.raises(ValueError, match=rf"another architecture .*{ours} .*{here}"):
-            call()
-    # a folder that transformers wrote records nothing
-    weights = folder / "model.safetensors"
-    weights.write_bytes(save(load_file(weights), {"format": "pt"}))
-    assert isinstance(open_model(f"hf:{folder}").module, DiffTransformerForCausalLM)

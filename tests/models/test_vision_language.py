@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 
 from diffvision.models import language as languages
 from diffvision.models import vision_language_parts as parts
-from diffvision.models.language.transformers import fast_tokenizer
+from diffvision.models.language.hugging_face import fast_tokenizer
 from diffvision.models.vision_language import VisionLanguageConfig, create, make_processor
 from diffvision.opening.vlm import check_processor, open_vlm
 
@@ -26,7 +26,7 @@ def small(name="vlm-debug", *, seed=0, **settings):
     model = create(name, language_args={"vocab_size": 97, "max_length": 128, "tied": False}, **settings).eval()
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_()
-        for parameter in [*model.language_model.model.blocks.parameters(), *model.projector.parameters()]:
+        for parameter in [*model.language_model.model.layers.parameters(), *model.projector.parameters()]:
             if parameter.dim() == 2:
                 parameter.normal_(std=0.2)
     return model
@@ -42,7 +42,7 @@ MODELS = {
     "plain": {},
     "V2": {"name": "diff-vlm-debug"},
     "V1": {"name": "diff-vlm-debug", "language": "diff-debug", "projector": "pixel_shuffle", "shuffle": 2},
-    "gated": {"tower": "gated_vit_debug", "language": "gated-debug", "feature_layer": -1},
+    "gated": {"tower": "gated_vit_debug", "feature_layer": -1},
     "OpenCLIP": {"tower": "DiffCLIP-debug", "feature_layer": -1},
 }
 

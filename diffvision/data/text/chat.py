@@ -49,6 +49,7 @@ _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be par
 _LINKS = {("a message of tool", "tool_call_id"), ("a message of tool", "name")}  # which a template may leave out
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
+_ANSWER = "It is 2."
 _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
 
 Messages = list[dict[str, Any]]
@@ -92,7 +93,7 @@ class Chat:
         self._after_special = _without_space(tokenizer, ["first"])
         self._after_text = _without_space(tokenizer, ["first", "always"])
 
-    def check_training(self, question: Any = "1 + 1?", answer: Any = "It is 2.") -> list[int]:
+    def check_training(self, question: Any = "1 + 1?", answer: Any = _ANSWER) -> list[int]:
         """Return the ids of a question with its answer, the contents of two messages.
 
         Raises:
@@ -107,6 +108,16 @@ class Chat:
                 f"chat template {self.name} cannot be used: for a question with its answer, {reason}; correct it, or "
                 f"give another ({', '.join(TEMPLATES)}, or a file of Jinja)"
             ) from None
+
+    def turn_end(self) -> int | None:
+        """Return the special token that the template writes after an answer; None if it fails or writes other text."""
+        messages = [{"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": _ANSWER}]
+        try:
+            (written,) = self._write([(messages, False)], {})
+        except BadSample:
+            return None
+        name = self._pattern.match(written.rpartition(_ANSWER)[2].lstrip())
+        return None if name is None else self._special[name[0].strip()]
 
     def encode(self, row: str) -> tuple[list[int], list[bool]]:
         """Return the ids of a row's conversation, and whether each is learned.
@@ -237,6 +248,16 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
             raise ValueError(f"chat must be {names}, tokenizer (the one next to it) or a file of Jinja, got {chosen!r}")
         template, name = decoded(Path(chosen).read_bytes(), chosen), Path(chosen).name
     return Chat(tokenizer, template, name, read_special_token(config, "bos_token") or "")
+
+
+def find_turn_end(tokenizer: Tokenizer) -> int | None:
+    """Return the special token that ends a turn by the chat template next to a loaded tokenizer; None without one."""
+    if tokenizer.source is None:
+        return None
+    try:
+        return open_chat("tokenizer", tokenizer, tokenizer.source).turn_end()
+    except ValueError:  # it has no template, or none that is Jinja
+        return None
 
 
 def read_messages(record: Any) -> Messages:

@@ -17,7 +17,7 @@ from diffvision.data.text.documents import TextMember
 from diffvision.data.text.packing import PackedSequence, PackedWindows
 from diffvision.data.text.tokenize import cached_tokens, check_limits
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
-from diffvision.data.text.tokens import TokenSequence, TokenWindows, are_conversations, find_token_folders
+from diffvision.data.text.tokens import TokenSequence, TokenWindows, are_conversations, find_token_folders, read_account
 from diffvision.data.trainer import LoaderData
 
 Source = str | Sequence[str]
@@ -76,6 +76,15 @@ class TextData(LoaderData):
         if not folders:
             raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
         return load_tokenizer(folders[0])
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer is read from; of conversations, the folder that has their chat template with it."""
+        tokenizer = self.setting_or_model("tokenizer")
+        folders = find_token_folders(self.train)
+        if folders and (tokenizer is None or read_account(folders[0]).chat is not None):
+            return str(folders[0])
+        return None if tokenizer is None else str(tokenizer)
 
     @property
     def vocab_size(self) -> int:

@@ -40,16 +40,15 @@ def continued(
 
     module: Any = model.module
     if model.host != "language":
-        return _continue_by_transformers(module, tokenizer, prompts, max_new_tokens, is_stopped)
+        return _continue_by_transformers(module, model.ends, prompts, max_new_tokens, is_stopped)
     new: list[list[int]] = [[] for _ in prompts]
 
     def on_token(index: int, token: int) -> bool:
         new[index].append(token)
         return is_stopped(new[index])
 
-    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "vocab_size": tokenizer.vocab_size}
-    return generate(module, prompts, stop=ends, on_token=on_token, **limits)
+    return generate(module, prompts, stop=model.ends, on_token=on_token, **limits)
 
 
 def stop_at(text: str, stops: Sequence[str]) -> int | None:
@@ -59,7 +58,7 @@ def stop_at(text: str, stops: Sequence[str]) -> int | None:
 
 def _continue_by_transformers(
     module: Any,
-    tokenizer: Any,
+    ends: frozenset[int],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     is_stopped: Callable[[Sequence[int]], bool],
@@ -68,7 +67,7 @@ def _continue_by_transformers(
     from transformers import GenerationConfig, StoppingCriteriaList
 
     longest = max(map(len, prompts))
-    pad = tokenizer.eos_id or 0
+    pad = min(ends, default=0)
     tokens = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in prompts], device=module.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=module.device)
 
@@ -81,8 +80,6 @@ def _continue_by_transformers(
         return torch.tensor([index in lengths for index in range(len(sequences))], device=sequences.device)
 
     default = getattr(module, "generation_config", None)
-    ends = getattr(default, "eos_token_id", None)
-    ends = {tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = GenerationConfig(
         do_sample=False,
         num_beams=1,

@@ -49,6 +49,7 @@ class DiffVisionLM(LM):
             raise FileNotFoundError(f"no tokenizer.json next to {opened.weights}: give tokenizer=PATH")
         self._batch_size, self._tokenizer, self._device = int(batch_size), opened.tokenizer, opened.device
         self._model: Any = opened.module
+        self._ends = opened.ends
         self._length: int = opened.config["max_length"]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -130,7 +131,7 @@ class DiffVisionLM(LM):
                 temperature=temperature,
                 top_k=settings.get("top_k") if temperature else None,
                 top_p=settings.get("top_p") if temperature else None,
-                stop={self._tokenizer.eos_id},
+                stop=self._ends,
                 vocab_size=self._tokenizer.vocab_size,
                 on_token=has_ended,
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +34,6 @@ from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import DIFFCLIP_PREPROCESS
 from diffvision.models.weight_files import check_weights_name, read_json
 from diffvision.nn import depth_lambda_init
-from diffvision.tokenizer_settings import find_end, read_config, text_settings
-
-ARCHITECTURES = {
-    "diffllama": "DiffLlamaForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "diffllama_v2": "DiffLlamaV2ForCausalLM",
-}
 
 
 @dataclass(frozen=True)
@@ -227,31 +219,11 @@ def _check_tokenizer(tokenizer: Path, vocab_size: int) -> Path:
 
 
 def _to_hugging_face(source: Weights, target: Path, options: Options) -> None:
-    model = language.load(source.path)
-    values, state = hugging_face.to_hugging_face(model.config, model.state_dict())
-    target.mkdir()
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    values |= {"architectures": [ARCHITECTURES[values["model_type"]]], "dtype": dtype}
-    if values["model_type"] == "diffllama_v2":
-        values["auto_map"] = hugging_face.copy_code(target)
-    if (tokenizer := language.find_tokenizer(source.path)) is not None:
-        values |= _write_tokenizer(tokenizer, target, model.config.max_length)
-    (target / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _save(state, target / "model.safetensors")
-
-
-def _write_tokenizer(file: Path, target: Path, max_length: int) -> dict[str, int]:
-    """Write the tokenizer for transformers, with its end token; return the settings of config.json that name it."""
-    shutil.copy(file, target / "tokenizer.json")
-    vocabulary = tokenizers.Tokenizer.from_file(str(file)).get_vocab()
-    end = find_end(vocabulary, read_config(file.parent))
-    values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-    values |= text_settings(file.parent)
-    if end is not None:
-        values |= {"eos_token": end, "pad_token": end, "padding_side": "left"}
-    (target / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    ids = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": values.get("bos_token")}
-    return {name: vocabulary[token] for name, token in ids.items() if token in vocabulary}
+    try:
+        from diffvision.models.language.hugging_face import as_transformers, write
+    except ImportError as error:
+        raise ValueError(f"huggingface needs transformers: pip install 'diffvision[hf]' ({error})") from error
+    write(as_transformers(language.load(source.path)), target, language.find_tokenizer(source.path))
 
 
 CONVERSIONS: dict[tuple[str, str], Callable[[Weights, Path, Options], None]] = {

@@ -138,5 +138,6 @@ def _folder(path: Path) -> Weights:
 
     if "architecture" in values:  # as timm writes a folder
         return _by_names(path, read_state(weight_files(path)[0]))
+    hugging_face.refuse_older(path, values)
     known = ", ".join(hugging_face.MODEL_TYPES.values())
     raise ValueError(f"{path}: model_type must be one of transformers' {known}, got {values.get('model_type')!r}")

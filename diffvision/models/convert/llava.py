@@ -22,7 +22,6 @@ import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -31,8 +30,7 @@ from transformers import (
 )
 
 from diffvision.models.convert.state import check_fits
-from diffvision.models.convert.transformers import check_settings, to_hugging_face
-from diffvision.models.language.transformers import DiffTransformerForCausalLM
+from diffvision.models.convert.transformers import check_settings
 from diffvision.models.vision_language import VisionLanguageModel
 from diffvision.models.vision_language_parts import VisionLanguageConfig, create_tower, geometry
 
@@ -98,12 +96,6 @@ def to_llava(model: VisionLanguageModel) -> LlavaForConditionalGeneration:
             "where a Llava's is within it: create the model with an id below"
         )
     images, weights = _clip(model)
-    if isinstance(words, DiffTransformerForCausalLM):
-        ours = words.to_diffvision()
-        check_settings("the language model", {"variant": ours.config.variant}, "a Llama", {"variant": "standard"})
-        values, state = to_hugging_face(ours.config, ours.state_dict())
-        words = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=words.dtype)
-        words.load_state_dict({"lm_head.weight": ours.head_weight, **state})
     made = LlavaConfig(
         vision_config=images,
         text_config=copy.deepcopy(words.config),

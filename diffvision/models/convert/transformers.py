@@ -12,7 +12,6 @@ Source: transformers models/diffllama/modeling_diffllama.py (5.x), models/llama/
 `diffvision.models.language.modeling_diffllama_v2`.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.models import language
 from diffvision.models.convert.state import State
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import ATTENTION
@@ -31,8 +29,9 @@ HEAD_NORM_EPS = 1e-5  # of `AttentionLayer`; transformers takes the one of all n
 NO_WEIGHTS = r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|^lm_head\.weight$"
 WHAT = "the transformers model's state_dict"  # in errors
 MODEL_TYPES = {"v1": "diffllama", "standard": "llama", "v2": "diffllama_v2"}
+EXPORTED = "diffvision_export"
+"""Set in the config.json of folders that we write: such a folder opens as a language model of ours."""
 
-_CODE = Path(language.__file__).with_name("modeling_diffllama_v2.py")
 _SHARED = {
     "attn.proj": "self_attn.o_proj",
     "norm1": "input_layernorm",
@@ -69,16 +68,11 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
         state: the model's state_dict. Tensors may be shared with what is returned.
 
     Raises:
-        ValueError: transformers has no such model: another variant, another lambda_init than "depth", no head norm in
-            V1 or one in the others, or norm_eps other than 1e-5 in V1.
+        ValueError: transformers has no such model: another variant or one by layer, another lambda_init than "depth",
+            no head norm in V1 or one in the others, or norm_eps other than 1e-5 in V1.
     """
     _check(config)
     kv_heads = config.num_kv_heads or config.num_heads
-    if config.variant == "standard" and config.dim % config.num_heads:
-        raise ValueError(
-            f"width {config.dim} is not a multiple of {config.num_heads} heads, as transformers' Llama requires: "
-            "use `diffvision export`"
-        )
     layer = ATTENTION[config.variant]
     values = {
         "model_type": MODEL_TYPES[config.variant],
@@ -98,19 +92,6 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
             out[f"{theirs}self_attn.o_proj.weight"] = state[f"{ours}attn.proj.weight"] * weight.repeat(config.num_heads)
         out |= {f"{theirs}self_attn.{name}": state[f"{ours}attn.{name}"] for name in _LAMBDAS[config.variant]}
     return values, out
-
-
-def is_llama_with_v2(config: LanguageConfig) -> bool:
-    """Return whether a model is V2 in all its layers, as the class that `copy_code` copies."""
-    plain = config.variant_by_layer is None and not config.head_norm
-    return config.variant == "v2" and plain
-
-
-def copy_code(folder: Path) -> dict[str, str]:
-    """Copy V2's class to a folder, for programs without diffvision; return its classes by transformers' Auto class."""
-    shutil.copyfile(_CODE, folder / _CODE.name)
-    classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-    return {auto: f"{_CODE.stem}.DiffLlamaV2{kind}" for auto, kind in classes.items()}
 
 
 def from_hugging_face(
@@ -138,6 +119,15 @@ def from_hugging_face(
     return config, out
 
 
+def refuse_older(folder: str | Path, values: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a folder of the class that this package had in transformers up to its version 1.0.dev."""
+    if values.get("model_type") == "diff_transformer":
+        raise ValueError(
+            f"{folder} was exported by an older diffvision: export the checkpoint again, or convert it with commit "
+            "bdc855a4 (--to language)"
+        )
+
+
 def sizes(config: LanguageConfig) -> dict[str, Any]:
     """Return the settings of transformers' models that are fields of `LanguageConfig` under other names."""
     values = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
@@ -159,21 +149,22 @@ def check_settings(what: str, given: Mapping[str, Any], whose: str, fixed: Mappi
 
 
 def _check(config: LanguageConfig) -> None:
-    """Refuse a configuration that transformers' model class cannot express."""
-    if config.variant_by_layer is not None:
-        raise ValueError(
-            f"transformers' models have one kind of attention, not variant_by_layer={config.variant_by_layer!r}: "
-            "use `diffvision export`"
-        )
-    if config.variant not in MODEL_TYPES:
-        raise ValueError(
-            f"transformers has no model of variant {config.variant!r}: convert one of {', '.join(MODEL_TYPES)}"
-        )
+    """Refuse a configuration that no class of transformers holds."""
     is_v1 = config.variant == "v1"
-    # DiffLlama has one eps for all norms, and our head norm's is fixed.
-    fixed = {"lambda_init": "depth", **({"norm_eps": HEAD_NORM_EPS} if is_v1 else {})}
+    fixed: dict[str, Any] = {"variant_by_layer": None, "lambda_init": "depth", "head_norm": is_v1}
+    if is_v1:  # DiffLlama has one eps for all norms, and our head norm's is fixed
+        fixed["norm_eps"] = HEAD_NORM_EPS
     given = {name: getattr(config, name) for name in fixed} | {"head_norm": config.layers()[0].head_norm}
-    check_settings("this model", given, f"transformers' {MODEL_TYPES[config.variant]}", fixed | {"head_norm": is_v1})
+    wrong = [f"{name}={value!r}" for name, value in given.items() if value != fixed[name]]
+    if config.variant not in MODEL_TYPES:
+        wrong = [f"variant={config.variant!r}"]
+    elif config.variant == "standard" and config.dim % config.num_heads:  # Llama's own check
+        wrong = [f"dim={config.dim} and num_heads={config.num_heads}"]
+    if wrong:
+        raise ValueError(
+            f"transformers has no class with {wrong[0]}: it is trained (fit), generates and is evaluated "
+            "(evaluate-language, lm-eval) here"
+        )
 
 
 def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
@@ -185,7 +176,8 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
         )
     check_sizes(values, "num_key_value_heads", "head_dim")
     rope = rope_settings(values)
-    check_settings("the transformers model", {**values, **rope}, "ours", _FIXED)
+    eps = {"rms_norm_eps": HEAD_NORM_EPS} if model_type == MODEL_TYPES["v1"] else {}  # it has one for all norms
+    check_settings("the transformers model", {**values, **rope}, "ours", _FIXED | eps)
     variant, heads = variants[model_type], values["num_attention_heads"]
     kv_heads = heads if values.get("num_key_value_heads") is None else values["num_key_value_heads"]
     queries, keys = ATTENTION[variant].query_maps, ATTENTION[variant].key_maps
@@ -210,7 +202,6 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
         rotary_theta=float(rope["rope_theta"]),
         tied=bool(values.get("tie_word_embeddings")),
     )
-    _check(config)
     return config
 
 

@@ -13,8 +13,8 @@ from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.models.language import LanguageConfig, LanguageModel
 from diffvision.models.language.generation import generate
+from diffvision.models.language.hugging_face import export
 from diffvision.models.language.modeling_diffllama_v2 import DiffLlamaV2Config, DiffLlamaV2ForCausalLM
-from diffvision.models.language.transformers import export
 from diffvision.opening import open_model
 
 SHAPE = {"vocab_size": 97, "dim": 48, "depth": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12, "mlp_dim": 80}
