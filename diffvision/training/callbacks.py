@@ -92,7 +92,9 @@ class LambdaAnnealing(pl.Callback):
             steps: T, in optimizer steps; half of the run or less leaves steps in which lambda is learned.
         """
         if steps < self.least:
-            raise ValueError(f"steps is {steps}: lambda takes at least {self.least}, to be above 0 at the first")
+            raise ValueError(
+                f"steps must be {self.least} or more, so that lambda is above 0 at the first step, got {steps}"
+            )
         self.steps = steps
 
     def shares(self, done: float) -> tuple[float, float]:

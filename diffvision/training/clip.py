@@ -103,10 +103,10 @@ class ContrastiveModule(TrainingModule):
 
         self.automatic_optimization = False  # several backward passes a step; Lightning still scales, syncs and counts
         if accum_freq < 1:
-            raise ValueError(f"accum_freq is {accum_freq}: give the number of chunks of a batch, 1 or more")
+            raise ValueError(f"accum_freq must be 1 or more, got {accum_freq}")
         unknown = set(preprocess or {}) - set(PREPROCESS)
         if unknown:
-            raise ValueError(f"preprocess has {sorted(unknown)}; it takes {', '.join(PREPROCESS)}")
+            raise ValueError(f"preprocess must have only {', '.join(PREPROCESS)}, got {', '.join(sorted(unknown))}")
         refuse_urls(pretrained, "pretrained")
         refuse_code(model)
         # OpenCLIP reads ViT-B/32 as ViT-B-32.
@@ -180,10 +180,8 @@ class ContrastiveModule(TrainingModule):
             return self.tokenize(named(batch, self.keys))
         batch = self.tokenize(super().as_read(batch))
         if batch["text"].ndim != 2:
-            raise ValueError(
-                f"a batch's text has the shape {list(batch['text'].shape)}: give captions as strings, or as token ids "
-                "[B, L] of the module's tokenizer"
-            )
+            shape = list(batch["text"].shape)
+            raise ValueError(f"a batch's text must be strings, or token ids [B, L], got the shape {shape}")
         return batch
 
     def tokenize(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +242,7 @@ class ContrastiveModule(TrainingModule):
     def _differentiable_loss(self, batch: ImageTextBatch) -> Tensor:
         """Return the batch's loss on this rank with its graph, for a loop without a Trainer."""
         if self.accum_freq > 1:
-            raise ValueError(f"accum_freq is {self.accum_freq}, which needs Lightning's Trainer: leave it out")
+            raise ValueError(f"accum_freq must be 1 without Lightning's Trainer, got {self.accum_freq}")
         if not hasattr(self, "loss"):
             self._make_losses()
         with torch.no_grad():  # before this step, as after the last one
@@ -317,14 +315,11 @@ class ContrastiveModule(TrainingModule):
         It is the earliest hook in which the module has its trainer.
         """
         if self.fitting and self.trainer.gradient_clip_val:
-            raise ValueError(
-                f"Trainer's gradient_clip_val is {self.trainer.gradient_clip_val}: leave it out, and set "
-                "optimizer.clip_norm (OptimizerSettings(clip_norm=...))"
-            )
+            value = self.trainer.gradient_clip_val
+            raise ValueError(f"trainer.gradient_clip_val must be null, got {value}: set optimizer.clip_norm")
         if self.fitting and (batches := self.trainer.accumulate_grad_batches) != 1:
             raise ValueError(
-                f"Trainer's accumulate_grad_batches is {batches}, which loses negatives: set accum_freq to {batches}, "
-                f"and a batch {batches} times as large"
+                f"trainer.accumulate_grad_batches must be 1, as negatives would be lost, got {batches}: set accum_freq"
             )
         return super().configure_callbacks()
 

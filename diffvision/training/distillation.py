@@ -30,26 +30,15 @@ class Distillation:
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
-            raise ValueError(
-                f"distill.top_k is {self.top_k}: give the number of the teacher's tokens, 1 or more, such as 32"
-            )
+            raise ValueError(f"distill.top_k must be 1 or more, got {self.top_k}")
         if not 0 < self.weight <= 1:
-            raise ValueError(
-                f"distill.weight is {self.weight}: give more than 0 and at most 1; 1 ignores the data's tokens"
-            )
+            raise ValueError(f"distill.weight must be above 0 and at most 1, got {self.weight}")
 
 
 class Teacher:
     """The teacher, run without gradients; it is not a submodule of the trained module, nor in its checkpoints.
 
-    Args:
-        settings: the model, and how its logits are used.
-        tokenizer: of the data.
-        length: tokens of a sequence, which it must be able to read.
-        device: device of the model.
-
-    Raises:
-        FileNotFoundError, ValueError: as `open_model`; it has another tokenizer, or reads fewer tokens.
+    It must have the data's tokenizer, and read sequences of `length` tokens.
     """
 
     def __init__(
@@ -60,8 +49,7 @@ class Teacher:
         _check_tokenizer(settings.teacher, opened.tokenizer, tokenizer)
         if opened.max_length is not None and opened.max_length < length:
             raise ValueError(
-                f"the teacher {settings.teacher} reads {opened.max_length:,} tokens and data.length is {length:,}: "
-                "lower data.length, or give a teacher that reads as many"
+                f"data.length must be at most {opened.max_length:,} for the teacher {settings.teacher}, got {length:,}"
             )
         self.model = opened.module.requires_grad_(False)
 
@@ -83,7 +71,9 @@ class Teacher:
         ids = inputs.new_zeros(*inputs.shape, k)
         probabilities = torch.zeros(*inputs.shape, k, device=inputs.device)
         for row, (tokens, target) in enumerate(zip(inputs, targets, strict=True)):
-            sizes = _sizes(documents[row]) if documents is not None else [len(tokens)]
+            sizes = [len(tokens)]
+            if documents is not None:
+                sizes = documents[row].unique_consecutive(return_counts=True)[1].tolist()
             valid = target != IGNORED
             asked = [part.nonzero()[:, 0] for part in valid.split(sizes)]
             read = [number for number, positions in enumerate(asked) if len(positions)]
@@ -99,22 +89,15 @@ class Teacher:
         return SoftTargets(ids.flatten(0, 1), probabilities.flatten(0, 1), self.settings.weight)
 
 
-def _sizes(documents: Tensor) -> list[int]:
-    """Return how many tokens each document of a row has."""
-    return documents.unique_consecutive(return_counts=True)[1].tolist()
-
-
 def _check_tokenizer(teacher: str, theirs: Any, ours: Tokenizer) -> None:
     """Raise ValueError unless each of our tokens is the teacher's token of that id."""
     if theirs is None:
-        raise ValueError(
-            f"the teacher {teacher} has no tokenizer next to it, to compare with the data's: put tokenizer.json there"
-        )
+        raise ValueError(f"the teacher {teacher} must have a tokenizer.json, to compare with the data's")
     known = theirs.vocabulary() if isinstance(theirs, Tokenizer) else theirs.tokenizer.get_vocab()
     other = next((token for token, number in ours.vocabulary().items() if known.get(token) != number), None)
     if other is not None:
         number = ours.vocabulary()[other]
         raise ValueError(
-            f"the teacher {teacher} has another tokenizer: {other!r} is {number} in the data and "
-            f"{known.get(other, 'no token')} there: take another teacher, or no distill"
+            f"the teacher {teacher} must have the data's tokenizer: {other!r} is {number} in the data, "
+            f"{known.get(other, 'no token')} there"
         )

@@ -40,9 +40,7 @@ class EMA(EMAWeightAveraging):
             device: where the averages are kept; by default the training device.
         """
         if not 0 <= decay <= 1:
-            raise ValueError(
-                f"EMA's decay is {decay}: give the weight of the previous average, from 0 to 1, such as 0.999"
-            )
+            raise ValueError(f"EMA's decay must be from 0 to 1, such as 0.999, got {decay}")
         super().__init__(
             device=device,
             decay=decay,

@@ -87,9 +87,9 @@ class LanguageModule(NextTokenModule):
         distill = Distillation(**distill) if isinstance(distill, dict) else distill
         super().__init__(locals() | {"distill": asdict(distill) if distill else None}, PAPER_3B)
         if loss_chunk < 1:
-            raise ValueError(f"loss_chunk is {loss_chunk}: give the number of tokens, 1 or more, such as 1024")
+            raise ValueError(f"loss_chunk must be 1 or more, such as 1024, got {loss_chunk}")
         if z_loss < 0:
-            raise ValueError(f"z_loss is {z_loss}: give the weight of the penalty, 0 or more, such as 1e-4")
+            raise ValueError(f"z_loss must be 0 or more, such as 1e-4, got {z_loss}")
         self.name, self.tokenizer = model, tokenizer
         self.z_loss, self.loss_chunk, self.distill = z_loss, loss_chunk, distill
         self._teacher: Teacher | None = None
@@ -138,10 +138,7 @@ class LanguageModule(NextTokenModule):
         super().setup(stage)
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         if isinstance(length, int) and length > (limit := self.model.config.max_length):
-            raise ValueError(
-                f"data.length is {length} tokens, over max_length of {limit}: set model.model_args.max_length to "
-                "it, or lower data.length"
-            )
+            raise ValueError(f"data.length must be at most model.model_args.max_length, {limit}, got {length}")
         if stage == "fit" and self.distill is not None and self._teacher is None:
             self._teacher = self._open_teacher(self.distill, length)
 
@@ -151,9 +148,7 @@ class LanguageModule(NextTokenModule):
         if tokenizer is None and self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer)
         if tokenizer is None:
-            raise ValueError(
-                f"distill.teacher is {distill.teacher}, and the data's tokenizer is not known: set model.tokenizer"
-            )
+            raise ValueError(f"model.tokenizer must be set for the teacher {distill.teacher}, got null")
         return Teacher(distill, tokenizer, length if isinstance(length, int) else 0, self.trainer.strategy.root_device)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -102,8 +102,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             return
         if (size := mesh["tensor_parallel"].size()) > 1:
             raise ValueError(
-                f"tensor_parallel_size is {size}, which is not supported: set it to 1, and data_parallel_size to "
-                f"{mesh.size()}"
+                f"tensor_parallel_size must be 1, got {size}: set data_parallel_size to {mesh.size()} in its place"
             )
         shard(self.model, mesh["data_parallel"], self.computing)
 
@@ -193,7 +192,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
                 callback.monitor = metrics[0]
                 mode = "min" if metrics[0].endswith("loss") else "max"
                 if callback.mode != mode:
-                    raise ValueError(f"mode of {type(callback).__name__} is {callback.mode}: {metrics[0]} needs {mode}")
+                    raise ValueError(
+                        f"{type(callback).__name__}.mode must be {mode} for {metrics[0]}, got {callback.mode}"
+                    )
             # Each kind of sample has metrics besides, such as composition/digits/acc/swapped.
             elif parts == [HEADLINE] or (
                 metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics

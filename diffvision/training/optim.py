@@ -70,20 +70,20 @@ class OptimizerSettings:
         if self.betas is not None:
             object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
         if self.lr <= 0:
-            raise ValueError(f"optimizer.lr is {self.lr}; it must be above 0")
+            raise ValueError(f"optimizer.lr must be above 0, got {self.lr}")
         if self.weight_decay < 0:
-            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}; it must be 0 or more")
+            raise ValueError(f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
         if self.name == "adamw" and self.betas and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
-            raise ValueError(f"optimizer.betas is {self.betas}: give two numbers from 0 to below 1 for adamw")
+            raise ValueError(f"optimizer.betas must be two numbers from 0 to below 1 for adamw, got {self.betas}")
         for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
             if (warmup := getattr(self, name)) is not None and warmup < 0:
-                raise ValueError(f"optimizer.{name} is {warmup}; it must be 0 or more, or null for the default")
+                raise ValueError(f"optimizer.{name} must be 0 or more, or null for the default, got {warmup}")
         if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or null for no clipping")
+            raise ValueError(f"optimizer.clip_norm must be above 0, or null for no clipping, got {self.clip_norm}")
         if self.max_skipped < 0:
-            raise ValueError(f"optimizer.max_skipped is {self.max_skipped}: give the number of steps, 0 or more")
+            raise ValueError(f"optimizer.max_skipped must be 0 or more, got {self.max_skipped}")
         if self.decay not in get_args(Decay):
-            raise ValueError(f"optimizer.decay is {self.decay!r}; it must be one of {', '.join(get_args(Decay))}")
+            raise ValueError(f"optimizer.decay must be one of {', '.join(get_args(Decay))}, got {self.decay!r}")
         if self.name != "adamw" or self.args:
             self._check_optimizer()
 
@@ -106,7 +106,7 @@ class OptimizerSettings:
             raise ValueError(f"optimizer.name must be one of timm.optim.list_optimizers(), got {self.name!r}{near}")
         info = get_optimizer_info(self.name)
         if info.second_order:
-            raise ValueError(f"optimizer.name is {self.name!r}, which needs second derivatives: choose another one")
+            raise ValueError(f"optimizer.name must be an optimizer of first order, got {self.name!r}")
         for name in ADAMW:
             if getattr(self, name) is not None and not getattr(info, f"has_{name}"):  # timm leaves it out in silence
                 raise ValueError(f"optimizer.{name} must be null, as {self.name} takes none, got {getattr(self, name)}")
@@ -189,7 +189,7 @@ def check_layer_decay(**decays: float | None) -> None:
     """Raise ValueError for a layer decay that is not in (0, 1]."""
     for name, decay in decays.items():
         if decay is not None and not 0 < decay <= 1:
-            raise ValueError(f"{name} is {decay}: it must be above 0 and at most 1, or null for one learning rate")
+            raise ValueError(f"{name} must be above 0 and at most 1, or null for one learning rate, got {decay}")
 
 
 def create_optimizer(

@@ -53,8 +53,8 @@ def test_lambda_follows_its_schedule_and_what_is_new_learns(schedule, tmp_path):
 
 def test_a_schedule_takes_steps():
     for steps in (0, 1):  # of one step, lambda and the projection are both 0 at it, where nothing has a gradient
-        with pytest.raises(ValueError, match=f"steps is {steps}: lambda takes at"):
+        with pytest.raises(ValueError, match=f"steps must .* got {steps}"):
             LambdaAnnealing(steps)
-    with pytest.raises(ValueError, match="steps is 0: lambda takes at least 1"):
+    with pytest.raises(ValueError, match="steps must be 1 or more"):
         LambdaWarmup(0)
     assert LambdaWarmup(1).shares(1.0) == (1.0, 1.0)

@@ -202,9 +202,9 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match="accum_freq is 0"):
+    with pytest.raises(ValueError, match="accum_freq"):
         make(accum_freq=0)
-    with pytest.raises(ValueError, match=r"\['men'\].*mean, std"):
+    with pytest.raises(ValueError, match=r"mean, std.* got men"):
         make(preprocess={"men": [0.5] * 3})
 
 

@@ -184,7 +184,7 @@ def test_another_batch_is_named(kind, other, sentence):
 
 
 def test_a_tuple_that_is_none_of_ours_is_named():
-    with pytest.raises(ValueError, match=r"a batch's text has the shape \[2\]"):
+    with pytest.raises(ValueError, match=r"a batch's text must be .* \[2\]"):
         trainer().fit(make("clip"), loader("vision", tuples=True))
     with pytest.raises(ValueError, match="a batch is a list of 3"):
         trainer().fit(make("vision"), DataLoader(TensorDataset(IMAGES, LABELS, LABELS), batch_size=2))
@@ -264,8 +264,8 @@ def test_accumulated_gradients_are_those_of_one_larger_batch(kind):
 @pytest.mark.parametrize(
     ("settings", "ours"),
     [
-        ({"gradient_clip_val": 1.0}, "gradient_clip_val is 1.0: .* set optimizer.clip_norm"),
-        ({"accumulate_grad_batches": 4}, "accumulate_grad_batches is 4.*set accum_freq to 4"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val .* set optimizer.clip_norm"),
+        ({"accumulate_grad_batches": 4}, "accumulate_grad_batches .* set accum_freq"),
     ],
 )
 def test_what_contrastive_training_does_by_other_settings_is_named(settings, ours):
@@ -379,7 +379,7 @@ def test_chunks_of_a_batch_need_a_trainer():
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     model = fabric.setup(make("clip", accum_freq=2))
-    with pytest.raises(ValueError, match="accum_freq is 2"):
+    with pytest.raises(ValueError, match="accum_freq"):
         model.training_step((IMAGES, CAPTIONS), 0)
 
 
