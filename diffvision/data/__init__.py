@@ -61,36 +61,21 @@ __all__ = [
     "write_manifest",
 ]
 
-_MODULES = {
-    "BadDataError": "shards.report",
-    "CaptionMember": "images.samples",
-    "Conversation": "conversations",
-    "EvaluationFolder": "images.folders",
-    "ImageLabel": "images.samples",
-    "ImageLabelBatch": "batches",
-    "ImageLabelData": "images.module",
-    "ImageMember": "images.samples",
-    "ImageText": "images.samples",
-    "ImageTextBatch": "batches",
-    "ImageTextData": "images.module",
-    "Limits": "shards.report",
-    "Report": "shards.report",
-    "Retrieval": "images.samples",
-    "RetrievalBatch": "batches",
-    "ShardLoader": "shards.loader",
-    "ShardSet": "shards.storage",
-    "TextData": "text.module",
-    "TokenBatch": "batches",
-    "TokenSequence": "text.tokens",
-    "TokenWindows": "text.tokens",
-    "Tokenizer": "text.tokenizers",
-    "VisionLanguageBatch": "batches",
-    "VisionLanguageData": "conversations",
-    "find_folders": "images.folders",
-    "load_tokenizer": "text.tokenizers",
-    "train_tokenizer": "text.tokenizers",
-    "write_manifest": "shards.writer",
+_NAMES = {
+    "batches": "ImageLabelBatch ImageTextBatch RetrievalBatch TokenBatch VisionLanguageBatch",
+    "conversations": "Conversation VisionLanguageData",
+    "images.folders": "EvaluationFolder find_folders",
+    "images.module": "ImageLabelData ImageTextData",
+    "images.samples": "CaptionMember ImageLabel ImageMember ImageText Retrieval",
+    "shards.loader": "ShardLoader",
+    "shards.report": "BadDataError Limits Report",
+    "shards.storage": "ShardSet",
+    "shards.writer": "write_manifest",
+    "text.module": "TextData",
+    "text.tokenizers": "Tokenizer load_tokenizer train_tokenizer",
+    "text.tokens": "TokenSequence TokenWindows",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from diffvision.data.shards.sidecars import sidecars, stamp, write_sidecar
+from diffvision.data.shards.sidecars import sidecar, stamp, write_sidecar
 
 MEMBER_TYPES = dict.fromkeys(("jpg", "jpeg", "png", "webp"), 128 << 20) | {
     "txt": 64 << 20,
@@ -33,7 +33,7 @@ MEMBER_TYPES = dict.fromkeys(("jpg", "jpeg", "png", "webp"), 128 << 20) | {
 RENAME = "rename the members, or pack the images again with `diffvision data make folder`"
 """The remedy for names that are no keys."""
 
-_FORMAT = 6  # changes with what is noted
+_FORMAT = 7  # changes with what is noted
 _MAX_COLUMNS = 32  # distinct member types in one shard; with more of them, keys have dots
 _MAX_SIZE = 1 << 60  # bytes of a member
 _BLOCK = 1 << 20
@@ -201,37 +201,31 @@ def _find_beyond_zeros(file: IO[bytes]) -> int | None:
 def shard_index(path: str | os.PathLike) -> ShardIndex:
     """Return the index of a local tar, from its sidecar where that is of this version of it, else read and kept.
 
-    The sidecar is `.index/<name>.npz` next to the tar, or in the user's cache where that cannot be written.
-
     Raises:
         OSError: the tar cannot be read.
     """
-    path = Path(path).absolute()
-    version, places = f"{_FORMAT} {stamp(path)}", sidecars(path, ".npz")
-    for sidecar in places:
-        if (index := _load(sidecar, version)) is not None:
-            return index
+    version, kept = f"{_FORMAT} {stamp(path)}", sidecar(path, ".npz")
+    if (index := _load(kept, version)) is not None:
+        return index
     index = scan(path)
     if version == f"{_FORMAT} {stamp(path)}":  # else it was written to meanwhile
         values = {name: getattr(index, name) for name in (*_ARRAYS, *_TEXTS, "cut")}
         types = np.array(index.types, dtype=np.str_)
-        write_sidecar(places, lambda file: np.savez(file, version=version, types=types, **values))
+        write_sidecar(kept, lambda file: np.savez_compressed(file, version=version, types=types, **values))
     return index
 
 
 def _load(sidecar: Path, version: str) -> ShardIndex | None:
-    """Read an index from its sidecar; None if it is of another version of the tar, or damaged."""
+    """Read an index from its sidecar; None if there is none, or it is of another version of the tar, or damaged."""
     try:
-        if not sidecar.is_file():
-            return None
         with np.load(sidecar, allow_pickle=False) as kept:
             if str(kept["version"]) != version:
                 return None
             arrays = {name: kept[name] for name in _ARRAYS}
             texts: dict[str, Any] = {name: str(kept[name]) for name in _TEXTS}
             return ShardIndex(tuple(kept["types"].tolist()), **arrays, **texts, cut=bool(kept["cut"]))
-    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile):
-        return None  # absent, cut short or of another kind: read the tar again
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zlib.error, zipfile.BadZipFile):
+        return None
 
 
 class Version(NamedTuple):

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
 from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.workers import LONGEST_STALL, STALL_TIMEOUT, read_batches, timeout_of
+from diffvision.data.shards.workers import LONGEST_STALL, STALL_TIMEOUT, read_batches
 
 _PREPARING_THREADS = 2
 
@@ -203,7 +203,7 @@ class ShardLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            timeout=timeout_of(num_workers, stall_timeout),
+            timeout=stall_timeout / 2 if num_workers else 0.0,  # of which two in a row are a stall
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else each epoch would draw from the process's generator
             persistent_workers=num_workers > 0,
@@ -212,7 +212,6 @@ class ShardLoader:
         # A trainer holds its loader in reference cycles. If the DataLoader were part of one, collecting it would wait
         # five seconds for each worker; so it is held from outside, and released as soon as this object is.
         weakref.finalize(self, len, (self._loader,)).atexit = False
-        self._workers: list[Any] = []
 
     def __len__(self) -> int:
         """Return the batches in an epoch, the same on every rank."""
@@ -243,7 +242,7 @@ class ShardLoader:
         self.report = report = self._new_report(epoch, first)
         self._requests.epoch, self._requests.first = 0 if self.repeats else epoch, first
         last = len(self) - 1
-        batches, begun = read_batches(self._loader, self._workers), time.monotonic()
+        batches, begun = read_batches(self._loader), time.monotonic()
         for number, (batch, tally) in enumerate(batches, start=first):
             self.waited += time.monotonic() - begun
             report.add(tally, self.limits)
@@ -418,11 +417,11 @@ class EvaluationLoader:
             batch_size=None,
             sampler=[self._requests[number] for number in numbers],
             num_workers=num_workers,
-            timeout=timeout_of(num_workers, self._stall_timeout),
+            timeout=self._stall_timeout / 2 if num_workers else 0.0,
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
         )
-        yield from read_batches(loader, [])
+        yield from read_batches(loader)
 
     def new_report(self) -> Report:
         """Return an empty report of this rank's part."""

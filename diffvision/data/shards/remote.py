@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffvision.data.shards.sidecars import sha256_of, sidecars, stamp, write_note
+from diffvision.data.shards.sidecars import note_sha256, sha256_of, sidecar, stamp
 from diffvision.files import lock_of, locked, locked_if_free, scratch, sha256, sweep, user_cache
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs", "hf")
@@ -206,7 +206,7 @@ class ShardCache:
             self._make_room(0)
             os.replace(whole, path)
         if shard.sha256 is not None and shard.name.endswith(PLAIN):
-            write_note(path, ".sha256", stamp(path), shard.sha256)  # which was compared: it is not read again
+            note_sha256(path, stamp(path), shard.sha256)  # which was compared: it is not read again
 
     def _unpack(self, source: Path, target: Path) -> Path:
         """Return the decompressed file; a server that calls the compression an encoding has sent it so."""
@@ -232,7 +232,7 @@ class ShardCache:
                 with locked_if_free(lock_of(path)) as free:
                     if free:
                         used -= path.stat().st_size
-                        notes = [file for ending in (".npz", ".sha256") for file in sidecars(path.absolute(), ending)]
+                        notes = [sidecar(path, ending) for ending in (".npz", ".sha256", ".lock")]
                         for file in (path, *notes, lock_of(path)):
                             file.unlink(missing_ok=True)
 

@@ -217,13 +217,6 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
     assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], **row}))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_our_templates_refuse_a_call_without_a_text_by_name(name):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    with pytest.raises(BadSample, match="'tool_calls'"):
-        Chat(chat_tokenizer(), TEMPLATES[name], name).encode(json.dumps({"messages": messages}))
-
-
 def test_reasoning_beside_an_answer_is_the_answer_s():
     row = {"prompt": "q", "response": "a", "reasoning_content": "so", "source": "x"}
     assert read_messages(row)[1] == {"role": "assistant", "content": "a", "reasoning_content": "so"}
@@ -331,12 +324,6 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
     (tmp_path / "rows.json").write_text("[]")
     assert main(["data", "tokenize", str(tmp_path / "rows.json"), *words[1:], "--chat", "plain"]) == 1
     assert "neither shards (.tar) nor rows (.jsonl): write its rows as" in capsys.readouterr().err
-
-
-def test_a_template_of_another_encoding_is_named(tmp_path):
-    (tmp_path / "latin.jinja").write_text("{{ messages[0].content }} é", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"latin.jinja is not UTF-8"):
-        open_chat(str(tmp_path / "latin.jinja"), train_tokenizer(["ab"], 257), tmp_path)
 
 
 @pytest.mark.parametrize("are_shards", [False, True])

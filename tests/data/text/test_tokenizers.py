@@ -21,17 +21,6 @@ def tokenizer():
     return train_tokenizer(TEXTS * 3, 300)
 
 
-def test_links_that_came_with_a_folder_are_not_written_through(tmp_path):
-    other, tokenizer = tmp_path / "notes.txt", train_tokenizer(TEXTS, 300)
-    other.write_text("years of work")
-    ended = Tokenizer(tokenizer._backend, "a")  # whose settings name its end
-    for name in ("tokenizer.json", "tokenizer.json.part", "tokenizer_config.json"):
-        (tmp_path / name).symlink_to(other)
-    ended.save(tmp_path)
-    assert other.read_text() == "years of work"
-    assert load_tokenizer(tmp_path).eos == "a"
-
-
 @pytest.mark.parametrize("text", [*TEXTS, "", "never seen: ßß\u2028 \ufeff", f"a{END}b", END])
 def test_any_text_comes_back_as_it_was(tokenizer, text):
     ids = tokenizer.encode(text)
