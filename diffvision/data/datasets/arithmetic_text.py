@@ -123,17 +123,7 @@ def compose(draw: random.Random, names: Sequence[str], *, steps: int, distractor
         distractors: sentences that the answer does not depend on. Apart from factors, their numbers differ from those
             of the needed sentences.
         highest: the largest number.
-
-    Raises:
-        ValueError: a number is out of range.
     """
-    if steps < 1 or distractors < 0 or 2 * steps + distractors > MOST_PEOPLE:
-        raise ValueError(
-            f"{steps} steps and {distractors} distractors: give at least 1 step, and at most {MOST_PEOPLE} of "
-            "distractors and twice the steps together"
-        )
-    if highest < LEAST_HIGHEST:
-        raise ValueError(f"highest is {highest}: it must be at least {LEAST_HIGHEST}, for numbers to choose among")
     people = iter(draw.sample(names, 2 * steps + distractors + 1))
     thing, *others = draw.sample(_THINGS.split(), 4)
     needed = _chain(draw, people, thing, steps, highest)
