@@ -17,7 +17,6 @@ from fashion_files import write_miniature
 import arithmetic
 import cache_pruning
 import clip
-import clip_large
 import common_mode
 import controls
 import grid
@@ -233,40 +232,6 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
     again = study.trainer(file, 1)(quick.confirming()[0])
     assert {**first, "seconds": 0, "learned": 0} == {**again, "seconds": 0, "learned": 0}
     assert len(list(tmp_path.glob("*.svg"))) == bool(draw)
-
-
-@pytest.mark.nightly
-def test_the_large_study_of_emoji_in_small(emoji, tmp_path, monkeypatch, capsys):
-    """Its runs on the CPU, each done once, and its report."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(clip_large, "BATCH", 64)
-    small = dataclasses.replace(clip_large.GRID, rates=clip_large.GRID.rates[:1])
-
-    def run(what):
-        arguments = [what, "--quick", f"--data={emoji}"]
-        grid.run_study(
-            small, None, make_data=None, trainer=clip_large.trainer, report=clip_large.report, arguments=arguments
-        )
-
-    for what in ("tune", "train"):
-        run(what)
-        capsys.readouterr()
-        run(what)
-        assert not capsys.readouterr().out, "trained again"
-    run("report")
-    assert "9 runs; 9 are done, 0 diverged" in capsys.readouterr().out
-    results = [small.quick().numbers(one) for one in small.quick().confirming()]
-    counts = {one["family"]: one["parameters"] for one in results}
-    assert max(counts.values()) < 1.01 * min(counts.values())
-    assert set(clip_large.PRIMARY) <= set(results[0]["test"])
-
-
-def test_towers_of_the_large_study_are_ten_times_as_large():
-    small, large = (
-        sum(p.numel() for name, p in families["plain"].create(64, 8).named_parameters() if "token_emb" not in name)
-        for families in (clip.FAMILIES, clip_large.FAMILIES)
-    )
-    assert 8.5 * small < large < 11 * small
 
 
 def test_half_of_the_pictures_are_mirrored():

@@ -176,7 +176,7 @@ def make_text(directory: str | Path, source: str) -> str:
         refuse_existing(directory / split)
     texts: dict[str, list[tuple[bytes, str, str]]] = {split: [] for split in _SPLITS}
     counts, hashes = {}, set()
-    for name, path in _resolve(source).items():
+    for name, path in resolve(source).items():
         counted = counts[name] = _Counts()
         for document, text in track(SOURCES[name].read(path), f"reading {name}"):
             text = text.rstrip() + "\n"
@@ -226,7 +226,7 @@ def _samples(documents: list[tuple[bytes, str, str]]) -> Iterator[Sample]:
         yield {"__key__": f"{number:07d}-{source}", "txt": text}
 
 
-def _resolve(items: str) -> dict[str, Path]:
+def resolve(items: str) -> dict[str, Path]:
     """Return where each source's text is, in the order of `SOURCES`."""
     paths: dict[str, Path] = {}
     for item in filter(None, map(str.strip, items.split(","))):

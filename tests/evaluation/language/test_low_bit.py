@@ -19,7 +19,6 @@ from diffvision.evaluation.language.low_bit import (
     quantization,
     rounded_keys,
 )
-from low_bit_simulation import simulate
 
 ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))
 WITHOUT_CACHES = [name for name in SCHEMES if not name.startswith("cache")]
@@ -159,23 +158,3 @@ def test_dint_has_no_cache_to_round(tiny_of):
 def test_settings_are_refused_before_a_model_is_opened(settings, message):
     with pytest.raises(ValueError, match=message):
         run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LanguageOptions(**settings))
-
-
-# loading on a common part, bias -> errors of a plain and of a differential head under qk_int8, qk_int8_smooth, logits_4
-FIRST = {
-    (0.0, 0.0): [(0.021, 0.021), (0.020, 0.021), (0.32, 0.33)],
-    (0.95, 5.0): [(0.026, 0.042), (0.019, 0.032), (0.40, 0.65)],
-}
-
-
-@pytest.mark.parametrize(("loading", "bias"), list(FIRST))
-def test_the_first_simulation_again(loading, bias):
-    """Written apart from this code, with heads that share a part: they correlate by the square of its loading."""
-    columns = ("qk_int8", "qk_int8_smooth", "logits_4")
-    means = simulate(loading**2, bias, columns, draws=1)
-    for scheme, expected in zip(columns, FIRST[loading, bias], strict=True):
-        plain, diff = means[f"plain/{scheme}"], means[f"diff/{scheme}"]
-        assert (plain, diff) == pytest.approx(expected, rel=0.15)
-        # Never better; worse by the factor.
-        assert diff / plain > 0.95
-        assert diff / plain == pytest.approx(means["cancellation"], rel=0.15)

@@ -1,0 +1,98 @@
+"""The experiments for a GPU: dry runs on a CPU, what their rules say, and that a run is trained once."""
+
+import io
+import json
+import lzma
+
+import numpy as np
+import pytest
+import torch
+
+import gpu_noise
+import gpu_runs
+import gpu_sinks
+import gpu_text
+import gpu_tokens
+from grid import Run
+
+EXPERIMENTS = {
+    "tokens": (gpu_tokens.TOKENS_A_PARAMETER, gpu_tokens.report),
+    "sinks": (gpu_sinks.CURES, gpu_sinks.report),
+    "noise": (gpu_noise.NOISE, gpu_noise.report),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file as `gpu_text.py` writes it, of 2,000 random tokens a part."""
+    draw, buffer = np.random.default_rng(0), io.BytesIO()
+    np.savez(buffer, **{part: draw.integers(4096, size=2000, dtype=np.uint16) for part in gpu_text.TOKENS})
+    file = tmp_path_factory.mktemp("gpu") / "text.xz"
+    file.write_bytes(lzma.compress(buffer.getvalue()))
+    return file
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_families_have_equal_parameters(name):
+    experiment, _ = EXPERIMENTS[name]
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in experiment.create(family).parameters()) for family in experiment.families]
+    assert max(sizes) < 1.005 * min(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_dry_run_trains_each_run_once(name, text, tmp_path, capsys):
+    experiment, report = EXPERIMENTS[name]
+    experiment = experiment.dry()
+    gpu_runs.work(experiment, tmp_path, text, deadline=float("inf"))
+    files = {file: file.read_text() for file in tmp_path.glob("*.json")}
+    assert len(files) == len(experiment.tuning()) + len(experiment.seeds) * len(experiment.families)
+    assert len(report(experiment, tmp_path).splitlines()) > len(experiment.families)
+    capsys.readouterr()
+    gpu_runs.work(experiment, tmp_path, text, deadline=float("inf"))
+    assert not capsys.readouterr().out
+    assert {file: file.read_text() for file in tmp_path.glob("*.json")} == files
+
+
+def test_no_run_begins_that_would_not_end_in_time(text, tmp_path):
+    experiment = EXPERIMENTS["tokens"][0].dry()
+    first = experiment.tuning()[0]
+    (tmp_path / f"{first.name}.json").write_text(json.dumps({"seconds": 1e6, "diverged": "", "losses": [1.0]}))
+    gpu_runs.work(experiment, tmp_path, text, deadline=gpu_runs.time.time() + 60)
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_a_run_that_another_process_holds_is_left_alone(tmp_path):
+    with (
+        gpu_runs.claimed(Run("plain", 1e-3, 1), tmp_path) as first,
+        gpu_runs.claimed(Run("plain", 1e-3, 1), tmp_path) as second,
+    ):
+        assert (first, second) == (True, False)
+
+
+def test_an_answer_follows_its_key_in_noise():
+    data = gpu_noise.Noise(None, gpu_noise.NOISE.dry(), "test", torch.device("cpu"))
+    inputs, targets = data.draw(3, 256, 4, torch.Generator().manual_seed(0)).long()
+    for row, wanted in zip(inputs, targets, strict=True):
+        for place in (wanted >= 0).nonzero().flatten():
+            key = row[place].item()
+            marked = [i for i in range(1, place) if row[i] == key and row[i - 1] == gpu_noise.MARK]
+            assert row[marked[0] + 1] == wanted[place]
+    assert (targets >= 0).sum(dim=1).tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("difference", "claim"),
+    [(-0.05, "V1 pays when trained long"), (0.05, "behind at 3M at any length"), (0.01, "no claim")],
+)
+def test_the_rule_of_tokens(tmp_path, difference, claim):
+    experiment = gpu_tokens.TOKENS_A_PARAMETER
+    for run in experiment.tuning():
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"diverged": "", "losses": [run.rate]}))
+    for run in experiment.confirming(tmp_path):
+        losses = [
+            3 + 0.001 * run.seed + difference * (run.family == "V1") + 0.002 * (run.family == "V1") * run.seed % 3
+        ]
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"seed": run.seed, "diverged": "", "losses": 3 * losses}))
+    assert gpu_tokens.report(experiment, tmp_path).splitlines()[-1] == claim
