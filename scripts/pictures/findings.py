@@ -26,16 +26,14 @@ class Panel(NamedTuple):
     """What one panel shows.
 
     Attributes:
-        report: the study's script, with the part that its report takes.
+        report: the study's script.
         axis: what is compared, and which way is better.
-        rows: {how the row of the report starts: its label}; the first difference of a row is drawn, or the `column`th.
-        column: which difference of the row.
+        rows: {how the row of the report starts: its label}; the first difference of a row is drawn.
     """
 
     report: str
     axis: str
     rows: dict[str, str]
-    column: int = 0
 
 
 FINDINGS = {
@@ -85,34 +83,20 @@ FINDINGS = {
             {"V1 0.8": "V1 0.8, both towers", "V1 0.2, text plain": "V1 0.2, image tower", "V2": "V2, both towers"},
         )
     ],
-    "finding-4": [
-        Panel(
-            "pretrained.py text",
-            "SmolLM2: loss minus plain's, nats (← better)",
-            {"V2": "V2", "sum": "control: maps added", "DEX": "DEX"},
-            column=1,
-        ),
-        Panel(
-            "pretrained.py images",
-            "DINOv2: accuracy minus plain's, points (better →)",
-            {"V2": "V2", "sum": "control: maps added", "DEX": "DEX"},
-        ),
-    ],
 }
 
 
 def read_report(report: str) -> list[str]:
     """Return the lines that a study's report prints."""
-    script, *part = report.split()
-    command = [sys.executable, str(STUDIES / script), *part, "report"]
+    command = [sys.executable, str(STUDIES / report), "report"]
     return subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout.splitlines()
 
 
-def find_difference(lines: list[str], start: str, column: int) -> tuple[float, float, float, str]:
+def find_difference(lines: list[str], start: str) -> tuple[float, float, float, str]:
     """Return mean, lower and upper end and verdict of the first row that starts so and has a difference."""
     for line in lines:
         if line.startswith(f"| {start} |") and (found := DIFFERENCE.findall(line)):
-            mean, low, high, verdict = found[column]
+            mean, low, high, verdict = found[0]
             return float(mean), float(low), float(high), verdict
     raise SystemExit(f"no row {start!r} in the report: mend FINDINGS in {Path(__file__).name}")
 
@@ -124,7 +108,7 @@ def draw(panels: list[Panel], reports: dict[str, list[str]], colour: str) -> Fig
     axes = figure.subplots(len(panels), 1, height_ratios=counts, squeeze=False)[:, 0]
     for ax, panel in zip(axes, panels, strict=True):
         for y, start in enumerate(panel.rows):
-            mean, low, high, verdict = find_difference(reports[panel.report], start, panel.column)
+            mean, low, high, verdict = find_difference(reports[panel.report], start)
             ax.plot([low, high], [y, y], color=colour, linewidth=2)
             face = colour if verdict in ("higher", "lower") else "white"
             ax.plot(mean, y, "o", color=colour, markerfacecolor=face, markersize=6)
@@ -149,7 +133,7 @@ def main() -> None:
         for panel in panels:
             print(panel.axis)
             for start, label in panel.rows.items():
-                mean, low, high, verdict = find_difference(reports[panel.report], start, panel.column)
+                mean, low, high, verdict = find_difference(reports[panel.report], start)
                 print(f"  {label}: {mean:+g} [{low:+g}, {high:+g}] {verdict}")
     for theme in THEMES:
         for name, panels in FINDINGS.items():
