@@ -272,7 +272,7 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
 
 
 def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Add a value to each switch without one: `--recheck` becomes `--recheck true`."""
+    """Add a value to each switch without one: `--json` becomes `--json true`."""
     parameters = inspect.signature(command).parameters.values()
     switches = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
     valued: list[str] = []

@@ -137,17 +137,19 @@ def read_account(folder: Path) -> TokenAccount:
     where, text = folder / TOKENS, read_small_file(folder, TOKENS)
     if text is None:
         raise ValueError(f"{folder} has no {TOKENS}: write token files with `diffvision data tokenize`")
-    written = None
     try:
         fields = json.loads(text)
         written = fields.pop("format")
-        account = TokenAccount(**fields)
-        is_whole = account.sha256.keys() == account.dtypes.keys() and 0 <= account.eos_id < account.vocab_size
-        if written == TOKENS_FORMAT and is_whole and min(account.count, account.documents) > 0:
-            return account
+        if written == TOKENS_FORMAT:
+            account = TokenAccount(**fields)
+            is_whole = account.sha256.keys() == account.dtypes.keys() and 0 <= account.eos_id < account.vocab_size
+            if is_whole and account.count > 0 and account.seen >= account.documents > 0:
+                return account
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    raise ValueError(f"{where} must be whole and of format {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
+        written = TOKENS_FORMAT
+    if written != TOKENS_FORMAT:
+        raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
+    raise ValueError(f"{where} is damaged: {_AGAIN}")
 
 
 class TokenFiles:
