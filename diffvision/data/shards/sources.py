@@ -239,7 +239,9 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{directory}/{name} lists no shards, because writing was cut short: {_AGAIN}")
         for shard, fields in entries:
             _check_entry(shard, fields, f"{directory}/{name}")
-        return dict(entries)
+        if len(counts := dict(entries)) < len(entries):
+            raise ValueError(f"{directory}/{name} lists a shard more than once: {_AGAIN}")
+        return counts
     return {}
 
 
