@@ -113,7 +113,7 @@ class Chat:
         """Return the special token that the template writes after an answer; None if it fails or writes other text."""
         messages = [{"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": _ANSWER}]
         try:
-            (written,) = self._write([(messages, False)], {})
+            written = render(self.template, {**self._variables, "messages": messages, "add_generation_prompt": False})
         except BadSample:
             return None
         name = self._pattern.match(written.rpartition(_ANSWER)[2].lstrip())
