@@ -214,7 +214,8 @@ class DataReport(pl.Callback):
         loader: Any = trainer.train_dataloader
         report: Report | None = getattr(loader, "report", None)
         if report is not None and not trainer.global_step and report.tail > LARGE_TAIL * report.total:
-            pl_module.print(describe_tail(report, loader.batch_size))
+            used = f"{report.total - report.tail:,}/{report.total:,} samples used in each epoch"
+            pl_module.print(f"{used} (incomplete last batch of {loader.batch_size:,} dropped)")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.batches += 1
@@ -236,21 +237,6 @@ class DataReport(pl.Callback):
         pl_module.log_dict({f"data/{k}": float(v) for k, v in counts.items()}, reduce_fx="max", sync_dist=True)
         if not getattr(trainer, "overfit_batches", 0):  # else an epoch is a step
             pl_module.print(text)
-
-
-def describe_tail(report: Report, batch_size: int) -> str:
-    """Return how many samples an epoch uses, and which similar batch size leaves out the fewest.
-
-    Args:
-        report: the report of an epoch.
-        batch_size: summed over ranks; a multiple of their number.
-    """
-    ranks, total = report.world_size, report.total
-    sizes = range(max(batch_size // 2 // ranks, 1) * ranks, min(2 * batch_size, total) + 1, ranks)
-    best = min(sizes, key=lambda size: (total % size, abs(size - batch_size)))
-    uses = f"leaves out {total % best:,}" if total % best else "uses all"
-    advice = f"; batch_size {best} {uses}" if best != batch_size else ""
-    return f"{total - report.tail:,}/{total:,} samples used in each epoch (incomplete last batch dropped){advice}"
 
 
 def _reports(trainer: pl.Trainer) -> list[Report]:
