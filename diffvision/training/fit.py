@@ -273,7 +273,8 @@ class FitCLI(LightningCLI):
     def validate(self, model: pl.LightningModule, verbose: bool = True, **more: Any) -> None:
         """Trainer.validate, with the names of its metrics whole."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The dirpath has changed from")  # of checkpoints, which are not written
+            # About callbacks that a fit has besides, and a directory of checkpoints, which are not written.
+            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.(trainer\.call|callbacks\.model_checkpoint)")
             by_loader = self.trainer.validate(model, verbose=False, **more)
         if verbose and self.trainer.is_global_zero:
             metrics = {name: value for metrics in by_loader for name, value in metrics.items()}

@@ -88,10 +88,11 @@ class ProgressLine(TQDMProgressBar):
 
     def init_validation_tqdm(self) -> Tqdm:
         """Return the bar of an evaluation, which within a fit is drawn in place of the training's."""
-        if self.trainer.state.fn != "fit":
-            return super().init_validation_tqdm()
-        self.train_progress_bar.clear()
+        with suppress(TypeError):  # there is no training
+            self.train_progress_bar.clear()
         return Tqdm(disable=self.is_disabled, leave=False, position=0, dynamic_ncols=True, file=sys.stdout)
+
+    init_test_tqdm = init_validation_tqdm
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         with suppress(TypeError):  # there is no bar yet
