@@ -25,8 +25,12 @@ def read_batches(loader: DataLoader) -> Iterator[Any]:
             batch = next(batches)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
             message = str(error).partition("\n")[0]
+            # A worker that is killed while it hands over a batch breaks the connection before it counts as dead.
+            is_broken = loader.num_workers > 0 and not isinstance(error, RuntimeError)
+            if is_broken and not message.startswith("Caught "):  # as errors do that a worker raised
+                message = "DataLoader worker ended"
             if not message.startswith("DataLoader "):
                 raise
             remedy = "if memory was full lower num_workers, if /dev/shm was full (SIGBUS) raise --shm-size"

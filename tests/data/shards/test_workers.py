@@ -52,12 +52,13 @@ def check_nothing_left(before, shm):
     ("act", "error", "message"),
     [
         (lambda: time.sleep(60), WorkerError, "stall_timeout"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerError, r"pid.* \d+\).*num_workers"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerError, "DataLoader worker .*num_workers"),
         (lambda: os.kill(os.getpid(), signal.SIGBUS), WorkerError, "/dev/shm"),
-        (lambda: os._exit(0), WorkerError, "exited unexpectedly"),
+        (lambda: os._exit(0), WorkerError, "DataLoader worker "),
         (lambda: 1 / 0, ZeroDivisionError, "while making the sample 0000"),
+        (lambda: os.stat("/nowhere"), OSError, "while making the sample 0000"),
     ],
-    ids=["asleep", "killed", "bus", "exited", "raised"],
+    ids=["asleep", "killed", "bus", "exited", "raised", "unreadable"],
 )
 def test_a_worker_that_does_not_go_on_is_a_clear_error(whole, act, error, message):
     before, shm = children(), set(os.listdir("/dev/shm"))
