@@ -8,8 +8,10 @@ part of the paper's evaluations is refused, unless --parts leaves it out.
 """
 
 import argparse
+import csv
 import dataclasses
 import filecmp
+import io
 import json
 import os
 import re
@@ -25,9 +27,8 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from diffvision.comparison.comparison_page import csv_text
 from diffvision.comparison.entries import Entry, Group, group_seeds, model_settings, read_entries
-from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, moments, plain_table
+from diffvision.comparison.result import Row, describe_difference, format_difference, format_mean, plain_table
 from diffvision.evaluation.output_files import check_file, write_bytes
 from diffvision.tables import show
 
@@ -338,11 +339,21 @@ def _csv(tables: Sequence[PairTable]) -> str:
         for row in table.rows:
             names = dict(zip(("part", "dataset", "metric"), row.metric.split("/", 2), strict=True))
             rows += [
-                {**names, "baseline": table.labels[0], "model": label, **moments(values)}
-                | describe_difference(row.differences.get(label))
+                {**names, "baseline": table.labels[0], "model": label, **_moments(values)}
+                | (describe_difference(row.differences[label]) if label in row.differences else {})
                 for label, values in row.values.items()
             ]
-    return csv_text(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _moments(values: Sequence[float]) -> dict[str, Any]:
+    """Return the number of seeds, and the mean and standard deviation over them."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"seeds": len(values), "mean": statistics.mean(values), "standard_deviation": deviation}
 
 
 WRITERS = {".md": _markdown, ".csv": _csv, ".tex": _latex}

@@ -52,10 +52,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of code or output; `copied` gives them a button that copies them."""
+    """Lines of code or output, with a button that copies them."""
 
     text: str
-    copied: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Row:
-    """Parts next to each other where there is room, and below each other where there is not.
-
-    Attributes:
-        parts: what is shown.
-        least: the width that a part has at least, in rem (16 pixels); two of 19 or three of 17 fill the page.
-    """
+    """Parts next to each other where there is room, and below each other where there is not."""
 
     parts: Sequence[Part]
-    least: int = 19
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from diffvision.evaluation.options import Options, Precision
 if TYPE_CHECKING:
     from diffvision.comparison.result import Comparison
 
-ENDINGS = (".html", ".json", ".csv")  # of the files that are written
+ENDINGS = (".html", ".json")  # of the files that are written
 
 
 def compare(
@@ -40,7 +40,7 @@ def compare(
             By default what the runs were evaluated on.
         tasks: zero_shot, retrieval, composition, classification and the other evaluations of `diffvision evaluate`;
             by default those that fit. Language models are compared by perplexity.
-        output: files to write: .html for a page with figures, .json, .csv (a list, or separated by commas).
+        output: files to write: .html for a page with figures, .json (a list, or separated by commas).
         cache: folder that features are kept in, as `diffvision evaluate` has it.
         rounds: how often each model's speed is measured; 0 for no speed.
         batch_size: images a batch.

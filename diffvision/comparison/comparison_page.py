@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,20 +135,9 @@ def _notes(comparison: Comparison, beginnings: tuple[str, ...]) -> list[str]:
 
 
 def write(comparison: Comparison, path: str | Path) -> None:
-    """Write a page (.html), everything but the curves (.json), or a row for each number (.csv)."""
+    """Write a page (.html), or everything but the curves (.json)."""
     path = Path(path)
     if path.suffix == ".json":
         write_json(path, plain(comparison.to_dict()))  # NaN is null
-    elif path.suffix == ".csv":
-        write_bytes(path, csv_text(comparison.csv_rows()).encode())
     else:
         write_bytes(path, page(comparison).encode())
-
-
-def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows with the same keys as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,24 +266,6 @@ class Comparison:
             "sinks": one.sinks,
         }
 
-    def csv_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each metric, or cost, and model; values and differences are not in percent."""
-        rows = [
-            {"metric": row.metric, "model": label, **moments(values), **describe_difference(row.differences.get(label))}
-            for row in self.rows
-            for label, values in row.values.items()
-        ]
-        for one in self.contestants:
-            speeds = {f"{self.unit}_per_second": one.cost.speed} if one.cost.speed is not None else {}
-            numbers = {"parameters": one.cost.parameters, "flops": one.cost.flops, **speeds}
-            numbers |= {f"lambda/{name}": statistics.mean(values) for name, values in one.lambdas.items()}
-            numbers |= {f"sinks/{name}": statistics.mean(values) for name, values in one.sinks.items()}
-            rows += [
-                {"metric": name, "model": one.label, **moments([value]), **describe_difference(None)}
-                for name, value in numbers.items()
-            ]
-        return rows
-
 
 def plain_table(title: str | None = None) -> Table:
     """Return an empty table for the terminal."""
@@ -317,17 +299,8 @@ def format_flops(flops: int) -> str:
     return str(flops)
 
 
-def moments(values: Iterable[float]) -> dict[str, Any]:
-    """Return the number of seeds, and the mean and standard deviation over them, as plain values."""
-    values = list(values)
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return {"seeds": len(values), "mean": statistics.mean(values), "standard_deviation": deviation}
-
-
-def describe_difference(one: Difference | None) -> dict[str, Any]:
+def describe_difference(one: Difference) -> dict[str, Any]:
     """Return a difference as plain values, each None where there is none."""
-    if one is None:
-        return dict.fromkeys(("difference", "low", "high", "word", "method", "mcnemar_p"))
     return {
         "difference": one.value,
         "low": one.low,
