@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from diffvision.progress import in_notebook
 from diffvision.training.fault_tolerance import watch_signals
-from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
+from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_shared_step
 from diffvision.training.schedule import total_steps
 
 REDRAWN = 0.25  # seconds between two drawings of the bar
@@ -37,13 +37,15 @@ class ProgressLine(TQDMProgressBar):
         """
         super().__init__()
         self.seconds = seconds
-        self._metrics: dict[str, Any] = {}
+        self._metrics: dict[str, str] = {}
+        self._of_step: dict[str, Any] = {}  # numbers that are those of all ranks together
         self._shown, self._is_printing = 0.0, False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._shown = time.monotonic()
-        self._is_printing = self.is_enabled and not (sys.stdout.isatty() or in_notebook())
+        is_drawn = sys.stdout.isatty() or in_notebook()
+        self._is_printing = (self.is_enabled or self._is_printing) and not is_drawn
         if self._is_printing:
             self.disable()
 
@@ -78,7 +80,7 @@ class ProgressLine(TQDMProgressBar):
         """Leave a line of the epoch; with `overfit_batches`, where an epoch is a step, show it on the bar alone."""
         self._read(trainer)  # every rank: metrics of an epoch are computed in collectives
         super().on_train_epoch_end(trainer, pl_module)
-        if trainer.is_global_zero and not getattr(trainer, "overfit_batches", 0):
+        if (self.is_enabled or self._is_printing) and not getattr(trainer, "overfit_batches", 0):
             self._print_line(trainer)
 
     def init_train_tqdm(self) -> Tqdm:
@@ -115,7 +117,9 @@ class ProgressLine(TQDMProgressBar):
 
     def _read(self, trainer: pl.Trainer) -> None:
         logged = trainer.callback_metrics
-        shown = {name: logged[name] for name in ON_DEVICE if name in logged} | trainer.progress_bar_metrics
+        if is_shared_step(trainer, trainer.global_step):
+            self._of_step = {name: logged[name] for name in ON_DEVICE if name in logged}
+        shown = self._of_step | trainer.progress_bar_metrics
         if trainer.is_global_zero:
             order = sorted(shown, key=lambda name: (name != "train/loss", name.startswith(("train/", "lambda"))))
             self._metrics = {name.removeprefix("train/"): f"{float(shown[name]):.3g}" for name in order}
@@ -126,10 +130,10 @@ class ProgressLine(TQDMProgressBar):
         step = f"step {trainer.global_step}" + ("" if total is None else f"/{total}")
         text = ", ".join(f"{name} {value}" for name, value in self._metrics.items() if name not in MINOR)
         line = f"{describe_epoch(trainer)} {step}: {text}"
-        if self.is_enabled:
-            self.print(line)
-        else:
+        if self._is_printing:
             print(line, flush=True)
+        else:
+            self.print(line)
 
 
 def describe_epoch(trainer: pl.Trainer) -> str:

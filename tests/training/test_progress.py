@@ -79,3 +79,11 @@ def test_other_ranks_are_silent(capsys):
     line.on_validation_start(rank, None)
     line.show_evaluation("digits", 1, 2)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_second_fit_in_a_file_prints_again(monkeypatch):
+    line, out = ProgressLine(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    for _ in range(2):
+        line.setup(SimpleNamespace(is_global_zero=True), None, "fit")
+        assert line._is_printing
