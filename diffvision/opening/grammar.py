@@ -47,13 +47,13 @@ def open_model(
 
     Args:
         spec: which model:
-            NAME            of an OpenCLIP or timm model, ours included, or of one of our language models (NAME.TAG:
-                            with the pretrained weights of that tag);
+            NAME[.TAG]      of an OpenCLIP or timm model, ours included, or of one of our language models, with the
+                            pretrained weights of the tag;
             PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
-                            OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
+                            OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote
+                            (local-dir:PATH, as OpenCLIP and timm write it);
             RUN             the directory of a run of `diffvision fit`, or a folder with one run in it: its best
                             checkpoint by the metric that it watched, or the last one where it watched none;
-            local-dir:PATH  such a folder, as timm and OpenCLIP call it;
             hf-hub:ID       OpenCLIP's or timm's model on the Hugging Face Hub;
             hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it.
             A name or tag wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.

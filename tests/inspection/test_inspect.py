@@ -249,66 +249,49 @@ def test_samples_fit_the_text_context():
     assert len(inputs.sample_pictures(partial(short, context_length=3))) == 3  # none fits, which is then refused
 
 
-def refused(match, **given):
-    with pytest.raises((ValueError, FileNotFoundError), match=match):
-        inspect(**given)
+CLIP, VIT, PHOTO, DIFF = "DiffCLIP-debug", "diff_vit_debug", "{photo}/square.png", "{models}/diff"
 
 
-def test_bad_input_is_refused_before_work(checkpoint, photo, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("word", "given"),
+    [
+        ("name a folder", {"model": VIT, "output": "{tmp}/file"}),
+        ("diff_vit_debg", {"model": "diff_vit_debg"}),
+        ("--checkpoint", {"model": "diff-debug"}),
+        ("ResNet", {"model": "resnet10t"}),
+        ("image .*file cannot be read", {"model": VIT, "image": "{tmp}/file"}),
+        ("no image file", {"model": VIT, "image": "{tmp}/none.png"}),
+        ("reads none", {"model": VIT, "text": "a cat"}),
+        ("2 masks", {"model": VIT, "image": [PHOTO], "mask": [PHOTO, PHOTO]}),
+        ("masks", {"model": VIT, "mask": [PHOTO]}),
+        ("answers", {"model": VIT, "answer": "x"}),
+        ("tokenizer", {"model": VIT, "tokenizer": "x"}),
+        ("twice", {"model": VIT, "image": [PHOTO, PHOTO]}),
+        ("9 texts", {"model": CLIP, "text": list("abcdefghi")}),
+        ("24 tokens", {"model": CLIP, "text": "a seven " * 20}),
+        ("text is empty", {"model": CLIP, "text": " "}),
+        ("an image-text model and diff_vit_debug is an image model", {"model": CLIP, "versus": VIT}),
+        ("versus", {"model": VIT, "versus": VIT}),
+        ("a language model and CLIP-debug", {"model": DIFF, "versus": "CLIP-debug"}),
+        ("two models", {"model": DIFF, "versus": "x", "checkpoint": "y"}),
+        ("images are given", {"model": DIFF, "image": [PHOTO]}),
+        ("over the 32", {"model": DIFF, "text": "the cat " * 40}),
+        ("'horse'", {"model": DIFF, "text": "the cat", "answer": "horse"}),
+        ("2 answers", {"model": DIFF, "text": "the cat", "answer": ["the", "cat"]}),
+        ("answers are given without texts", {"model": DIFF, "answer": "cat"}),
+        ("no file or folder", {"model": "{tmp}/none"}),
+    ],
+)
+def test_bad_input_is_refused_before_work(word, given, checkpoint, photo, tmp_path, monkeypatch):
     monkeypatch.setattr(inspecting, "inspect_models", lambda *_: pytest.fail("work has begun"))
-    output = str(tmp_path / "new")
     (tmp_path / "file").write_text("x")
-    diff, photos = str(checkpoint / "diff"), [str(photo / "square.png")]
-    refused("is a file: name a folder", model="diff_vit_debug", output=str(tmp_path / "file"))
-    refused(
-        "neither OpenCLIP, timm nor diffvision has a model 'diff_vit_debg'.*diff_vit_debug",
-        model="diff_vit_debg",
-        output=output,
-    )
-    refused("diff-debug has new weights: give --checkpoint", model="diff-debug", output=output)
-    refused(
-        "no attention of this ResNet can be captured",
-        model="resnet10t",
-        output=output,
-    )
-    refused(
-        "image .*file cannot be read.*JPEG, PNG or WebP",
-        model="diff_vit_debug",
-        image=str(tmp_path / "file"),
-        output=output,
-    )
-    refused("no image file", model="diff_vit_debug", image=str(tmp_path / "none.png"), output=output)
-    refused("which reads none: give images alone", model="diff_vit_debug", text="a cat", output=output)
-    refused("2 masks for 1 images", model="diff_vit_debug", image=photos, mask=photos * 2, output=output)
-    refused("masks are given without images", model="diff_vit_debug", mask=photos, output=output)
-    refused("answers are given", model="diff_vit_debug", answer="x", output=output)
-    refused("tokenizer is 'x'", model="diff_vit_debug", tokenizer="x", output=output)
-    refused("given twice among the images", model="diff_vit_debug", image=photos * 2, output=output)
-    refused("9 texts are given", model="DiffCLIP-debug", text=list("abcdefghi"), output=output)
-    refused("fills the model's context of 24 tokens", model="DiffCLIP-debug", text="a seven " * 20, output=output)
-    refused("a text is empty", model="DiffCLIP-debug", text=" ", output=output)
-    refused(
-        "DiffCLIP-debug is an image-text model and diff_vit_debug is an image model",
-        model="DiffCLIP-debug",
-        versus="diff_vit_debug",
-        output=output,
-    )
-    refused("versus is the model itself", model="diff_vit_debug", versus="diff_vit_debug", output=output)
-    refused(
-        "diff is a language model and CLIP-debug is an image-text model", model=diff, versus="CLIP-debug", output=output
-    )
-    refused("and two models are given: name each by its file", model=diff, versus="x", checkpoint="y", output=output)
-    refused("images are given, and diff is a language model", model=diff, image=photos, output=output)
-    refused(
-        "has .* tokens, over the 32 of the model's context",
-        model=diff,
-        text="the cat " * 40,
-        output=output,
-    )
-    refused("answer 'horse' is not in the text", model=diff, text="the cat", answer="horse", output=output)
-    refused("2 answers for 1 texts", model=diff, text="the cat", answer=["the", "cat"], output=output)
-    refused("answers are given without texts", model=diff, answer="cat", output=output)
-    refused("no file or folder", model=str(tmp_path / "none"), output=output)
+    places = {"tmp": tmp_path, "photo": photo, "models": checkpoint}
+    filled = {
+        name: [one.format(**places) for one in value] if isinstance(value, list) else value.format(**places)
+        for name, value in ({"output": "{tmp}/new"} | given).items()
+    }
+    with pytest.raises((ValueError, FileNotFoundError), match=word):
+        inspect(**filled)
     assert not (tmp_path / "new").exists()
 
 
