@@ -9,75 +9,52 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
 
 class Command(NamedTuple):
-    """A row of `COMMANDS`: the module and name of a command's function, and its line in `diffvision --help`.
+    """A row of `COMMANDS`: "module:function" in this package, and the line in `diffvision --help`."""
 
-    A command without its own line is described by the first sentence of its function.
-    """
-
-    module: str
     function: str
     summary: str
 
 
 COMMANDS = {
-    "demo": Command("diffvision.demo", "demo", "train two small models and compare them, in minutes"),
+    "demo": Command("demo:demo", "train two small models and compare them, in minutes"),
     "evaluate": Command(
-        "diffvision.evaluation.evaluate_command", "evaluate", "zero-shot, retrieval, probes and composition of a model"
+        "evaluation.evaluate_command:evaluate", "zero-shot, retrieval, probes and composition of a model"
     ),
     "compare": Command(
-        "diffvision.comparison.compare_command",
-        "compare",
-        "several models or seeds: metrics, intervals, cost, curves",
+        "comparison.compare_command:compare", "several models or seeds: metrics, intervals, cost, curves"
     ),
-    "models": Command("diffvision.models.parameters", "models", "list our models with their parameters"),
-    "doctor": Command("diffvision.doctor", "doctor", "check the installation"),
-    "data make": Command("diffvision.data.make", "make", "write a dataset as WebDataset shards"),
-    "data check": Command("diffvision.data.make", "check", "verify shards, and decode every sample"),
+    "models": Command("models.parameters:models", "list our models with their parameters"),
+    "doctor": Command("doctor:doctor", "check the installation"),
+    "data make": Command("data.make:make", "write a dataset as WebDataset shards"),
+    "data check": Command("data.make:check", "verify shards, and decode every sample"),
     "evaluate-language": Command(
-        "diffvision.evaluation.language.evaluate_language_command",
-        "run",
-        "perplexity, needles and more of language models",
+        "evaluation.language.evaluate_language_command:run", "perplexity, needles and more of language models"
     ),
     "evaluate-vlm": Command(
-        "diffvision.evaluation.vision_language.evaluate_vlm_command",
-        "run",
+        "evaluation.vision_language.evaluate_vlm_command:run",
         "POPE, CHAIR and short answers of vision-language models",
     ),
-    "generate": Command("diffvision.generate", "generate_text", "continue a text with a language model"),
-    "export": Command(
-        "diffvision.export.export_commands", "export", "a model as its host's folder, torch.export or ONNX"
-    ),
-    "inspect": Command(
-        "diffvision.inspection.inspect_command", "inspect", "attention maps and their statistics of a model, or two"
-    ),
+    "generate": Command("generate:generate_text", "continue a text with a language model"),
+    "export": Command("export.export_commands:export", "a model as its host's folder, torch.export or ONNX"),
+    "inspect": Command("inspection.inspect_command:inspect", "attention maps and their statistics of a model, or two"),
     "adapt": Command(
-        "diffvision.export.export_commands",
-        "adapt_to_folder",
-        "make a pretrained model differential, to continue training",
+        "export.export_commands:adapt_to_folder", "make a pretrained model differential, to continue training"
     ),
     "interpolate": Command(
-        "diffvision.export.export_commands", "interpolate", "the weights between a pretrained and a fine-tuned model"
+        "export.export_commands:interpolate", "the weights between a pretrained and a fine-tuned model"
     ),
-    "convert": Command("diffvision.models.convert.command", "convert", "write weights of one layout as another"),
-    "data tokenizer": Command("diffvision.data.make", "tokenizer", "train a byte-level BPE tokenizer on text shards"),
-    "data tokenize": Command("diffvision.data.make", "tokenize", "tokenise text shards or conversations"),
+    "convert": Command("models.convert.command:convert", "write weights of one layout as another"),
+    "data tokenizer": Command("data.make:tokenizer", "train a byte-level BPE tokenizer on text shards"),
+    "data tokenize": Command("data.make:tokenize", "tokenise text shards or conversations"),
 }
 
-TABLES = (
-    "models",
-    "doctor",
-    "evaluate",
-    "compare",
-    "evaluate-language",
-    "evaluate-vlm",
-    "data check",
-)
+TABLES = ("models", "doctor", "evaluate", "compare", "evaluate-language", "evaluate-vlm", "data check")
 """Commands whose tables `--json` replaces; each calls `diffvision.tables.show` once."""
 
 GROUPS = ("data",)  # first words of commands of two
@@ -102,113 +79,115 @@ RUN = "another program with our models: run PROGRAM ..."
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `diffvision` or `python -m diffvision`, and return the exit status."""
+    """Run `diffvision` or `python -m diffvision`, and return the exit status; an error is one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_help())
+    if argv[:1] == ["run"] and argv[1:]:
+        from diffvision.run import run
+
+        run(argv[1:])  # errors are the program's
         return 0
-    if argv[0] in ("-V", "--version"):
+    from diffvision.data.shards.report import BadDataError, WorkerError
+    from diffvision.errors import Mistake
+
+    try:
+        result = _choose(argv)
+    except (ValueError, OSError, BadDataError, WorkerError, FloatingPointError, RecursionError) as error:
+        print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
+        return 2 if isinstance(error, Mistake) else 1
+    except KeyboardInterrupt as stop:
+        print(f"diffvision: {stop!s:.500}" if stop.args else "diffvision: interrupted", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _choose(argv: list[str]) -> Any:
+    """Run the command that the first words name, and return its result."""
+    first = argv[0] if argv else "--help"
+    if first in ("-h", "--help"):
+        return print(_help())
+    if first in ("-V", "--version"):
         from diffvision import __version__
 
-        print(f"diffvision {__version__}")
-        return 0
-    if argv[0] in TRAINER_COMMANDS:
+        return print(f"diffvision {__version__}")
+    if first in TRAINER_COMMANDS:
         return _train(argv)
-    if argv[0] == "run":
-        return _run(argv[1:])
-    words = 2 if argv[0] in GROUPS else 1
+    if first == "run":
+        raise _mistake("run needs a program: a module or a .py file", "diffvision")
+    words = 2 if first in GROUPS else 1
     name = " ".join(argv[:words])
-    if name not in COMMANDS:
-        return _no_command(name)
+    if name == MAKE and not argv[2:]:
+        raise _mistake(f"{MAKE} needs a dataset", f"diffvision {MAKE}")
+    if name == MAKE and argv[2] in ("-h", "--help"):
+        return print(_help_of_datasets())
     if name == MAKE:
-        return _make(argv[words:])
-    return _run_and_report(lambda: _command(name, argv[words:]))
+        return _command(f"{MAKE} {argv[2]}", argv[3:])
+    if name in COMMANDS:
+        return _command(name, argv[words:])
+    if first in GROUPS and argv[1:2] in (["-h"], ["--help"]):
+        return print("\n".join([f"usage: diffvision {first} COMMAND [arguments]", "", *map(_line, _inside(first))]))
+    raise _no_command(name)
 
 
-def _make(argv: list[str]) -> int:
-    from textwrap import fill
-
-    from diffvision.data.datasets import datasets, read_interface
-    from diffvision.errors import see_help
-
-    if argv and argv[0] not in ("-h", "--help"):
-        return _run_and_report(lambda: _command(f"{MAKE} {argv[0]}", argv[1:]))
-    if argv:
-        print(f"usage: diffvision {MAKE} DATASET DIRECTORY [options]\n")
-        for name, function in datasets().items():
-            summary, *_ = (inspect.getdoc(read_interface(function)) or "").splitlines() or [""]
-            print(fill(f"  {name:<15} {summary}", 80, subsequent_indent=" " * 18))
-        return 0
-    print(f"diffvision: error: {see_help(f'{MAKE} needs a dataset', f'diffvision {MAKE}')}", file=sys.stderr)
-    return 2
-
-
-def _train(argv: list[str]) -> int:
-    from diffvision.errors import see_help
+def _train(argv: list[str]) -> None:
+    from diffvision.errors import Mistake
     from diffvision.training.recipes import resolve_recipes
 
     if len(argv) == 1:
         text = f"{argv[0]} needs a recipe, such as --config clip/debug.yaml, or a class, as --model ContrastiveModule"
-        print(f"diffvision: error: {see_help(text, f'diffvision {argv[0]}')}", file=sys.stderr)
-        return 2
+        raise _mistake(text, f"diffvision {argv[0]}")
     try:
         argv = resolve_recipes(argv)
     except (ValueError, OSError) as error:
-        print(f"diffvision: error: {error}", file=sys.stderr)
-        return 2
+        raise Mistake(str(error)) from error
+    from diffvision.training.fit import fit  # which imports Lightning
 
-    def fit() -> None:
-        from diffvision.training.fit import fit  # which imports Lightning
-
-        fit(argv)
-
-    return _run_and_report(fit)
+    fit(argv)
 
 
-def _run(argv: list[str]) -> int:
-    from diffvision.run import run
+def _mistake(text: str, program: str) -> ValueError:
+    from diffvision.errors import Mistake, see_help
 
-    if not argv:
-        print("diffvision run: name a module or a .py file to run", file=sys.stderr)
-        return 2
-    run(argv)  # errors are the program's
-    return 0
+    return Mistake(see_help(text, program))
 
 
-def _no_command(name: str) -> int:
-    from diffvision.errors import did_you_mean, see_help
+def _no_command(name: str) -> ValueError:
+    from diffvision.errors import did_you_mean
 
-    group, _, word = name.partition(" ")
-    inside = [other for other in COMMANDS if other.startswith(f"{group} ")]
-    if inside and word in ("-h", "--help"):
-        print("\n".join([f"usage: diffvision {group} COMMAND [arguments]", "", *map(_line, inside)]))
-        return 0
-    if inside and not word:
-        text = f"{group} needs a command: {', '.join(other.partition(' ')[2] for other in inside)}"
-    elif name == "train":
-        text = "no command 'train'; did you mean fit?"
-    else:
-        text = f"no command {name!r}{did_you_mean(name, [*TRAINER_COMMANDS, *COMMANDS, 'run'])}"
-    print(f"diffvision: error: {see_help(text, 'diffvision')}", file=sys.stderr)
-    return 2
+    if name in GROUPS:
+        return _mistake(f"{name} needs a command: {', '.join(one.split()[1] for one in _inside(name))}", "diffvision")
+    every = [*TRAINER_COMMANDS, *COMMANDS, "run"]
+    near = "; did you mean fit?" if name == "train" else did_you_mean(name, every)
+    return _mistake(f"no command {name!r}{near}", "diffvision")
+
+
+def _inside(group: str) -> list[str]:
+    return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 
 def _command(name: str, args: list[str]) -> Any:
     """Parse the arguments by the signature of a command's function, and call it."""
     from jsonargparse import auto_cli
 
-    from diffvision.allowlist import Parser, limit_imports
+    from diffvision.allowlist import limit_imports
+    from diffvision.parsers import Parser
     from diffvision.tables import as_json
 
     command = function_of(name)
-    epilog = f"With {JSON}: the results as JSON, and nothing else on standard output." if name in TABLES else None
-    output: AbstractContextManager[None] = nullcontext()
-    if name in TABLES and JSON in args:
-        args, output = [arg for arg in args if arg != JSON], as_json()
-    args = _models_first(name, command, args)
-    about: dict[str, Any] = {"prog": f"diffvision {name}", "epilog": epilog, "parser_class": Parser}
-    with output, limit_imports(_with_texts(command, _with_switches(command, args))) as limited:
-        return auto_cli(_checked(command), args=limited, as_positional=True, **about)
+    checked = _checked(command)
+    is_json = name in TABLES and JSON in args
+    required = [one for one in inspect.signature(checked).parameters.values() if one.default is one.empty]
+    words = [
+        f"--{one.name} {one.name.upper()}" if one.kind is one.KEYWORD_ONLY else one.name.upper() for one in required
+    ]
+    about: dict[str, Any] = {
+        "prog": f"diffvision {name}",
+        "usage": " ".join(["diffvision", name, *words, "[options]"]),
+        "epilog": f"With {JSON}: the results as JSON, and nothing else on standard output." * (name in TABLES),
+        "parser_class": Parser,
+    }
+    args = _as_yaml(command, _models_first(name, command, [arg for arg in args if not is_json or arg != JSON]))
+    with as_json() if is_json else nullcontext(), limit_imports(args) as limited:
+        return auto_cli(checked, args=limited, as_positional=True, **about)
 
 
 def command_names() -> list[str]:
@@ -225,8 +204,8 @@ def function_of(name: str) -> Callable[..., Any]:
         from diffvision.data.make import make_command
 
         return make_command(name.removeprefix(f"{MAKE} "))
-    module, function, _ = COMMANDS[name]
-    return getattr(importlib.import_module(module), function)
+    module, _, function = COMMANDS[name].function.partition(":")
+    return getattr(importlib.import_module(f"diffvision.{module}"), function)
 
 
 def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,79 +228,58 @@ def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
     hints = {one.name: Any if one.annotation is one.empty else one.annotation for one in given}
     types = get_type_hints(SimpleNamespace(__annotations__=hints), getattr(command, "__globals__", None))
     parameters = [one.replace(annotation=types[one.name]) for one in given]
-    several = parameters and parameters[0].name in SEVERAL and "list[str]" in str(parameters[0].annotation)
-    if several:  # models come first, then options alone
+    if parameters and _takes_several(parameters[0]):  # models come first, then options alone
         parameters[1:] = [one.replace(kind=one.KEYWORD_ONLY) for one in parameters[1:]]
     checked.__doc__, checked.__annotations__ = command.__doc__, types
     vars(checked)["__signature__"] = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return checked
 
 
+def _takes_several(first: inspect.Parameter) -> bool:
+    return first.name in SEVERAL and "list[str]" in str(first.annotation)
+
+
 def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Join several leading models into one argument, a list; raise a ValueError for a model after `--model`."""
-    first = next(iter(inspect.signature(command).parameters.values()), None)
-    if first is not None and first.name in SEVERAL and first.kind is not first.KEYWORD_ONLY:
-        if any(arg.partition("=")[0] in ("--model", "--models") for arg in args):
-            raise ValueError(f"give the model first, without --model: diffvision {name} MODEL ...")
-        count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))
-        leading = [json.dumps(args[:count])] if count > 1 and "list[str]" in str(first.annotation) else args[:count]
-        # One that may be left out is an option.
-        option = [f"--{first.name}"] if leading and first.default is not first.empty else []
-        return [*option, *leading, *args[count:]]
-    return args
+    """Join several leading models into one argument, a list; name a leading argument that may be left out.
 
-
-def _with_switches(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Add a value to each switch without one: `--json` becomes `--json true`."""
-    parameters = inspect.signature(command).parameters.values()
-    switches = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
-    valued: list[str] = []
-    for index, arg in enumerate(args):
-        alone = arg in switches and args[index + 1 : index + 2] not in (["true"], ["false"])
-        valued += [arg, "true"] if alone else [arg]
-    return valued
-
-
-def _with_texts(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Quote the arguments of `str | list[str]` parameters that YAML would read as something else than their text.
-
-    In YAML `# 3` and `null` are empty and `- a cat` is a list: such a text becomes a list of one. A text that begins
-    with `[` is a list of texts.
+    Raises:
+        Mistake: a model is given after `--model`, as OpenCLIP's programs take it.
     """
-    texts = {
-        f"--{parameter.name}"
-        for parameter in inspect.signature(command).parameters.values()
-        if "str | list[str]" in str(parameter.annotation)
-    }
-    quoted: list[str] = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        if quoted and quoted[-1] in texts and not arg.startswith("--"):
-            quoted.append(_one_text(arg))
+    parameters = [*inspect.signature(command).parameters.values()]
+    count = next((index for index, arg in enumerate(args) if arg.startswith("-")), len(args))
+    if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return args
+    first = parameters[0]
+    if any(arg.partition("=")[0] == "--model" for arg in args) and first.name in SEVERAL:
+        raise _mistake(f"the model must come first, without --model: diffvision {name} MODEL", f"diffvision {name}")
+    leading = [json.dumps(args[:count])] if count > 1 and _takes_several(first) else args[:count]
+    option = [f"--{first.name}"] if leading and first.default is not first.empty else []
+    return [*option, *leading, *args[count:]]
+
+
+def _as_yaml(command: Callable[..., Any], args: list[str]) -> list[str]:
+    """Return arguments as jsonargparse reads them, which is as YAML: `--recheck` as `--recheck true`.
+
+    In YAML `# 3` and `null` are empty and `- a cat` is a list: such a text becomes a list of one.
+    """
+    kinds = {f"--{one.name}": str(one.annotation) for one in inspect.signature(command).parameters.values()}
+    words: list[str] = []
+    for index, arg in enumerate(args):
+        option, equals, value = arg.partition("=")
+        before = words[-1] if words else ""
+        if equals and "str | list[str]" in kinds.get(option, ""):
+            words.append(f"{option}={_one_text(value)}")
+        elif "str | list[str]" in kinds.get(before, "") and not arg.startswith("--"):
+            words.append(_one_text(arg))
         else:
-            quoted.append(f"{name}={_one_text(value)}" if equals and name in texts else arg)
-    return quoted
+            is_switch = kinds.get(arg) in ("bool", str(bool)) and args[index + 1 :][:1] not in (["true"], ["false"])
+            words += [arg, "true"] if is_switch else [arg]
+    return words
 
 
 def _one_text(value: str) -> str:
     is_other_yaml = value.startswith(("-", "#")) or value.strip().lower() in ("", "null", "~")
     return json.dumps([value]) if is_other_yaml else value
-
-
-def _run_and_report(call: Callable[[], Any]) -> int:
-    """Run a command and return its exit status; bad input and Ctrl-C are one line instead of a traceback."""
-    from diffvision.data.shards.report import BadDataError, WorkerError
-    from diffvision.errors import Mistake
-
-    try:
-        result = call()
-    except (ValueError, OSError, BadDataError, WorkerError, FloatingPointError, RecursionError) as error:
-        print(f"diffvision: error: {_sentence(error)}", file=sys.stderr)
-        return 2 if isinstance(error, Mistake) else 1
-    except KeyboardInterrupt as stop:
-        print(f"diffvision: {stop!s:.500}" if stop.args else "diffvision: interrupted", file=sys.stderr)
-        return 130
-    return result if isinstance(result, int) else 0
 
 
 def _sentence(error: Exception) -> str:
@@ -337,18 +295,25 @@ def _help() -> str:
     return "\n".join([usage, "", *map(_line, [*TRAINER_COMMANDS, *COMMANDS, "run"]), "", allow])
 
 
+def _help_of_datasets() -> str:
+    from textwrap import fill
+
+    from diffvision.data.datasets import datasets, read_interface
+
+    lines = [f"usage: diffvision {MAKE} DATASET DIRECTORY [options]\n"]
+    for name, function in datasets().items():
+        summary, *_ = (inspect.getdoc(read_interface(function)) or "").splitlines() or [""]
+        lines.append(fill(f"  {name:<15} {summary}", 80, subsequent_indent=" " * 18))
+    return "\n".join(lines)
+
+
 def _line(name: str) -> str:
     return f"  {name:<18} {summary_of(name)}"
 
 
 def summary_of(name: str) -> str:
     """Return what a command does, in a line."""
-    if name in TRAINER_COMMANDS or name == "run":
-        return TRAINER_COMMANDS.get(name, RUN)
-    if name in COMMANDS and COMMANDS[name].summary:
-        return COMMANDS[name].summary
-    first = (inspect.getdoc(function_of(name)) or "").partition("\n")[0]
-    return first[:1].lower() + first[1:].rstrip(".")
+    return {**TRAINER_COMMANDS, "run": RUN}.get(name) or COMMANDS[name].summary
 
 
 if __name__ == "__main__":

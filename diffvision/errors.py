@@ -1,20 +1,20 @@
 """One-line messages for mistyped commands, settings and names, with the nearest known name ("did you mean ...?")."""
 
 import re
-from collections.abc import Callable, Iterable
-from difflib import SequenceMatcher
-from heapq import nlargest
-from importlib import import_module
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-_LITERAL, _CLASS = "typing.Literal[", "dot import path"
-_MIN_RATIO = 0.6  # default of difflib.get_close_matches: less similar names are not suggested
+_LITERAL = "typing.Literal["
+_MIN_RATIO = 0.6  # less similar names are not suggested
 _PATH = re.compile(r"[\w./][\w./ -]*")  # neither a URL, a pattern, NAME=PATH nor a list
-# The three forms of jsonargparse's messages that are read; all others stay as they are.
-_PLACE = re.compile(r"""(?:Parser|Problem with given) (key|class_path) ["']([^"']+)["']:""")
-_EXPECTED = re.compile(r"Expected an? (?!path but)(.+?)(?:\. Got value: .*)?$", re.MULTILINE)
-_UNKNOWN = re.compile(r"(?:unrecognized arguments: |option ')(-*[\w.-]+)", re.IGNORECASE)
+# The parts of jsonargparse's messages that are read; all others stay as they are.
+_KEY = re.compile(r'Parser key "([^"]+)":')
+_EXPECTED = re.compile(r"Expected (?:an? )?(.+?)(?:\. Got value: .*)?")
+_VALUE = re.compile(r"(?:Got|Given) value: (.*)")
+NAMED = re.compile(r"--[\w.-]+|(?<=['\"])[\w.-]+(?=['\"])")
+"""An option or another name in a message."""
 
 
 class Mistake(ValueError):
@@ -30,13 +30,8 @@ def nearest(name: str, known: Iterable[str], count: int = 1, min_ratio: float = 
         count: the largest number of names to return.
         min_ratio: leave out names that are less similar, from 0 (nothing in common) to 1 (equal up to case).
     """
-    matcher = SequenceMatcher(b=name.lower())
-
-    def likeness(other: str) -> float:
-        matcher.set_seq1(other.lower())
-        return matcher.ratio()
-
-    return [other for other in nlargest(count, known, likeness) if likeness(other) >= min_ratio]
+    names = {other.lower(): other for other in known}
+    return [names[near] for near in get_close_matches(name.lower(), names, count, min_ratio)]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -64,64 +59,56 @@ def is_missing(path: str) -> bool:
     return _PATH.fullmatch(path) is not None and not Path(path).exists()
 
 
-def one_line(message: str, options: Callable[[], Iterable[str]], classes: Callable[[str], Iterable[str]]) -> str:
-    """Return a message of jsonargparse as one line: the setting, what it must be, what it got, and the nearest name.
+class Problem(NamedTuple):
+    """What a parser's message says: the setting it is about, one line, the refused value, and the possible ones."""
 
-    Args:
-        message: it may nest the messages of the types and classes that were tried for a value.
-        options: returns those of the parser.
-        classes: returns the names of the classes that a setting takes.
+    setting: str
+    text: str
+    value: str = ""
+    choices: Sequence[str] = ()
+
+
+def read_message(message: str) -> Problem:
+    """Return what a message of jsonargparse says.
+
+    It may nest those of the types and classes that were tried for a value, each indented under its own: the deepest
+    lines are the reasons. A reason that names what it is about, such as an unknown option, is left without the value.
     """
-    keys: list[str] = []
-    owner, inner = "", message
-    while place := _PLACE.search(inner):
-        inner = _inside(inner, place)
-        if place[1] == "key":
-            keys += [place[2]] * (place[2] not in ("config", *keys))
-        owner = "" if place[1] == "key" else place[2]
-    setting = ".".join(keys)
-    where = f"{setting}: " if setting else ""
-    if unknown := _UNKNOWN.search(inner):
-        name = unknown[1].strip("-")
-        if owner:
-            module, _, cls = owner.rpartition(".")
-            return f"{where}{cls} takes no {name}{did_you_mean(name, settings_of(getattr(import_module(module), cls)))}"
-        near = did_you_mean(unknown[1], [option for option in options() if option != unknown[1]])
-        return f"{where}{' '.join(inner.split())}{near}"
-    kinds = dict.fromkeys(_EXPECTED.findall(inner))
-    got = re.findall(r"(?:Got|Given) value: (.*)", inner)
-    if kinds.keys() <= {"<class 'NoneType'>"} or not got:  # the fault is another
-        return where + " ".join(inner.split())
-    literals = [value for kind in kinds if kind.startswith(_LITERAL) for value in _values(kind)]
-    missing = next((kind.partition(": ")[2] for kind in kinds if kind.startswith(_CLASS)), got[-1])
-    near = did_you_mean(missing.rpartition(".")[2], [*literals, *classes(setting)])
-    *values, last = dict.fromkeys(value for kind in kinds for value in _values(kind))
-    return f"{setting} must be {' or '.join([*filter(None, [', '.join(values)]), last])}, got {got[-1]!r}{near}"
+    setting = ".".join(key for key in dict.fromkeys(_KEY.findall(message)) if key != "config")
+    lines = [line for line in _folded(message) if not line.endswith(":")] or [message]
+    depth = max(map(_indentation, lines))
+    reasons = list(dict.fromkeys(_KEY.sub("", line).strip(" -") for line in lines if _indentation(line) == depth))
+    kinds = [match[1] for match in map(_EXPECTED.fullmatch, reasons) if match]
+    found = _VALUE.search(message)
+    if found and len(kinds) == len(reasons):
+        literals = [value for kind in kinds if kind.startswith(_LITERAL) for value in _values(kind)]
+        *most, last = dict.fromkeys(value for kind in kinds for value in _values(kind))
+        must = " or ".join([*filter(None, [", ".join(most)]), last])
+        return Problem(setting, f"{setting} must be {must}, got {found[1]!r}", found[1], literals)
+    text = f"{setting}: {'; '.join(reasons)}" if setting else "; ".join(reasons)
+    if found is None or NAMED.search(text):
+        return Problem(setting, text)
+    return Problem(setting, f"{text}, got {found[1]!r}", found[1])
 
 
-def _inside(message: str, place: re.Match[str]) -> str:
-    """Return the lines of a message that belong to a place in it: those that are indented further."""
-    start = message.rfind("\n", 0, place.start()) + 1
-    depth = len(message[start : place.start()].replace("- ", "  "))
-    first, *rest = message[place.end() :].split("\n")
-    until = (number for number, line in enumerate(rest) if line.strip() and len(line) - len(line.lstrip()) <= depth)
-    return "\n".join([first, *rest[: next(until, None) if start else None]])
+def _folded(message: str) -> list[str]:
+    """Return the lines of a message, each with those that continue it."""
+    lines: list[str] = []
+    for line in filter(str.strip, message.splitlines()):
+        if lines and not lines[-1].endswith(":") and _indentation(line) > _indentation(lines[-1]) and "- " not in line:
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return lines
 
 
-def settings_of(cls: type[Any]) -> list[str]:
-    """Return the settings of a class, those of dataclasses among them as in `optimizer.lr`."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser()
-    parser.add_class_arguments(cls)
-    return list(parser.get_defaults().keys())
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip(" -"))
 
 
-def _values(expected: str) -> list[str]:
+def _values(kind: str) -> list[str]:
     """Return the values of a type as a user writes them."""
-    if expected.startswith(_LITERAL):
-        return expected.removeprefix(_LITERAL).removesuffix("]").replace("'", "").split(", ")
-    if expected.startswith(_CLASS):
-        return ["the name of a class"]
-    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", expected)
+    if kind.startswith(_LITERAL):
+        return kind.removeprefix(_LITERAL).removesuffix("]").replace("'", "").split(", ")
+    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", kind.partition(": ")[0])
     return {"NoneType": ["null"], "bool": ["true", "false"]}.get(name, [name])

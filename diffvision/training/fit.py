@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
-from diffvision.allowlist import Refusing, limit_imports
+from diffvision.allowlist import limit_imports
 from diffvision.analysis.curves import METRICS
 
 # Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
@@ -35,9 +35,10 @@ from diffvision.data.conversations import VisionLanguageData  # noqa: F401
 from diffvision.data.datasets import check_paths
 from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
-from diffvision.errors import Mistake, did_you_mean, settings_of
+from diffvision.errors import Mistake, Problem, did_you_mean
 from diffvision.models.threads import few_threads
 from diffvision.models.weight_files import refuse_urls
+from diffvision.parsers import OneLineErrors
 from diffvision.training.callbacks import (  # noqa: F401
     DataReport,
     LambdaAnnealing,
@@ -110,7 +111,7 @@ def _read_yaml(text: str) -> Any:
 set_loader("yaml", _read_yaml, exceptions=(yaml.YAMLError,))
 
 
-class Parser(Refusing, LightningArgumentParser):
+class Parser(OneLineErrors, LightningArgumentParser):
     """Lightning's parser, which answers a mistake in one line.
 
     Loggers whose `save_dir` is the default write to the trainer's `default_root_dir`. The configuration that a run
@@ -120,12 +121,6 @@ class Parser(Refusing, LightningArgumentParser):
     def instantiate_classes(self, cfg: Any, **settings: Any) -> Any:
         return super().instantiate_classes(_in_root(cfg), **settings)
 
-    def shorten(self, message: str, options: Callable[[], Iterable[str]]) -> str:
-        """Return a message as one line, with the setting that was meant where a name or a path is given for a class."""
-        text = super().shorten(message, options)
-        given = re.fullmatch("(model|data) must be the name of a class .*, got '(.+)'", text)
-        return text if given is None else f"{text}: for {MEANT[given[1]]} {given[2]}"
-
     def options(self) -> list[str]:
         """Return the options of the parser, and the settings of our modules and data, the most common first."""
         ours = Counter(
@@ -133,13 +128,24 @@ class Parser(Refusing, LightningArgumentParser):
             for owner in MEANT
             for cls in _subclasses(CLASSES[owner])
             if cls.__module__.startswith("diffvision.")
-            for name in settings_of(cls)
+            for name in _settings_of(cls)
         )
         return [*super().options(), *(name for name, _ in ours.most_common())]
 
-    def classes(self, setting: str) -> set[str]:
-        base = CLASSES.get(setting)
-        return set() if base is None else {cls.__name__ for cls in _subclasses(base)}
+    def advice(self, problem: Problem, options: Iterable[str]) -> str:
+        """Return what may have been meant, also where a name or a path is given for a class."""
+        setting, value = problem.setting, problem.value
+        names = [cls.__name__ for cls in _subclasses(CLASSES[setting])] if setting in CLASSES else []
+        near = (did_you_mean(word, names) for word in re.findall(r"[\w-]+", value))
+        meant = f": for {MEANT[setting]} {value}" if setting in MEANT and value else ""
+        return next(filter(None, near), "") or super().advice(problem, options) or meant
+
+
+def _settings_of(cls: type[Any]) -> list[str]:
+    """Return the settings of a class, those of dataclasses among them as in `optimizer.lr`."""
+    parser = ArgumentParser()
+    parser.add_class_arguments(cls)
+    return list(parser.get_defaults().keys())
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
@@ -183,7 +189,11 @@ class FitCLI(LightningCLI):
                 save_config_kwargs={"overwrite": True},
                 trainer_defaults=TRAINER_DEFAULTS,
                 parser_class=Parser,
-                parser_kwargs={"default_env": False, "prog": "diffvision"},
+                parser_kwargs={
+                    "default_env": False,
+                    "prog": "diffvision",
+                    **{name: {"usage": f"diffvision {name} [options]"} for name in self.subcommands()},
+                },
             )
 
     @staticmethod

@@ -11,8 +11,8 @@ from typing import Any
 
 from jsonargparse import auto_cli, capture_parser
 
-from diffvision.allowlist import Parser
 from diffvision.cli import COMMANDS, MAKE, RUN, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
+from diffvision.parsers import Parser
 from diffvision.training.fit import FitCLI
 
 PAGE = "reference/commands.md"

@@ -1,5 +1,8 @@
 """The table behind `diffvision models`, compared with the models."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from diffvision import cli
@@ -49,3 +52,20 @@ def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
 def test_a_misspelt_model_is_answered_with_the_nearest(capsys):
     assert cli.main(["models", "--filter", "diff_vit_bse"]) == 1
     assert "the nearest names are diff_vit_base," in capsys.readouterr().err
+
+
+def test_names_of_models_are_those_of_the_hosts(monkeypatch):
+    import open_clip
+    import timm
+
+    from diffvision.models.clip_configs import CONFIGS
+
+    # Other tests register models of their own.
+    registered = timm.models._registry._model_entrypoints
+    known = {name for name in timm.list_models() if registered[name].__module__.startswith(("timm.", "diffvision."))}
+    shipped = {path.stem for path in Path(open_clip.__file__).with_name("model_configs").glob("*.json")} | set(CONFIGS)
+    listed = {"timm": known, "open_clip": shipped & set(open_clip.list_models())}
+    for host in listed:
+        monkeypatch.delitem(sys.modules, host)
+    model_names._files.cache_clear()
+    assert {host: set(names) for host, names in model_names.host_names().items() if host != "language"} == listed
