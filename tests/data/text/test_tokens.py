@@ -86,16 +86,6 @@ def test_windows_are_those_of_the_documents_one_after_another(made, tokenizer, l
     assert windows.extra_counts["tail_tokens"] == sum(left)
 
 
-def test_a_document_longer_than_a_window_goes_on_in_the_next(tokenizer, tmp_path):
-    write_shards(tmp_path / "s", [{"__key__": "a", "txt": DOCUMENTS[11]}])
-    tokenize_shards(ShardSet(tmp_path / "s"), tmp_path / "t", tokenizer, num_workers=0)
-    batches, _ = in_order(tmp_path / "t", 8, documents=True)
-    assert len(batches) > 1
-    read = [number for row in rows(batches) for number in row[:-1]]
-    assert DOCUMENTS[11].startswith(tokenizer.decode(read))
-    assert not any(number for row in rows(batches, "documents") for number in row)
-
-
 def test_documents_are_numbered_by_row_and_own_their_ends(made, tokenizer):
     batches, _ = in_order(made, 40, documents=True)
     numbers, tokens = rows(batches, "documents"), rows(batches)
@@ -219,6 +209,7 @@ LINES = b'{"t": "a\\nb"}\n\n{"t": ""}\r\n{"u": 1}\n\xff\n'
         ("txt", "json", b"{}", ["missing text member 'txt'"]),
         ("json:body", "json", b'{"body": "a"}', ["a"]),
         ("json:body", "json", b'{"body": 3}', ["no text in JSON field 'body'"]),
+        ("json:body", "json", b'{"body": "\\ud800"}', ["text not UTF-8"]),
         ("json:body", "json", b"[]", ["no text in JSON field 'body'"]),
         ("json:body", "json", b"{", ["damaged JSON"]),
         ("jsonl:t", "jsonl", LINES, ["a\nb", "", "no text in JSON field 't'", "text not UTF-8"]),
@@ -270,15 +261,6 @@ def test_too_many_of_them_stop_it_and_leave_nothing(spoiled, tokenizer, tmp_path
     with pytest.raises(BadDataError, match="1 documents cannot be used"):
         list(documents_of(ShardSet(spoiled)))
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "user-cache") == ["spoiled"]
-
-
-def test_half_a_character_in_json_is_a_bad_document(tokenizer, tmp_path):
-    write_shards(tmp_path / "s", [{"__key__": "a", "jsonl": '{"t": "\\ud800"}\n{"t": "good"}'}])
-    account = tokenize_shards(
-        ShardSet(tmp_path / "s"), tmp_path / "t", tokenizer, TextMember("jsonl:t"), num_workers=0, limits=LENIENT
-    )
-    assert (account.documents, account.skipped) == (1, {"text not UTF-8": 1})
-    assert list(documents_of(ShardSet(tmp_path / "s"), TextMember("jsonl:t"), limits=LENIENT)) == ["good"]
 
 
 def test_the_limit_is_of_the_documents_that_there_seem_to_be(tmp_path):
