@@ -14,7 +14,7 @@ from typing import IO
 from diffvision.files import locked, replacing, sha256, user_cache
 
 
-def sidecar(path: str | Path, ending: str) -> Path:
+def sidecar(path: str | os.PathLike, ending: str) -> Path:
     """Return where a sidecar of a file is kept."""
     location = str(Path(path).absolute()).encode("utf-8", "surrogateescape")
     return user_cache("index") / f"{hashlib.sha256(location).hexdigest()[:32]}{ending}"
@@ -28,7 +28,7 @@ def write_sidecar(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
 
 
-def stamp(path: str | Path) -> str:
+def stamp(path: str | os.PathLike) -> str:
     """Return size, times and inode of a file, which are others once it was changed."""
     status = os.stat(path)
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"

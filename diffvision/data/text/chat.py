@@ -160,7 +160,7 @@ class Chat:
 
     def _refuse_unnamed(self, messages: Messages, context: Mapping[str, Any]) -> None:
         """Raise BadSample for what a row has besides roles and contents, where the template does not name it."""
-        empty = (None, "", [], {})
+        empty: tuple = (None, "", [], {})
         given = {(f"a message of {one['role']}"[:60], key) for one in messages for key in one if one[key] not in empty}
         given |= {("a row", key) for key in context}
         for where, key in sorted(given - _LINKS):
