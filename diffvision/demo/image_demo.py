@@ -81,8 +81,7 @@ def train_on_digits(
         digit_only: the share of captions that name the digit alone.
         arguments: further arguments of `diffvision fit`.
     """
-    contents = ["digits", *(f"{model}-[0-9]*" for model in models)]
-    claim(directory, "images", RECIPE, contents, digit_only=digit_only, arguments=list(arguments))
+    claim(directory, RECIPE, digit_only=digit_only, arguments=list(arguments))
     data = directory / "digits"
     if not data.exists():
         Console().rule(f"Making digits in {data}")

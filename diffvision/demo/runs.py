@@ -1,6 +1,6 @@
 """The runs of a demo: each is trained and evaluated once, so that a demo that was stopped resumes where it was.
 
-A demo's folder has NAME.json, with the settings of the demo. A dataset gets its folder when it is complete, and a run
+A demo's folder has images.json, with the settings of the demo. A dataset gets its folder when it is complete, and a run
 its record.json when it is trained and evaluated.
 """
 
@@ -27,20 +27,18 @@ from diffvision.evaluation.output_files import check_folder, write_json
 from diffvision.training.fit import fit
 from diffvision.training.recipes import recipe
 
-RECORD = "record.json"
+RECORD, SETTINGS = "record.json", "images.json"
 LOG = "training.log"
 Measure = Callable[[Any], dict[str, float]]
 """Returns the metrics of a trained module."""
 
 
-def claim(directory: Path, name: str, config: str, contents: Sequence[str], **settings: Any) -> None:
-    """Write a demo's settings to NAME.json in its folder; refuse a folder made with other ones.
+def claim(directory: Path, config: str, **settings: Any) -> None:
+    """Write a demo's settings to a file in its folder; refuse a folder made with other ones.
 
     Args:
-        directory: the demo's folder; it may hold demos of other names.
-        name: of the demo.
+        directory: the demo's folder.
         config: the recipe of its runs.
-        contents: patterns of the names of its data and runs.
         settings: what else decides what its runs are, as JSON holds it.
 
     Raises:
@@ -48,13 +46,10 @@ def claim(directory: Path, name: str, config: str, contents: Sequence[str], **se
     """
     check_folder(directory)
     settings |= {"diffvision": diffvision.__version__, "recipe": yaml.safe_load(recipe(config).read_text())}
-    file = directory / f"{name}.json"
-    earlier: dict[str, Any] = {}
-    if file.is_file():
-        earlier = _content(file)
-    elif not any(path for pattern in contents for path in directory.glob(pattern)):
-        earlier = settings
+    file = directory / SETTINGS
+    if not file.is_file():
         write_json(file, settings)
+    earlier = _content(file)
     if other := [key for key in sorted(settings.keys() | earlier.keys()) if settings.get(key) != earlier.get(key)]:
         raise ValueError(
             f"{directory} holds a demo that was made with other settings ({', '.join(other)}): "
