@@ -39,7 +39,10 @@ def decoded(data: bytes, name: str | Path) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from None
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{name} is not UTF-8 ({error.reason} at byte {error.start}, line {line}): save it as UTF-8"
+        ) from None
     if "\0" in text:  # UTF-16, whose letters are ASCII with zeros between them
         raise ValueError(f"{name} is not UTF-8 (a zero at byte {data.index(0)}): save it as UTF-8")
     return text

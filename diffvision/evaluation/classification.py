@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.images.sources import name_classes
+from diffvision.data.images.image_sources import name_classes
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.imagenet import WNID, imagenet_wnids
 from diffvision.evaluation.options import Options

@@ -178,30 +178,21 @@ def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, 
 
 def _sources(planned: Any, split: str) -> list[str]:
     """Return one line for each folder of images or shards that is read in place: which images are evaluated."""
-    from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder
+    from diffvision.data.images.folders import ImageEvaluationFolder
 
-    lines = []
-    for folder, _ in planned:
-        if isinstance(folder, ImageEvaluationFolder | ShardEvaluationFolder):
-            images, source = folder.images(split), str(folder.path)
-            if isinstance(folder, ImageEvaluationFolder):
-                source = images.source
-            elif len(folder.splits) > 1:
-                shards = [str(file.relative_to(folder.path)) for file in folder.files(split)]
-                source += f", {shards[0]} to {shards[-1]}"
-            lines.append(f"evaluating on {source}: {len(images):,} images")
-    return lines
+    folders = [folder for folder, _ in planned if isinstance(folder, ImageEvaluationFolder)]
+    return [f"evaluating on {images.source}: {len(images):,} images" for images in (f.images(split) for f in folders)]
 
 
 def _warn_of_training(model: Any, planned: Any, split: str) -> None:
     """Warn where a folder is, by the configuration of the model's run, what the model was trained on."""
-    from diffvision.data.images.folders import ImageEvaluationFolder, ShardEvaluationFolder
+    from diffvision.data.images.folders import ImageEvaluationFolder
     from diffvision.opening.run_folders import run_config, setting
 
     train = setting(run_config(model.run), "data.init_args.train")
     trained = {os.path.realpath(path) for path in (train if isinstance(train, list) else [train]) if path}
     for folder, _ in planned:
-        may_be_divided = isinstance(folder, ImageEvaluationFolder | ShardEvaluationFolder)
+        may_be_divided = isinstance(folder, ImageEvaluationFolder)
         # Of images that are divided, training reads the part for it.
         measured = folder.path if may_be_divided else folder.files(split)[0]
         is_divided = may_be_divided and split != "train" and "train" in folder.splits

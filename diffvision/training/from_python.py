@@ -198,7 +198,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
     if data_class == "TextData":
         return [str(folder / name) for name in ("validation", "test") if (folder / name).is_dir()][:1]
     from diffvision.data.images.folders import find_folders
-    from diffvision.data.images.sources import is_image_source, open_source
+    from diffvision.data.images.image_sources import is_image_source, open_source
 
     if _is_made(folder):
         try:
@@ -215,7 +215,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
 
 def _is_made(folder: Path) -> bool:
     """Return whether a folder is laid out as those of `diffvision data make`, with shards in `train`."""
-    from diffvision.data.images.sources import is_image_source
+    from diffvision.data.images.image_sources import is_image_source
 
     inside = folder / "train"
     return inside.is_dir() and not is_image_source(inside)

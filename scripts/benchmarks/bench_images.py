@@ -93,11 +93,6 @@ def stages(shards: ShardSet, tokenizer: Any) -> dict[str, Callable[[], Any]]:
     def to_tensors(image: torch.Tensor) -> torch.Tensor:
         return decode_jpeg(image, ImageReadMode.RGB)
 
-    def draft(data: bytes) -> None:
-        image = Image.open(io.BytesIO(data))
-        image.draft(None, (image.width // 2, image.height // 2))
-        image.load()
-
     def fast_crop(image: Image.Image, whole: torch.Tensor) -> torch.Tensor:
         return fast._resize(whole, crop.get_params(image, crop.scale, crop.ratio))
 
@@ -106,7 +101,6 @@ def stages(shards: ShardSet, tokenizer: Any) -> dict[str, Callable[[], Any]]:
         "read the members": lambda: [shards.members(one) for one in every],
         "decode: Pillow": lambda: [decode_image(d) for d in data],
         "decode: torchvision": lambda: [to_tensors(b) for b in buffers],
-        "decode: Pillow at 1/2": lambda: [draft(d) for d in data],
         "crop and resize: Pillow": lambda: [crop(image) for image in decoded],
         "crop and resize: torchvision, uint8": lambda: [fast_crop(*pair) for pair in zip(decoded, wholes, strict=True)],
         "ToTensor and Normalize": lambda: [normalize(to_tensor(image)) for image in small],
@@ -159,7 +153,7 @@ def measure(directory: Path, side: int, python: str, rounds: int) -> dict[str, A
             "webdataset": with_webdataset(shards, tokenizer),
             "ours, floats": ours(shards, transform(SIZE), tokenizer),
         }
-        for decoder in ("pillow", "torchvision", "draft"):
+        for decoder in ("pillow", "torchvision"):
             counted[f"ours, uint8: {decoder}"] = ours(shards, Pixels(transform(SIZE), decoder), tokenizer)
         ways |= {name: (lambda way=way: rate(way)) for name, way in counted.items()}
         for way in ways.values():  # processes start, and files are read for the first time

@@ -4,7 +4,7 @@ COCO's have one split each; Karpathy's have all of them, with five captions an i
 """
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -67,19 +67,13 @@ def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
     return splits
 
 
-class _NumberedFiles(ImageFiles):
-    """Images of a published file: each that it names counts, as in CLIP_benchmark, also one with another's content."""
-
-    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
-        return super().keys(by_content=False)
-
-
 def _collection(root: Path, table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
     folder = _find_folder(root, table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
     resolved = folder.resolve()
     names = [check_path(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
     source = f"{table}, split {split}" if split else str(table)
-    return ImageCollection(source, names, _NumberedFiles(folder, names), captions=list(captions.values()))
+    read = ImageFiles(folder, names)
+    return ImageCollection(source, names, read, captions=list(captions.values()), is_numbered=True)
 
 
 def _find_folder(root: Path, table: Path, names: list[str]) -> Path:

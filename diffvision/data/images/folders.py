@@ -10,8 +10,8 @@ wrong ones. One with `pairs` there has two images and two captions a sample (0.p
 image i), one with `objects` an image and {"present": [...], "absent": [...]} in a member json. Samples of composition
 and pairs may have {"kind": "swapped colours"} in such a member.
 
-Images in another layout (`images.sources`) are evaluated where they lie, as an `ImageEvaluationFolder`; the two text
-files for classification may lie in their folder, too: with `classnames.txt` it is found in a folder of several.
+Images in another layout (`image_sources`) are evaluated in place, as an `ImageEvaluationFolder`; the two text files for
+classification may lie in their folder, too: with `classnames.txt` it is found in a folder of several.
 """
 
 import os
@@ -19,13 +19,22 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.images.datasets import TORCHVISION
-from diffvision.data.images.filters import ShardImages
-from diffvision.data.images.image_set import CaptionedImages, ImageCollection, ImageSet
+from diffvision.data.images.image_set import ImageCollection, ImageSet
+from diffvision.data.images.image_sources import (
+    NAMED_TABLES,
+    ImageSource,
+    is_image_source,
+    is_shard_source,
+    name_classes,
+    open_source,
+    split_root,
+)
+from diffvision.data.images.library_datasets import TORCHVISION
 from diffvision.data.images.samples import (
     CaptionMember,
     Composition,
@@ -36,20 +45,11 @@ from diffvision.data.images.samples import (
     Retrieval,
     Transform,
     caption_key,
-    find_caption_key,
-    find_label_key,
     label_key,
 )
-from diffvision.data.images.sources import (
-    NAMED_TABLES,
-    is_image_source,
-    is_shard_source,
-    name_classes,
-    open_source,
-    split_root,
-)
+from diffvision.data.images.shard_images import every_caption, shard_collection
 from diffvision.data.shards.loader import EvaluationLoader
-from diffvision.data.shards.remote import is_remote
+from diffvision.data.shards.remote import Shard, is_remote
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
 from diffvision.data.shards.sources import find_shards, is_shard, list_splits
@@ -80,8 +80,12 @@ class EvaluationFolder:
         ValueError: no split with shards, or an unknown kind of dataset.
     """
 
+    task: str
+    name: str
+    splits: list[str]
+
     def __init__(self, path: str | Path, name: str | None = None) -> None:
-        self.path = Path(path)
+        self._set_path(path)
         self.splits = _splits(self.path)
         if not self.splits:
             raise ValueError(f"{path} is no evaluation folder: no split such as test/ with nshards.txt and 0.tar")
@@ -93,9 +97,13 @@ class EvaluationFolder:
         if kind == "retrieval" and absolute.name == "composition":
             self.task = "composition"
         self.name = name or (absolute.parent.name if absolute.name in TASKS else absolute.name)
-        self.classnames = read_lines(self.path / "classnames.txt")
+        self.classnames, self.own_names = self.own_names, []
+
+    def _set_path(self, path: str | Path) -> None:
+        """Set the path, and read the text files there."""
+        self.path = Path(path)
+        self.own_names = read_lines(self.path / "classnames.txt")
         self.templates = read_lines(self.path / "zeroshot_classification_templates.txt")
-        self.own_names: list[str] = []
 
     def __repr__(self) -> str:
         return f"EvaluationFolder({str(self.path)!r}, task={self.task!r})"
@@ -143,12 +151,12 @@ class EvaluationFolder:
 
 
 class ImageEvaluationFolder(EvaluationFolder):
-    """Images evaluated where they lie: zero-shot of those with labels, retrieval of those with captions.
+    """Images evaluated in place: zero-shot of those with labels, retrieval of those with captions.
 
     A source without splits is all one, "test"; a split for validation counts as "test" where there is none.
 
     Args:
-        source, table, columns, classnames: as `sources.find_images` takes them.
+        source, columns, classnames: as `image_sources.find_images` takes them.
         name: in metrics; by default the source's.
         task: "zero_shot" or "retrieval", of images that have labels and captions; by default "zero_shot".
 
@@ -162,34 +170,38 @@ class ImageEvaluationFolder(EvaluationFolder):
         name: str | None = None,
         *,
         task: str | None = None,
-        table: str | Path | None = None,
         columns: dict[str, str] | None = None,
         classnames: Sequence[str] = (),
     ) -> None:
         location = str(source)
-        reads: Any = {"zero_shot": "labels", "retrieval": "captions"}.get(task or "")
-        self._source, self._numbered = open_source(location, table, columns, reads), classnames
-        available = self._source.splits
-        self._splits: dict[str, str | None] = {split: split for split in available} or {"test": None}
-        if "test" not in available and "validation" in available:
+        dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
+        self._set_path(root if location.startswith(TORCHVISION) else location)
+        self._source, self._numbered = self._open(location, task, columns), classnames
+        self._splits: dict[str, str | None] = {split: split for split in self._source.splits} or {"test": None}
+        if "test" not in self._splits and "validation" in self._splits:
             self._splits["test"] = self._splits.pop("validation")
         self.splits = sorted(self._splits)
         first = "test" if "test" in self._splits else self.splits[0]
         images = self._source.images(self._splits[first], classnames)
         kinds = {"zero_shot": images.labels, "retrieval": images.captions}
-        self.task = task or next(kind for kind, values in kinds.items() if values is not None)
-        if self.task not in kinds or kinds[self.task] is None:
-            having = " and ".join(kind for kind, values in kinds.items() if values is not None)
-            raise ValueError(f"{location} cannot be used for {self.task!r}, only for {having}: give another folder")
+        having = [kind for kind, values in kinds.items() if values is not None]
+        self.task = task or having[0]
+        if self.task not in having:
+            raise ValueError(
+                f"{location} cannot be used for {self.task!r}, only for {' and '.join(having)}: give another folder"
+            )
         self._images = {first: self._by_image(images)}
-        dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
-        self.path = Path(root) if location.startswith(TORCHVISION) else Path(location)
-        named, self._root = split_root(location)
-        self.name = name or (dataset if location.startswith(TORCHVISION) else Path(os.path.abspath(named)).stem)
+        self.name = name or (dataset if location.startswith(TORCHVISION) else self._own_name(location))
         self.classnames = name_classes(images.classnames)
-        self.own_names = read_lines(Path(location, "classnames.txt"))
-        templates = read_lines(Path(location, "zeroshot_classification_templates.txt"))
-        self.templates = templates or (list(TEMPLATES) if self.classnames else [])
+        if self.classnames and not self.templates:
+            self.templates = list(TEMPLATES)
+
+    def _open(self, location: str, task: str | None, columns: dict[str, str] | None) -> ImageSource:
+        reads: Any = {"zero_shot": "labels", "retrieval": "captions"}.get(task or "")
+        return open_source(location, columns, reads)
+
+    def _own_name(self, location: str) -> str:
+        return Path(os.path.abspath(split_root(location)[0])).stem
 
     def samples(self, split: str) -> ImageSet:
         """Return the samples of a split."""
@@ -197,15 +209,16 @@ class ImageEvaluationFolder(EvaluationFolder):
 
     def files(self, split: str) -> list[Path]:
         """Return the files and folders whose content decides what a split is."""
-        if self._root is not None:
-            return [Path(split_root(str(self.path))[0]), Path(self._root)]
+        named, root = split_root(str(self.path))
+        if root is not None:
+            return [Path(named), Path(root)]
         return [self.path.parent if self.path.is_file() else self.path]
 
     def images(self, split: str) -> ImageCollection:
         """Return the images of a split.
 
         Raises:
-            ValueError: there is no such split; as `sources.find_images`.
+            ValueError: there is no such split; as `image_sources.find_images`.
         """
         self.check_split(split)
         if split not in self._images:
@@ -219,76 +232,51 @@ class ImageEvaluationFolder(EvaluationFolder):
         return replace(images, labels=None, classnames=()).by_image()
 
 
-class ShardEvaluationFolder(EvaluationFolder):
-    """Shards in any layout that training reads, evaluated where they lie: `dataset_type.txt` is not needed.
+class ShardEvaluationFolder(ImageEvaluationFolder):
+    """Shards in any layout that training reads, evaluated in place: `dataset_type.txt` is not needed.
 
-    Splits are as in `ImageEvaluationFolder`. Captions are for retrieval, in which samples of the same image, byte by
-    byte, are one; class numbers are for zero-shot classification where there are no captions or a classnames.txt names
-    the classes.
-
-    Args:
-        source: a tar, a pattern or a directory of shards, or one with a folder of shards for each split.
-        name: in metrics; by default the source's.
-        task: "zero_shot" or "retrieval", where samples have both.
+    Captions are for retrieval, in which samples of the same image, byte by byte, are one; class numbers are for
+    zero-shot classification where there are no captions or a classnames.txt names the classes.
 
     Raises:
         ValueError: no shards, or samples with neither captions nor class numbers.
     """
 
-    def __init__(self, source: str | Path, name: str | None = None, *, task: str | None = None) -> None:
-        self.path, self.own_names = Path(source), []
-        self._images: dict[str, ImageCollection] = {}
-        splits = list_splits(source)
-        self._sources: dict[str, Any] = dict(splits) or {"test": source}
-        if "test" not in splits and "validation" in splits:
-            self._sources["test"] = self._sources.pop("validation")
-        self.splits = sorted(self._sources)
-        samples = ShardSet(self._sources["test" if "test" in self.splits else self.splits[0]])
-        first = samples.first()
-        self.classnames = name_classes(packed_names(source))
-        has_captions, has_labels = any(map(caption_key, first)), any(map(label_key, first))
-        if not has_captions and not has_labels:
-            having = ", ".join(sorted({name for members in first for name in members})) or "none"
-            raise ValueError(f"samples of {source} must have captions or class numbers, got the members {having}")
-        is_labelled = has_labels and bool(self.classnames or not has_captions)
-        if task in ("zero_shot", "retrieval"):
-            is_labelled = has_labels if task == "zero_shot" else not has_captions
-        if is_labelled:
-            self.task, self._key = "zero_shot", find_label_key(samples)
-        else:
-            self.task, self._key = "retrieval", find_caption_key(samples)
-        absolute = Path(os.path.abspath(self.path))
-        self.name = name or (absolute.parent if is_shard(absolute.name) else absolute).name
-        templates = read_lines(self.path / "zeroshot_classification_templates.txt")
-        self.templates = templates or (list(TEMPLATES) if self.classnames else [])
+    def _open(self, location: str, task: str | None, columns: dict[str, str] | None) -> ImageSource:
+        splits: dict[str, Any] = list_splits(location) or {"": location}
+        self._shards = {split or "test": find_shards(shards) for split, shards in splits.items()}
+        self.own_names = []
+        read = partial(_read_shards, location=location, task=task)
+        parts = {split: partial(read, split, self._shards[split or "test"]) for split in splits}
+        return ImageSource(location, parts)
 
-    def kind(self, transform: Transform) -> SampleKind:
-        """Return how a sample becomes a row of a batch, by the members that the first samples have."""
-        if self.task == "zero_shot":
-            return ImageLabel(ImageMember(transform), self._key)
-        return Retrieval(ImageMember(transform), CaptionMember(self._key))
-
-    def samples(self, split: str) -> ShardSet | ImageSet:
-        """Return the samples of a split; for retrieval, samples of the same image are one."""
-        shards = ShardSet(self._sources[split])
-        if self.task == "zero_shot" or len(images := self.images(split)) == len(shards):
-            return shards
-        return CaptionedImages(images, self._key)
+    def _own_name(self, location: str) -> str:
+        absolute = Path(os.path.abspath(location))
+        return (absolute.parent if is_shard(absolute.name) else absolute).name
 
     def files(self, split: str) -> list[Path]:
         """Return the files whose content decides what a split is."""
-        return [Path(shard.location) for shard in find_shards(self._sources[split])]
+        shards = self._shards.get(split) or self._shards["validation"]
+        return [Path(shard.location) for shard in shards]
 
-    def images(self, split: str) -> ImageCollection:
-        """Return the images of a split with what its task reads of them; for retrieval each image once."""
-        self.check_split(split)
-        if split not in self._images:
-            read, is_labelled = ShardImages(ShardSet(self._sources[split])), self.task == "zero_shot"
-            images = read.collection(self.path, not is_labelled, is_labelled, self.classnames)
-            if not is_labelled and len(set(read.keys(by_content=True))) < len(read):
-                images = replace(images, captions=read.all_captions(self._key)).by_image()
-            self._images[split] = images
-        return self._images[split]
+
+def _read_shards(split: str, found: list[Shard], *, location: str, task: str | None) -> ImageCollection:
+    """Return the images of a split of shards, with captions or class numbers."""
+    shards, names = ShardSet(found), packed_names(location)
+    first = shards.first()
+    has_captions, has_labels = any(map(caption_key, first)), any(map(label_key, first))
+    if not has_captions and not has_labels:
+        having = ", ".join(sorted({name for members in first for name in members})) or "none"
+        raise ValueError(f"samples of {location} must have captions or class numbers, got the members {having}")
+    is_labelled = has_labels and bool(names or not has_captions)
+    if task in ("zero_shot", "retrieval"):
+        is_labelled = has_labels if task == "zero_shot" else not has_captions
+    ends = [os.path.relpath(shard.location, location) for shard in (found[0], found[-1])]
+    source = f"{location}, {ends[0]} to {ends[1]}" if split else location
+    kept = names if is_labelled else ()
+    return shard_collection(
+        source, shards, kept, has_captions=not is_labelled, has_labels=is_labelled, read_caption=every_caption
+    )
 
 
 def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFolder]:
@@ -313,9 +301,7 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
     if not location.strip() or not (is_shards or exists):
         raise ValueError(f"there is no {location!r}: give an evaluation folder, or a folder that holds some")
     folders = list(_walk(Path(location), _MAX_DEPTH))
-    if not folders and is_shard_source(location):
-        return [ShardEvaluationFolder(location, name, task=task)]
-    if not folders and is_image_source(location):
+    if not folders and (is_shard_source(location) or is_image_source(location)):
         return [open_images(location, name, task)]
     if not folders:
         raise ValueError(f"{location} must be a folder, a .tar or a table of images ({', '.join(NAMED_TABLES)})")
@@ -328,21 +314,22 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
 
 
 def open_images(
-    source: str | Path, name: str | None = None, task: str | None = None, **settings: Any
+    source: str | Path, name: str | None = None, task: str | None = None, columns: dict[str, str] | None = None
 ) -> ImageEvaluationFolder:
     """Return images for a task if they have what it needs; else for what they have, best with a split to evaluate.
 
     Args:
         source, name, task: as `find_folders` takes them.
-        settings: table and columns, as `ImageEvaluationFolder` takes them.
+        columns: as `ImageEvaluationFolder` takes them.
     """
+    kind = ShardEvaluationFolder if columns is None and is_shard_source(source) else ImageEvaluationFolder
     if task in ("zero_shot", "retrieval"):
         with suppress(ValueError):
-            return ImageEvaluationFolder(source, name, task=task, **settings)
-    folder = ImageEvaluationFolder(source, name, **settings)
+            return kind(source, name, task=task, columns=columns)
+    folder = kind(source, name, columns=columns)
     if "test" not in folder.splits:  # a table of captions for training may lie beside class folders
         with suppress(ValueError):
-            labelled = ImageEvaluationFolder(source, name, task="zero_shot", **settings)
+            labelled = kind(source, name, task="zero_shot", columns=columns)
             return labelled if "test" in labelled.splits else folder
     return folder
 

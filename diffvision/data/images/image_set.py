@@ -1,6 +1,6 @@
-"""Images with their captions or labels, read from where they lie as a loader reads the samples of shards.
+"""Images with their captions or labels, read in place as a loader reads the samples of shards.
 
-`sources` finds them; this is what it returns.
+`image_sources` finds them; this is what it returns.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 from diffvision.data.images.decode import MAX_IMAGE_BYTES, clean_caption, is_blank
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
 
-_END = 1 << 12  # bytes that tell most files of one size apart
 _LISTED = 10  # classes, in a description
 Captions = tuple[str, ...]
 
@@ -32,12 +30,12 @@ class Reader(Protocol):
         """Return the bytes of one image; raise `BadSample` where there are none."""
         ...
 
-    def identity(self) -> str:
-        """Return what is known of the images without reading them, apart from the folder that holds them."""
+    def path(self, row: int) -> str | None:
+        """Return the absolute path of an image that is a file."""
         ...
 
-    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
-        """Return one key per row; rows of the same path share it, and with `by_content` rows of the same bytes."""
+    def identity(self) -> str:
+        """Return what is known of the images without reading them, apart from the folder that holds them."""
         ...
 
 
@@ -52,6 +50,7 @@ class ImageCollection:
         captions: one tuple for each image, empty where it has none; None where the source has no captions.
         labels: class numbers, int64 [N]; None where the source has no labels.
         classnames: by class number; empty where the source does not name them.
+        is_numbered: the source counts its images, as COCO does: one with another's content is an image of its own.
     """
 
     source: str
@@ -60,6 +59,7 @@ class ImageCollection:
     captions: Sequence[Captions] | None = None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
+    is_numbered: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
@@ -94,14 +94,20 @@ class ImageCollection:
     def by_image(self) -> ImageCollection:
         """Return the collection with one row per image, which has the captions of all rows of that image.
 
-        Equal files are one image, unless there are labels: of these a dataset may have the same picture twice. A row
-        without a usable caption stays on its own, and is counted when it is read.
+        Rows with the same path are one image. So are images with the same bytes, unless there are labels or the source
+        counts its images. A row without a usable caption stays on its own, and is counted when it is read.
 
         Raises:
             ValueError: rows of one image have different labels.
         """
         rows: dict[Hashable, list[int]] = {}
-        for row, key in enumerate(self.read.keys(by_content=self.labels is None)):
+        digests: dict[Hashable, Hashable] = {}
+        for row in range(len(self)):
+            key: Hashable = self.read.path(row) or row
+            if self.labels is None and not self.is_numbered:
+                if key not in digests:
+                    digests[key] = self._digest(row) or key
+                key = digests[key]
             is_usable = self.captions is None or _is_usable(self.captions, row)
             rows.setdefault((key,) if is_usable else row, []).append(row)
         if len(rows) == len(self):
@@ -110,15 +116,22 @@ class ImageCollection:
         captions, labels = self.captions, self.labels
         if labels is not None:
             for of_image in rows.values():
-                if other := next((row for row in of_image if labels[row] != labels[of_image[0]]), None):
+                if len({*labels[of_image].tolist()}) > 1:
                     found = [self.classnames[labels[row]] if self.classnames else labels[row] for row in of_image]
                     several = " and ".join(dict.fromkeys(map(str, found)))
-                    raise ValueError(f"{self.source}: {self.names[other]} must have one label, got {several}")
+                    raise ValueError(f"{self.source}: {self.names[of_image[0]]} must have one label, got {several}")
             labels = labels[first]
         if captions is not None:
             captions = MergedCaptions(captions, [*rows.values()])
         names = [self.names[row] for row in first]
         return replace(self, names=names, read=SelectedRows(self.read, first), captions=captions, labels=labels)
+
+    def _digest(self, row: int) -> bytes | None:
+        """Return a digest of an image's bytes; None where it is bad, which is counted when it is read."""
+        try:
+            return hashlib.sha256(self.read(row)).digest()
+        except BadSample:
+            return None
 
     def texts(self, row: int) -> dict[str, bytes]:
         """Return a sample's members besides its image: `txt` (a caption a line), `json` (several captions), `cls`."""
@@ -171,12 +184,11 @@ class SelectedRows:
     def __call__(self, row: int) -> bytes:
         return self.read(self.rows[row])
 
+    def path(self, row: int) -> str | None:
+        return self.read.path(self.rows[row])
+
     def identity(self) -> str:
         return self.read.identity()
-
-    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
-        keys = self.read.keys(by_content=by_content)
-        return [keys[row] for row in self.rows]
 
 
 class ImageFiles:
@@ -194,6 +206,10 @@ class ImageFiles:
         except OSError:
             raise BadSample("missing image") from None
 
+    def path(self, row: int) -> str | None:
+        """Return the absolute path; a row without a path is its own image."""
+        return os.path.abspath(self.root / self.names[row]) if self.names[row] else None
+
     def identity(self) -> str:
         """Return a digest of the files' sizes, which changes when an image is replaced."""
         digest = hashlib.sha256()
@@ -204,41 +220,6 @@ class ImageFiles:
                 size = -1
             digest.update(b"%d " % size)
         return digest.hexdigest()[:16]
-
-    def keys(self, *, by_content: bool) -> Sequence[Hashable]:
-        """Return the whole paths, or what `digest_equal_files` makes of them; a row without a path is its own image."""
-        paths = [os.path.abspath(self.root / name) if name else row for row, name in enumerate(self.names)]
-        return digest_equal_files(paths) if by_content else paths
-
-
-def digest_equal_files(keys: Sequence[Hashable]) -> list[Hashable]:
-    """Return keys of which the paths of files with the same content are replaced by a key of that content.
-
-    Whole files are read only where sizes and last bytes are equal: of millions of images most share a size.
-    """
-    paths = {key for key in keys if isinstance(key, str) and os.path.isfile(key)}
-    parts: dict[Hashable, tuple[Hashable, ...]] = dict.fromkeys(paths, ())
-    reads: tuple[Callable[[Any], Hashable], ...] = (os.path.getsize, _read_end, _digest)
-    for read in reads:
-        count = Counter(parts.values())
-        parts = {path: (*known, read(path)) if count[known] > 1 else known for path, known in parts.items()}
-    count = Counter(parts.values())
-    return [parts[key] if key in parts and count[parts[key]] > 1 else key for key in keys]
-
-
-def _read_end(path: str) -> Hashable:
-    """Return the last bytes of a file; a file that cannot be read equals no other, and is counted when it is read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - _END))
-            return file.read()
-    except OSError:
-        return path
-
-
-def _digest(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 class ImageSet(SampleSource):
@@ -264,19 +245,3 @@ class ImageSet(SampleSource):
     def describe(self, sample: SampleId) -> str:
         """Return "source: name" of a sample, for reports."""
         return f"{self.images.source}: {self.images.names[sample[1]]}"
-
-
-class CaptionedImages(ImageSet):
-    """An `ImageSet` whose samples have all their captions in one member: a line each of `txt`, or `json:FIELD`."""
-
-    def __init__(self, images: ImageCollection, key: str) -> None:
-        super().__init__(images)
-        self.key = key
-
-    def members(self, sample: SampleId) -> Members:
-        """Return the members of one sample."""
-        row = sample[1]
-        captions = list(self.images.captions[row]) if self.images.captions is not None else []
-        name, _, field = self.key.partition(":")
-        text = json.dumps({field: captions}) if field else "\n".join(captions)
-        return {"jpg": self.images.read(row), **({name: _encode(text)} if captions else {})}

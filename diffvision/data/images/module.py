@@ -23,6 +23,7 @@ from diffvision.data.images.folders import (
     packed_names,
 )
 from diffvision.data.images.image_set import ImageCollection, ImageSet
+from diffvision.data.images.image_sources import Reads, find_images, is_image_source, name_classes
 from diffvision.data.images.pipelines import is_pipeline, pipeline_loader
 from diffvision.data.images.pixels import Decoder, Pixels, ends_with_normalize
 from diffvision.data.images.samples import (
@@ -35,7 +36,6 @@ from diffvision.data.images.samples import (
     find_caption_key,
     find_label_key,
 )
-from diffvision.data.images.sources import Reads, find_images, is_image_source, name_classes
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import SampleSource
@@ -123,7 +123,7 @@ class ImageTextData(_ImageData):
 
     Args:
         train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar.gz`), http(s), s3 or gs
-            URLs, or a list of these; or images as `images.sources.find_images` takes them, read in place.
+            URLs, or a list of these; or images as `images.image_sources.find_images` takes them, read in place.
             In Python also a pipeline such as `webdataset.WebDataset`: see `images.pipelines`.
         batch_size: global, over all ranks.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
@@ -138,8 +138,8 @@ class ImageTextData(_ImageData):
         window: shards shuffled together.
         cache_bytes: room on local disk for remote and compressed shards.
         stall_timeout: seconds that the next batch may take before the run stops.
-        decoder: of training images: "pillow", as the transform has it; "torchvision", which is faster and differs in
-            few values by one level; "draft", which also decodes large JPEGs at a fraction of their size.
+        decoder: of training images: "pillow", as the transform has it, or "torchvision", which is faster and differs in
+            few values by one level.
         transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
         eval_transform: the model's, for evaluation.
         tokenizer: the model's.
@@ -197,10 +197,10 @@ class ImageTextData(_ImageData):
             _say("training", self.train, self._images, "train")
         for folder in self._folders:
             folder.check_split("test")
-            if isinstance(folder, ImageEvaluationFolder):
-                _say("evaluating", folder.path, folder.images("test"), "test")
-            elif isinstance(folder, ShardEvaluationFolder):
+            if isinstance(folder, ShardEvaluationFolder):
                 _say("evaluating", folder.path, None, "test")
+            elif isinstance(folder, ImageEvaluationFolder):
+                _say("evaluating", folder.path, folder.images("test"), "test")
 
     def train_dataloader(self) -> Any:
         """Return the training batches, `ImageTextBatch`es."""

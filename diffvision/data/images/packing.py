@@ -5,6 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
-from diffvision.data.images.filters import FilteredCaptions, ShardImages
 from diffvision.data.images.folders import (
-    ImageEvaluationFolder,
-    ShardEvaluationFolder,
     in_order,
     open_images,
     packed_names,
 )
-from diffvision.data.images.image_set import ImageCollection
-from diffvision.data.images.samples import caption_key, label_key
-from diffvision.data.images.sources import find_images, is_shard_source
+from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.image_sources import find_images, is_shard_source
+from diffvision.data.images.samples import caption_key, digest, label_key
+from diffvision.data.images.shard_images import shard_collection, whole_caption
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import MANIFEST, split_shards
@@ -39,7 +38,7 @@ from diffvision.data.shards.writer import (
     write_manifest,
     write_tar,
 )
-from diffvision.progress import bar
+from diffvision.progress import bar, track
 
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
@@ -101,6 +100,40 @@ def pack(
     return total
 
 
+class FilteredCaptions(Sequence):
+    """Captions of images; to read those of an image none of which passes raises BadSample with the reason.
+
+    The arguments are those of `make_folder`.
+    """
+
+    def __init__(self, captions: Sequence[Captions], words: Sequence[int] | None, max_repeats: int | None) -> None:
+        if words is not None and (len(words) != 2 or not 0 <= words[0] <= words[1]):
+            raise ValueError(f"words must be the least and the most, such as [3, 50], got {words}")
+        if max_repeats is not None and max_repeats < 1:
+            raise ValueError(f"max_repeats must be at least 1, got {max_repeats}")
+        self.captions, self.words = captions, words
+        self.repeated = np.zeros(len(captions), dtype=bool)
+        seen = Counter[tuple[int, ...]]()
+        for row in track(range(len(captions) if max_repeats else 0), "comparing captions"):
+            with suppress(BadSample):  # it is counted when it is packed
+                key = tuple(map(digest, captions[row]))
+                self.repeated[row] = seen[key] >= (max_repeats or 0)
+                seen[key] += 1
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def __getitem__(self, row: Any) -> Any:
+        captions = self.captions[row]
+        counts = [len(caption.split()) for caption in captions] if self.words is not None else []
+        least, most = self.words or (0, 0)
+        if counts and not any(least <= count <= most for count in counts):
+            raise BadSample("caption too short" if counts[0] < least else "caption too long")
+        if self.repeated[row]:
+            raise BadSample("caption repeated")
+        return captions
+
+
 def make_folder(
     directory: str | Path,
     source: str | Path,
@@ -131,7 +164,7 @@ def make_folder(
     if is_shards:
         images = _read_shards(source, split or "train")
     else:
-        images = find_images(source, split, table=captions, columns=columns)
+        images = find_images(_described_by(captions, source), split, columns=columns)
     if words is not None or max_repeats is not None:
         if images.captions is None:
             raise ValueError(f"{images.source} has no captions: leave words and max_repeats out")
@@ -151,7 +184,19 @@ def _read_shards(source: str | Path, split: str) -> ImageCollection:
     first = shards.first()
     has_captions, has_cls = any(map(caption_key, first)), any("cls" in members for members in first)
     has_labels = has_cls or (not has_captions and any(map(label_key, first)))
-    return ShardImages(shards).collection(source, has_captions or not has_labels, has_labels, packed_names(source))
+    return shard_collection(
+        source,
+        shards,
+        packed_names(source),
+        has_captions=has_captions or not has_labels,
+        has_labels=has_labels,
+        read_caption=whole_caption,
+    )
+
+
+def _described_by(table: str | None, source: str | Path) -> str | Path:
+    """Return a source with the table of its captions or labels."""
+    return source if table is None else f"{table}@{source}"
 
 
 def make_evaluation(
@@ -177,11 +222,7 @@ def make_evaluation(
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.
     """
-    folder: ShardEvaluationFolder | ImageEvaluationFolder
-    if captions is None and columns is None and is_shard_source(source):
-        folder = ShardEvaluationFolder(source)
-    else:
-        folder = open_images(source, table=captions, columns=columns)
+    folder = open_images(_described_by(captions, source), columns=columns)
     templates = list(templates or folder.templates)
     if wrong := [template for template in templates if "{c}" not in template]:
         raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")

@@ -21,14 +21,12 @@ from torchvision.transforms.v2.functional import resize_image
 
 from diffvision.data.images.decode import decode_image, open_image, translate_errors
 
-Decoder = Literal["pillow", "torchvision", "draft"]
+Decoder = Literal["pillow", "torchvision"]
 """How training images are decoded and resized.
 
 - "pillow": by the transform itself.
 - "torchvision": the same crops, with JPEGs decoded and pixels resized by torchvision in uint8. Few values differ,
   by one level; where an edge overshoots black or white, a value rarely differs by more.
-- "draft": like "torchvision", but a JPEG whose crop is at least twice the model's size on both sides is decoded at
-  1/2, 1/4 or 1/8 of its size (libjpeg's DCT scaling). Most values differ by a few levels.
 """
 SAME = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
 """Interpolations by which torchvision makes Pillow's pixels; by others it makes other ones, or none."""
@@ -84,31 +82,12 @@ class Pixels:
             box: Sequence[int] = (0, 0, height, width)
             if self._get_box is not None:
                 box = self._get_box(image, first.scale, first.ratio)
-            if self.decoder == "draft" and whole is None and self._get_box is not None:
-                whole, box = self._draft(image, box)
         if whole is None:
             try:
                 whole = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
             except RuntimeError:  # Pillow reads it, or says why not
                 whole = pil_to_tensor(decode_image(data))
         return self._resize(whole, box)
-
-    def _draft(self, image: Image.Image, box: Sequence[int]) -> tuple[Tensor | None, Sequence[int]]:
-        """Return a JPEG decoded at the smallest scale at which its crop is no smaller than the model's, and the crop.
-
-        At scale 1, return None and the crop.
-        """
-        top, left, height, width = box
-        rows, columns = self._steps[0].size
-        scale = next((s for s in (8, 4, 2) if height >= s * rows and width >= s * columns), 1)
-        if scale == 1:
-            return None, box
-        image.draft(None, (image.width // scale, image.height // scale))
-        small = pil_to_tensor(image.convert("RGB"))
-        height, width = max(rows, round(height / scale)), max(columns, round(width / scale))
-        top = min(round(top / scale), small.shape[1] - height)
-        left = min(round(left / scale), small.shape[2] - width)
-        return small, (top, left, height, width)
 
     def _resize(self, whole: Tensor, box: Sequence[int]) -> Tensor:
         """Crop a box of the decoded image, resize it, and apply the remaining steps of the transform."""

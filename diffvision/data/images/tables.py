@@ -1,22 +1,24 @@
 """Tables of images: rows of .csv, .tsv and .jsonl files, the columns that are read, class names as numbers.
 
-`sources` reads the folders of images.
+`image_sources` reads the folders of images.
 """
 
 import ast
 import csv
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from diffvision.data.images.decode import is_blank, is_caption
 from diffvision.data.images.image_set import Captions
 from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
+from diffvision.files import decoded
 from diffvision.words import composed
 
 COLUMNS = {
@@ -36,7 +38,7 @@ _LIST = re.compile(
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
 _MAX_LABEL = 10**16
 _LISTED, _NAME = 8, 40  # columns in a message, and characters of their names
-_DELIMITERS = (",", "\t", "|")
+_DELIMITERS = ",\t|"
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
 
@@ -170,31 +172,43 @@ def _list_names(header: Sequence[str]) -> list[str]:
 
 def has_labels(table: Path, columns: dict[str, str]) -> bool:
     """Return whether a table has a column of labels."""
-    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in _header(table, columns))
+    names = _header(table, columns)[0]
+    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
 
 
 def has_columns(table: Path, columns: dict[str, str]) -> bool:
     """Return whether the first line of a table names a column of images, and one of captions or labels."""
+    return _resolves(_header(table, columns)[0], columns)
+
+
+def _resolves(header: Sequence[str], columns: dict[str, str]) -> bool:
     with suppress(ValueError):
-        resolve_columns(_header(table, columns), columns, table)
+        resolve_columns(header, columns, "")
         return True
     return False
 
 
-def _header(table: Path, columns: dict[str, str]) -> list[str]:
-    """Return the names of a table's columns; none of a damaged one, which is refused when it is read."""
-    header: list[str] = []
+def _header(table: Path, columns: dict[str, str]) -> tuple[list[str], str]:
+    """Return the names of a table's columns and what separates them: of a .csv what gives the columns that are needed.
+
+    A damaged table has no names, and is refused when it is read.
+    """
+    suffix = table.suffix.lower()
     with suppress(ValueError, csv.Error, RecursionError):
-        if (suffix := table.suffix.lower()) == ".parquet":
+        if suffix == ".parquet":
             from pyarrow.parquet import read_schema
 
-            header = read_schema(table).names
-        elif suffix != ".json":  # which has COCO's captions
-            with _open_text(table) as file:
-                first = file.readline()
-            delimiter = "\t" if suffix == ".tsv" else _delimiter(table, columns)
-            header = list(json.loads(first)) if suffix == ".jsonl" else next(csv.reader([first], delimiter=delimiter))
-    return header
+            return read_schema(table).names, ""
+        with open(table, "rb") as file:
+            first = file.readline().decode("utf-8-sig")
+        if suffix == ".jsonl":
+            return list(json.loads(first)), ""
+        if suffix != ".json":  # which has COCO's captions
+            delimiters = "\t" if suffix == ".tsv" else _DELIMITERS
+            headers = {between: next(csv.reader([first], delimiter=between), []) for between in delimiters}
+            found = next((between for between in delimiters if _resolves(headers[between], columns)), delimiters[0])
+            return headers[found], found
+    return [], _DELIMITERS[0]
 
 
 def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -205,70 +219,43 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
     tabs = table.suffix.lower() == ".tsv"
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
+    text = io.StringIO(decoded(table.read_bytes(), table), newline="")
+    if tabs:
+        reader = csv.reader(text, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.reader(text, strict=True, delimiter=_header(table, columns)[1])
     line = 0
     try:
-        with _open_text(table) as file:
-            if tabs:
-                reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            else:
-                reader = csv.reader(file, strict=True, delimiter=_delimiter(table, columns))
-            header = next(reader, [])
-            position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
+        header = next(reader, [])
+        position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
+        line = reader.line_num
+        for row in filter(None, reader):
             line = reader.line_num
-            for row in filter(None, reader):
-                line = reader.line_num
-                if any(row[len(header) :]):
-                    remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
-                    raise ValueError(
-                        f"{table}, line {line}: {len(row)} cells in {len(header)} columns: correct the line ({remedy})"
-                    )
-                yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
+            if any(row[len(header) :]):
+                remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
+                raise ValueError(
+                    f"{table}, line {line}: {len(row)} cells in {len(header)} columns: correct the line ({remedy})"
+                )
+            yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
     except csv.Error as error:
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
         raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
 
 
-@contextmanager
-def _open_text(table: Path) -> Iterator[TextIO]:
-    """Open a table, and raise a ValueError with the first line that is not UTF-8."""
-    try:
-        with open(table, newline="", encoding="utf-8-sig") as file:
-            if "\0" in file.readline():  # UTF-16, whose letters are ASCII with zeros between them
-                raise ValueError(f"{table}, line 1, is not UTF-8: save the file as UTF-8")
-            file.seek(0)
-            yield file
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{table}, line {_find_undecodable_line(table)}, is not UTF-8: save the file as UTF-8"
-        ) from None
-
-
-def _delimiter(table: Path, columns: dict[str, str]) -> str:
-    """Return what separates the names in the first line, where that gives the columns that are needed; else a comma."""
-    with open(table, newline="", encoding="utf-8-sig") as file:
-        first = file.readline()
-    for delimiter in _DELIMITERS:
-        with suppress(ValueError, csv.Error):
-            resolve_columns(next(csv.reader([first], delimiter=delimiter), []), columns, table)
-            return delimiter
-    return ","
-
-
 def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, row) of a file with a JSON object in each line."""
     resolved: dict[str, str] | None = None
-    with _open_text(table) as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text, object_pairs_hook=_check_object)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
-            resolved = resolved or resolve_columns(list(row), columns, table)
-            yield line, {what: row.get(name, "") for what, name in resolved.items()}
+    for line, text in enumerate(io.StringIO(decoded(table.read_bytes(), table)), start=1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text, object_pairs_hook=_check_object)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
+        resolved = resolved or resolve_columns(list(row), columns, table)
+        yield line, {what: row.get(name, "") for what, name in resolved.items()}
 
 
 def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -276,17 +263,6 @@ def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"two values of {next(name for name in names if names.count(name) > 1)!r}")
     return row
-
-
-def _find_undecodable_line(path: Path) -> int:
-    """Return the first line that is not UTF-8; the csv reader, which reads ahead, does not know."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 0
 
 
 def check_path(root: Path, image: Any, where: str) -> str:

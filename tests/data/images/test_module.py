@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from diffvision.data import EvaluationFolder
+from diffvision.data.images.image_sources import find_images
 from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.packing import pack
 from diffvision.data.images.samples import digest
-from diffvision.data.images.sources import find_images
 from diffvision.data.shards.writer import write_evaluation_split
 
 

@@ -1,7 +1,7 @@
 """Images as people have them: in folders for each class, with captions in tables or text files, COCO's captions.
 
-All become an `ImageCollection`, which `packing` writes as shards or `ImageSet` reads where the images lie. Datasets of
-other libraries are in `datasets`.
+All become an `ImageCollection`, which `packing` writes as shards or `ImageSet` reads in place. What other libraries
+read is in `library_datasets`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +20,16 @@ from typing import Any, Literal
 import numpy as np
 
 from diffvision.data.images.coco import read_caption_file
-from diffvision.data.images.datasets import (
+from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
+from diffvision.data.images.library_datasets import (
     TORCHVISION,
     list_saved_splits,
     list_torchvision_splits,
     read_parquet,
     read_saved,
     read_torchvision,
+    unpack_archive,
 )
-from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
 from diffvision.data.images.tables import (
     COLUMNS,
     are_numbers,
@@ -133,7 +134,6 @@ def find_images(
     source: str | Path,
     split: str | None = None,
     *,
-    table: str | Path | None = None,
     columns: dict[str, str] | None = None,
     classnames: Sequence[str] = (),
     reads: Reads | None = None,
@@ -150,10 +150,9 @@ def find_images(
             a table (.csv, .tsv, .jsonl, .parquet, Flickr8k's captions.txt, COCO's captions_*.json, Karpathy's
             dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder, or as TABLE@FOLDER to
             another one;
-            a folder that `datasets` saved (save_to_disk), or one of .parquet files;
+            a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders;
             `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
-        table: the captions or labels of a folder of images, with paths relative to `source`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
         classnames: number the classes as these are, such as those that a model was trained on.
         reads: what is wanted, where a folder has both: the labels of class folders, or the captions beside them.
@@ -162,22 +161,16 @@ def find_images(
         ValueError: no such source, split or column; a table that is damaged or names files outside of its folder; a
             class that is not among `classnames`; names of which it is not clear what split they are of.
     """
-    return open_source(source, table, columns, reads).images(split, classnames)
+    return open_source(source, columns, reads).images(split, classnames)
 
 
-def open_source(
-    source: str | Path,
-    table: str | Path | None = None,
-    columns: dict[str, str] | None = None,
-    reads: Reads | None = None,
-) -> ImageSource:
+def open_source(source: str | Path, columns: dict[str, str] | None = None, reads: Reads | None = None) -> ImageSource:
     """Return a source of images with its splits; the arguments are those of `find_images`."""
     location, columns = str(source), columns or {}
     if unknown := sorted(columns.keys() - COLUMNS.keys()):
         raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
     named, root = split_root(location)
-    table = named if root is not None else table
-    return ImageSource(location, _find_parts(root or location, None if table is None else Path(table), columns, reads))
+    return ImageSource(location, _find_parts(root or location, None if root is None else Path(named), columns, reads))
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
@@ -205,6 +198,10 @@ def _find_parts(
     path = Path(location)
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
+    if path.suffix.lower() == _ARCHIVE and path.is_file():
+        folder = str(unpack_archive(path))
+        parts = _find_parts(folder, table, columns, reads)
+        return {split: partial(_read_renamed, read, folder, location) for split, read in parts.items()}
     if path.is_file():
         return _open_table(path.parent, path, columns)
     if table is not None:
@@ -224,13 +221,20 @@ def _find_parts(
     is_described = index is not None and not is_classes and (reads == "captions" or not are_called_so)
     if folders and all(map(splits_in, folders)) and not is_described:
         named = named_splits(folders, path)
-        return {split: partial(_read_split, path, named, name, columns, reads) for split, name in named.items()}
+        parts = {split: partial(_read_folder, path / name, columns, reads) for split, name in named.items()}
+        return _number_together(parts, are_folders=True)
     if index is not None and not is_classes:
         return _open_table(path, index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
     if splits := by_split(nested, path):
         return _open_tables(path, splits, columns)
     return {"": partial(_read_folder, path, columns, reads)}
+
+
+def _read_renamed(read: Callable[[], ImageCollection], folder: str, location: str) -> ImageCollection:
+    """Return the images of an unpacked archive, called as the archive is."""
+    images = read()
+    return replace(images, source=images.source.replace(folder, location))
 
 
 def _has_classes(path: Path, columns: dict[str, str]) -> bool:
@@ -247,8 +251,6 @@ def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, C
         raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(NAMED_TABLES)})")
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give a folder of images")
-    if table.suffix.lower() == _ARCHIVE:
-        raise ValueError(f"{table} is an archive, which is not read in place: unpack it, and give its folder")
     if table.suffix.lower() == ".json":
         return read_caption_file(root, table)
     return {"": partial(_read_tables, str(table), root, [table], columns)}
@@ -258,14 +260,6 @@ def _open_tables(
     path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]
 ) -> dict[str, Callable[[], ImageCollection]]:
     """Return the reader of each split's tables, whose paths are relative to one folder."""
-    every = [path / name for names in splits.values() for name in names]
-    if all(table.suffix.lower() == ".parquet" for table in every):
-        return {
-            split: partial(
-                read_parquet, f"{path}, split {split}", [path / name for name in names], columns, path, every
-            )
-            for split, names in splits.items()
-        }
     return _number_together(
         {
             split: partial(_read_tables, f"{path}, split {split}", path, [path / name for name in names], columns)
@@ -274,43 +268,34 @@ def _open_tables(
     )
 
 
-def _number_together(parts: dict[str, Callable[[], ImageCollection]]) -> dict[str, Callable[[], ImageCollection]]:
-    """Return the parts with the classes of all of them numbered together, where tables name classes."""
+def _number_together(
+    parts: dict[str, Callable[[], ImageCollection]], *, are_folders: bool = False
+) -> dict[str, Callable[[], ImageCollection]]:
+    """Return the parts with the classes of all of them numbered together, folders by name even if that is a number."""
 
     def read(split: str) -> ImageCollection:
         """Read one split with labels that are numbered over the classes of all splits."""
         images = parts[split]()
         if images.labels is None:
             return images
-        others = [images]
+        names = _names(images)
+        known = set(names.values())
         for part in (part for other, part in parts.items() if other != split):
             with suppress(ValueError):  # it is refused when it is read itself: a test split may have no labels
-                others.append(part())
-        if not any(other.classnames for other in others):
-            return images
-        names = [
-            other.classnames or map(str, set(other.labels.tolist())) for other in others if other.labels is not None
-        ]
-        return _renumber(images, number_labels([name for of_split in names for name in of_split])[1])
+                known |= set(_names(part()).values())
+        if are_folders and images.classnames:
+            return _renumber(images, sorted(known))
+        labels, classnames = number_labels([names[label] for label in images.labels.tolist()], sorted(known))
+        return replace(images, labels=labels, classnames=classnames)
 
     return {split: partial(read, split) for split in parts}
 
 
-def _read_split(
-    path: Path, named: Mapping[str, str], name: str, columns: dict[str, str], reads: Reads | None
-) -> ImageCollection:
-    """Read the folder of one split; where its folders are the classes, they are numbered with those of all splits."""
-    images = _read_folder(path / name, columns, reads)
-    if len(images.classnames) == 1 and (path / name / (inner := images.classnames[0])).is_dir() and splits_in(inner):
-        raise ValueError(f"{path / name} has {inner}, named as a split, as its only class: move its folders one up")
-    known = _folder_names(path, named)
-    return _renumber(images, known) if images.classnames and set(images.classnames) <= set(known) else images
-
-
-def _folder_names(path: Path, available: Mapping[str, str]) -> list[str]:
-    """Return the classes of all splits."""
-    folders = (folder for name in available.values() for folder in _class_folders(path / name))
-    return sorted({composed(folder.name) for folder in folders})
+def _names(images: ImageCollection) -> dict[int, str]:
+    """Return {class number: its name, else the number}."""
+    if images.classnames or images.labels is None:
+        return dict(enumerate(images.classnames))
+    return {label: str(label) for label in images.labels.tolist()}
 
 
 def _find_index_table(path: Path, columns: dict[str, str]) -> Path | None:
@@ -344,22 +329,19 @@ def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> Im
     raise ValueError(f"no images in {path}: give a folder or table of images, or shards (.tar)")
 
 
-def _check_undivided(path: Path, names: Iterable[str]) -> None:
-    """Check that the paths of images, which are read together, do not tell of several splits."""
+def _check_undivided(path: Path, names: Sequence[str]) -> None:
+    """Check that the folders of images, which are read together, do not tell of several splits."""
     files = [PurePosixPath(name) for name in names]
     nested, direct = ({file.parts[0] for file in files if (len(file.parts) > 2) is deep} for deep in (True, False))
-    if unclear := sorted(name for name in nested - direct if name.lower() in _SPLIT_NAMES):
-        others = sorted(name for name in nested | direct if name.lower() not in _SPLIT_NAMES)
-        beside = f", next to {others[0]}" if others else ""
-        raise ValueError(f"{path}/{unclear[0]} may be a split or a class{beside}: move one elsewhere, or rename it")
-    folders = {file.parent for file in files}
-    of_folder = {folder: splits_in(*folder.parts) for folder in folders}
-    splits = set().union(*of_folder.values())
-    if len(splits) < 2 and all(file_split(file.name) for file in files):
-        splits = set().union(*(file_split(file.name) for file in files))
-        of_folder = {file: file_split(file.name) for file in files}
-    if len(splits) > 1:
-        examples = [next(str(name) for name in sorted(of_folder) if split in of_folder[name]) for split in splits]
+    is_only = len(nested | direct) == 1
+    for name in sorted(nested - direct):
+        if name.lower() in _SPLIT_NAMES or (is_only and splits_in(name)):
+            raise ValueError(f"{path}/{name} may be a split or a class: rename it, or move what is beside it elsewhere")
+    found = {folder: splits_in(*folder.parts) for folder in {file.parent for file in files}}
+    if len(set().union(*found.values())) < 2 and all(file_split(file.name) for file in files):
+        found = {file: file_split(file.name) for file in files}
+    if len(splits := set().union(*found.values())) > 1:
+        examples = [next(str(name) for name in sorted(found) if split in found[name]) for split in splits]
         raise ValueError(
             f"{path} has images of {' and '.join(sorted(splits))} ({', '.join(sorted(examples))}) among its classes: "
             "put a folder for each split directly into it, or rename these"
@@ -383,7 +365,7 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
             f"{path} has images without class or caption, first {loose[0]}: use a folder per class, .txt captions "
             "or a table of captions"
         )
-    _check_undivided(path, (file.as_posix() for file in files))
+    _check_undivided(path, [file.as_posix() for file in files])
     folders = _class_folders(path)
     if lost := sorted(p for p in path.iterdir() if p.is_symlink() and not p.exists()):
         raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
-from diffvision.data.images.image_set import ImageSet, digest_equal_files
+from diffvision.data.images.image_set import ImageSet
+from diffvision.data.images.image_sources import find_images, is_image_source
 from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
-from diffvision.data.images.sources import find_images, is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
@@ -108,7 +108,7 @@ def test_classes_of_composed_and_decomposed_names_are_one(tmp_path):
         images = find_images(tmp_path, split)
         assert images.classnames == ("caf\u00e9", "tea")
         assert images.labels.tolist() == [0, 1]
-    assert find_images(tmp_path, table=tmp_path / "labels.csv").classnames == ("caf\u00e9",)
+    assert find_images(tmp_path / "labels.csv").classnames == ("caf\u00e9",)
 
 
 def test_evaluating_on_the_training_pictures_is_a_warning(tmp_path):
@@ -165,11 +165,33 @@ def test_tables_of_another_kind(captioned, content, message):
         find_images(captioned / "t.csv")
 
 
-def test_an_archive_is_to_be_unpacked(captioned, tmp_path):
-    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", captioned)
+@pytest.mark.parametrize("layout", ["splits", "one folder", "texts", "table"])
+def test_an_archive_is_read_as_its_folder(tree, captioned, tmp_path, layout, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, inside = (tree, ".") if layout in ("splits", "one folder") else (captioned, ".")
+    if layout == "one folder":
+        inside, folder = "pets", tree.parent
+    for n in range(12):
+        if layout == "texts":
+            (captioned / f"{n}.txt").write_text(f"picture {n}")
+    if layout == "table":
+        (captioned / "captions.csv").write_text("file,caption\n" + "".join(f"{n}.png,picture {n}\n" for n in range(12)))
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", folder, inside)
     assert is_image_source(archive)
-    with pytest.raises(ValueError, match="unpack"):
-        find_images(archive)
+    for split in ("train", "validation") if folder is not captioned else (None,):
+        expected, found = find_images(folder / inside, split), find_images(archive, split)
+        assert (found.names, found.captions, found.classnames) == (
+            expected.names,
+            expected.captions,
+            expected.classnames,
+        )
+        assert found.labels is None or found.labels.tolist() == expected.labels.tolist()
+        assert [found.read(row) for row in range(len(found))] == [expected.read(row) for row in range(len(found))]
+        assert archive in found.source
+    (folder / inside).joinpath("again.zip").write_bytes(Path(archive).read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"again\.zip"):
+        find_images(folder / inside / "again.zip")
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
@@ -184,7 +206,7 @@ def test_tables(captioned, ending):
         separator = {"csv": ",", "tsv": "\t"}[ending]
         table.write_text("\n".join(separator.join(row) for row in [list(rows[0]), *(row.values() for row in rows)]))
     columns = {"caption": "what it shows", "label": "kind"}
-    for pictures in (find_images(table, columns=columns), find_images(captioned, table=table, columns=columns)):
+    for pictures in (find_images(table, columns=columns), find_images(f"{table}@{captioned}", columns=columns)):
         assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
         assert labels_read(pictures) == {n: n % 3 for n in range(12)}
         assert pictures.classnames == KINDS
@@ -339,7 +361,7 @@ def test_splits_of_tables_by_their_names(captioned, ending):
 def test_folders_that_may_be_splits_are_refused(tmp_path, files):
     for number, file in enumerate(files):
         write(tmp_path / "pets" / file, number)
-    with pytest.raises(ValueError, match=r"pets(/\w+ may be|/\w+ has| has)"):
+    with pytest.raises(ValueError, match=r"pets.* (may be|has) "):
         find_images(tmp_path / "pets")
 
 
@@ -610,16 +632,6 @@ def test_equal_images_with_texts_beside_them_are_one_image(captioned):
         (captioned / f"{n}.png").unlink()
     expected = {n: [f"one {n}", f"two {n}"] for n in (0, 1)}
     assert captions_evaluated(find_folders(captioned)[0]) == (expected, 2)
-
-
-def test_files_of_one_size_and_end_are_compared_whole(tmp_path):
-    contents = {"a": b"1" * 9000, "b": b"2" + b"1" * 8999, "c": b"1" * 9000, "d": b"1" * 8999, "e": b"2" * 9000}
-    paths = [str(tmp_path / name) for name in contents]
-    for path, content in zip(paths, contents.values(), strict=True):
-        Path(path).write_bytes(content)
-    first, b, third, d, e, row = digest_equal_files([*paths, 7])
-    assert first == third
-    assert [b, d, e, row] == [paths[1], paths[3], paths[4], 7]
 
 
 def test_a_row_without_a_caption_is_counted_and_its_image_keeps_the_others(captioned):

@@ -1,0 +1,81 @@
+"""Shards as images that are evaluated or packed again."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, ImageLabel, find_caption_key, find_label_key
+from diffvision.data.images.tables import read_captions
+from diffvision.data.shards.sample import BadSample, Members
+from diffvision.data.shards.storage import ShardSet
+
+
+class ShardImages:
+    """Reads the images in shards."""
+
+    def __init__(self, shards: ShardSet) -> None:
+        self.shards = shards
+        self.ends = np.cumsum(shards.counts)
+
+    def __call__(self, row: int) -> bytes:
+        members = self.shards.members(self.sample(row))
+        for name in filter(members.__contains__, IMAGE_KEYS):
+            return members[name]
+        raise BadSample("missing image")
+
+    def path(self, row: int) -> str | None:
+        return None
+
+    def identity(self) -> str:
+        return self.shards.content
+
+    def sample(self, row: int) -> tuple[int, int]:
+        """Return the shard of a row, and the row in that shard."""
+        number = int(np.searchsorted(self.ends, row, side="right"))
+        return number, row - int(self.ends[number] - self.shards.counts[number])
+
+
+def shard_collection(
+    source: Any,
+    shards: ShardSet,
+    classnames: Sequence[str],
+    *,
+    has_captions: bool,
+    has_labels: bool,
+    read_caption: Callable[[CaptionMember, Members], Captions],
+) -> ImageCollection:
+    """Return the images in shards with their captions or class numbers; a sample without these raises BadSample."""
+    images = ShardImages(shards)
+    captions = labels = None
+    if has_captions:
+        captions = _Values(images, partial(read_caption, CaptionMember(find_caption_key(shards))))
+    if has_labels:
+        labels = _Values(images, ImageLabel(cast(Any, None), find_label_key(shards)).label)
+    rows: Any = range(int(images.ends[-1]))
+    return ImageCollection(str(source), rows, images, captions, cast(Any, labels), tuple(classnames))
+
+
+def whole_caption(caption: CaptionMember, members: Members) -> Captions:
+    """Return a text as one caption, as training takes it."""
+    return read_captions(caption.read(members))
+
+
+def every_caption(caption: CaptionMember, members: Members) -> Captions:
+    """Return each line of a text as a caption, as evaluation takes it."""
+    return tuple(caption.all(members))
+
+
+class _Values(Sequence):
+    """What is read of the members of each sample in shards."""
+
+    def __init__(self, images: ShardImages, read: Callable[[Members], Any]) -> None:
+        self.images, self.read = images, read
+
+    def __len__(self) -> int:
+        return int(self.images.ends[-1])
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.read(self.images.shards.members(self.images.sample(row)))
