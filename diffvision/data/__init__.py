@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from diffvision.data.conversations import Conversation, VisionLanguageData
     from diffvision.data.images.folders import EvaluationFolder, find_folders
-    from diffvision.data.images.module import ImageLabelData, ImageTextData
+    from diffvision.data.images.image_data import ImageLabelData, ImageTextData
     from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
     from diffvision.data.shards.loader import ShardLoader
     from diffvision.data.shards.report import BadDataError, Limits, Report
@@ -65,7 +65,7 @@ _NAMES = {
     "batches": "ImageLabelBatch ImageTextBatch RetrievalBatch TokenBatch VisionLanguageBatch",
     "conversations": "Conversation VisionLanguageData",
     "images.folders": "EvaluationFolder find_folders",
-    "images.module": "ImageLabelData ImageTextData",
+    "images.image_data": "ImageLabelData ImageTextData",
     "images.samples": "CaptionMember ImageLabel ImageMember ImageText Retrieval",
     "shards.loader": "ShardLoader",
     "shards.report": "BadDataError Limits Report",

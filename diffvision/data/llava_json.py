@@ -11,8 +11,8 @@ import numpy as np
 from diffvision.data.conversations import read_conversation
 from diffvision.data.images.decode import MAX_JSON_BYTES
 from diffvision.data.images.image_set import ImageFiles
-from diffvision.data.images.packing import image_suffix, pack_as
-from diffvision.data.images.tables import check_path
+from diffvision.data.images.image_tables import check_path
+from diffvision.data.images.pack_images import image_suffix, pack_as
 from diffvision.data.shards.sample import BadSample, BadSource
 from diffvision.progress import track
 

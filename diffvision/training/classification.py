@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diffvision.data.batches import ImageLabelBatch, named
-from diffvision.data.images.module import ImageLabelData
+from diffvision.data.images.image_data import ImageLabelData
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.names import unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only

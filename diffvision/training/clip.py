@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffvision.data.batches import ImageTextBatch, named
 from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.images.module import ImageTextData
+from diffvision.data.images.image_data import ImageTextData
 from diffvision.evaluation.options import Options, Precision
 from diffvision.evaluation.prompts import check_prompts
 from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan

@@ -33,7 +33,7 @@ from diffvision.analysis.curves import METRICS
 # Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
 from diffvision.data.conversations import VisionLanguageData  # noqa: F401
 from diffvision.data.datasets import check_paths
-from diffvision.data.images.module import ImageLabelData, ImageTextData  # noqa: F401
+from diffvision.data.images.image_data import ImageLabelData, ImageTextData  # noqa: F401
 from diffvision.data.text.module import TextData  # noqa: F401
 from diffvision.errors import Mistake, Problem, did_you_mean
 from diffvision.models.threads import few_threads

@@ -25,7 +25,7 @@ import webdataset
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, ShardLoader, ShardSet
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.make import make
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.order import ShuffledOrder

@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from diffvision import cli
-from diffvision.data.images.module import ImageTextData
+from diffvision.data.images.image_data import ImageTextData
 from diffvision.data.make import make
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings

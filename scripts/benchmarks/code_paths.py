@@ -136,7 +136,7 @@ def count_batch(counter: Counter, folder: Path) -> None:
     import torch
 
     from diffvision.data import ImageTextData
-    from diffvision.data.images.module import to_float
+    from diffvision.data.images.image_data import to_float
 
     def tokenize(captions: list[str]) -> torch.Tensor:
         return torch.zeros(len(captions), 1)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffvision.data import ShardSet
 from diffvision.data.check import Keys, check_shards
-from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.images.image_data import ImageLabelData, ImageTextData
 from diffvision.data.make import check, write_manifest
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from ranks import alive, until

@@ -10,8 +10,8 @@ import diffvision
 from diffvision.data import ImageLabelData, ImageTextData, ShardSet
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.folders import find_folders
+from diffvision.data.images.image_data import to_float
 from diffvision.data.images.image_sources import is_image_source
-from diffvision.data.images.module import to_float
 from diffvision.data.make import make
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits

@@ -10,7 +10,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.images.packing import make_evaluation
+from diffvision.data.images.pack_images import make_evaluation
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
 

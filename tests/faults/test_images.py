@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from diffvision.data import ImageLabel, ImageMember, Limits, ShardLoader, ShardSet
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.shards.writer import write_tar
 from ranks import alone
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, Limits, ShardLoader, ShardSet
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.writer import write_manifest, write_tar
 

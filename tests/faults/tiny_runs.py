@@ -27,7 +27,7 @@ from torch import nn
 
 from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.datasets.digits import png
-from diffvision.data.images.module import ImageLabelData, ImageTextData
+from diffvision.data.images.image_data import ImageLabelData, ImageTextData
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
 from diffvision.data.text.chat import TEMPLATES, Chat
 from diffvision.data.text.documents import JsonLines, RowMember

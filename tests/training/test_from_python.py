@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 import diffvision
 from diffvision.data.datasets.digits import png
-from diffvision.data.images.module import ImageLabelData
+from diffvision.data.images.image_data import ImageLabelData
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
 from diffvision.errors import Mistake
 from diffvision.training import fit as command

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffvision.data.images.decode import decode_image, is_blank, open_image
-from diffvision.data.images.packing import SUFFIXES
+from diffvision.data.images.pack_images import SUFFIXES
 from diffvision.data.images.samples import MAX_KIND
 from diffvision.data.rows import read_rows as rows_of
 from diffvision.data.shards.sample import BadSample, BadSource

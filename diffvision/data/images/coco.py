@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
-from diffvision.data.images.tables import check_path, read_captions
+from diffvision.data.images.image_tables import check_path, read_captions
 from diffvision.files import decoded
 
 _TRIED = 100  # images that are looked for, to find their folder

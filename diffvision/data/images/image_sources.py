@@ -1,6 +1,6 @@
 """Images as people have them: in folders for each class, with captions in tables or text files, COCO's captions.
 
-All become an `ImageCollection`, which `packing` writes as shards or `ImageSet` reads in place. What other libraries
+All become an `ImageCollection`, which `pack_images` writes as shards or `ImageSet` reads in place. What other libraries
 read is in `library_datasets`.
 """
 
@@ -21,16 +21,7 @@ import numpy as np
 
 from diffvision.data.images.coco import read_caption_file
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
-from diffvision.data.images.library_datasets import (
-    TORCHVISION,
-    list_saved_splits,
-    list_torchvision_splits,
-    read_parquet,
-    read_saved,
-    read_torchvision,
-    unpack_archive,
-)
-from diffvision.data.images.tables import (
+from diffvision.data.images.image_tables import (
     COLUMNS,
     are_numbers,
     check_path,
@@ -41,6 +32,15 @@ from diffvision.data.images.tables import (
     read_csv,
     read_json_lines,
     read_label,
+)
+from diffvision.data.images.library_datasets import (
+    TORCHVISION,
+    list_saved_splits,
+    list_torchvision_splits,
+    read_parquet,
+    read_saved,
+    read_torchvision,
+    unpack_archive,
 )
 from diffvision.data.shards.remote import COMPRESSED, PLAIN, is_remote
 from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard

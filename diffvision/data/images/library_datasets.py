@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.images.image_set import ImageCollection, ImageFiles, Reader
-from diffvision.data.images.tables import (
+from diffvision.data.images.image_tables import (
     check_path,
     number_labels,
     read_caption_cell,

@@ -7,8 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.image_tables import read_captions
 from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, ImageLabel, find_caption_key, find_label_key
-from diffvision.data.images.tables import read_captions
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.storage import ShardSet
 

@@ -1,6 +1,6 @@
 """Writing shards: ordinary WebDataset tars with their manifest, from any samples.
 
-`images.packing` makes samples of image files, `text.tokenize` of documents.
+`images.pack_images` makes samples of image files, `text.tokenize` of documents.
 """
 
 import json

@@ -19,7 +19,7 @@ from diffvision.data.datasets.digits import (
 )
 from diffvision.data.datasets.scenes import LAYOUTS, Scene, draw_scene
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 
 
 def samples_of(directory):

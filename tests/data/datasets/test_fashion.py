@@ -10,7 +10,7 @@ from fashion_files import write_idx, write_miniature
 from diffvision.data import EvaluationFolder
 from diffvision.data.datasets.fashion import CAPTIONS, TEMPLATES, WORDS, load_splits, make_fashion
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.make import make
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from diffvision.data import ShardSet
 from diffvision.data.check import check_shards
-from diffvision.data.images.packing import FilteredCaptions, make_folder
+from diffvision.data.images.pack_images import FilteredCaptions, make_folder
 from tests.data.conftest import Corpus
 from tests.img2dataset_files import NOT_FOUND, jpeg, write_img2dataset
 

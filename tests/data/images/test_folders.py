@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from diffvision.data import BadDataError, EvaluationFolder, Limits, find_folders
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.shards.writer import write_tar
 
 LENIENT = Limits(1.0)

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
+from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.image_sources import find_images, is_image_source
-from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
 from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader

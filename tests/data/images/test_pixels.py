@@ -23,7 +23,7 @@ from torchvision.transforms import (
 )
 
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
+from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.pixels import Pixels, ends_with_normalize
 from diffvision.data.shards.sample import BadSample
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.data.images.decode import MAX_IMAGE_BYTES, MAX_JSON_BYTES
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
 from diffvision.data.shards.sample import BadSample
 

@@ -14,7 +14,7 @@ import cutouts
 from cutouts import BACKGROUND, Rasteriser, paste
 from diffvision.data import EvaluationFolder
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.module import to_float
+from diffvision.data.images.image_data import to_float
 from emoji import make_emoji
 from emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
 

@@ -11,7 +11,7 @@ from PIL import Image
 from diffvision.cli import main
 from diffvision.data.check import check_shards
 from diffvision.data.images.image_sources import find_images
-from diffvision.data.images.packing import pack
+from diffvision.data.images.pack_images import pack
 from diffvision.data.make import make
 
 

@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from diffvision.data import EvaluationFolder
+from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.image_sources import find_images
-from diffvision.data.images.module import ImageLabelData, ImageTextData, to_float
-from diffvision.data.images.packing import pack
+from diffvision.data.images.pack_images import pack
 from diffvision.data.images.samples import digest
 from diffvision.data.shards.writer import write_evaluation_split
 
