@@ -1,15 +1,13 @@
-"""Rows of JSON objects from the files that people have: .jsonl, .json and .parquet, the first two also as .gz."""
+"""Rows of JSON objects from .jsonl, .json and .parquet files."""
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from diffvision.files import decoded
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet")
 """The endings of files that `read_rows` knows, in any case; a file with another is read as lines."""
 
 
@@ -26,14 +24,17 @@ def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
         ValueError: a folder; a file that is not UTF-8, JSON or Parquet, or damaged; no pyarrow.
     """
     path = Path(path)
-    name = path.name.lower()
+    suffix = path.suffix.lower()
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give files in it ({', '.join(SUFFIXES)})")
-    if name.endswith(".parquet"):
+    if suffix == ".parquet":
         yield from enumerate(_parquet(path), start=1)
         return
-    content = _text(path, packed=name.endswith(".gz"))
-    whole = _whole(content) if name.removesuffix(".gz").endswith(".json") else None
+    try:
+        content = decoded(path.read_bytes(), path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {', '.join(SUFFIXES)} are read") from None
+    whole = _whole(content) if suffix == ".json" else None
     if isinstance(whole, dict) and whole and all(isinstance(value, dict) for value in whole.values()):
         yield from whole.items()
     elif whole is not None:
@@ -43,18 +44,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
         for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
                 yield number, _line(line, f"line {number} of {path}")
-
-
-def _text(path: Path, packed: bool) -> str:
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if packed else data
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is a damaged .gz ({error}): get the file again") from None
-    try:
-        return decoded(data, path)
-    except ValueError as error:
-        raise ValueError(f"{error}; {', '.join(SUFFIXES)} are read") from None
 
 
 def _whole(text: str) -> Any:

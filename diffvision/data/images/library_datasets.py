@@ -30,7 +30,7 @@ from diffvision.data.images.image_tables import (
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sidecars import stamp
 from diffvision.data.splits import splits_in
-from diffvision.files import user_cache
+from diffvision.files import lock_of, locked, scratch, sweep, user_cache
 
 TORCHVISION = "torchvision:"
 _REASON = 80  # characters of another library's message
@@ -48,17 +48,29 @@ def _datasets() -> Any:
 
 
 def unpack_archive(path: Path) -> Path:
-    """Unpack a .zip into the user's cache, once, and return the folder with its content.
+    """Unpack a .zip into the user's cache, once for all ranks and runs, and return the folder with its content.
 
     `datasets` reads the folder of a .zip as one class, so it only unpacks here.
     """
     datasets = _datasets()
-    cache = user_cache("datasets") / hashlib.sha256(f"{path.absolute()} {stamp(path)}".encode()).hexdigest()[:16]
-    manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=str(cache)))
-    with _naming(path):
-        folder = Path(manager.extract(str(path)))
-    if not folder.is_dir():
-        raise ValueError(f"{path} must be a .zip of images, got another format: give a folder")
+    name = hashlib.sha256(f"{path.absolute()} {stamp(path)}".encode()).hexdigest()[:16]
+    folder = user_cache("datasets") / "unpacked" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(lock_of(folder)):
+        if not folder.is_dir():
+            sweep(folder.parent)
+            with scratch(folder.parent) as part:
+                settings = datasets.DownloadConfig(cache_dir=str(part))
+                try:
+                    unpacked = Path(datasets.DownloadManager(download_config=settings).extract(str(path)))
+                except Exception as error:  # those of zipfile, its decompressors and the disk
+                    raise ValueError(
+                        f"{path} cannot be unpacked into {folder.parent} ({_first_sentence(error)}): get the file "
+                        "again, or free space there"
+                    ) from None
+                if not unpacked.is_dir():
+                    raise ValueError(f"{path} must be a .zip of images, got another format: give a folder")
+                unpacked.rename(folder)
     inside = [part for part in folder.iterdir() if part.name != "__MACOSX" and not part.name.startswith(".")]
     if len(inside) == 1 and inside[0].is_dir() and not splits_in(inside[0].name):  # the archive of one folder
         return inside[0]
