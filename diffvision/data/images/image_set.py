@@ -18,6 +18,7 @@ import numpy as np
 
 from diffvision.data.images.decode import MAX_IMAGE_BYTES, clean_caption, is_blank
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
+from diffvision.progress import track
 
 _LISTED = 10  # classes, in a description
 Captions = tuple[str, ...]
@@ -102,9 +103,10 @@ class ImageCollection:
         """
         rows: dict[Hashable, list[int]] = {}
         digests: dict[Hashable, Hashable] = {}
-        for row in range(len(self)):
+        by_content = self.labels is None and not self.is_numbered
+        for row in track(range(len(self)), "comparing images") if by_content else range(len(self)):
             key: Hashable = self.read.path(row) or row
-            if self.labels is None and not self.is_numbered:
+            if by_content:
                 if key not in digests:
                     digests[key] = self._digest(row) or key
                 key = digests[key]
