@@ -83,6 +83,8 @@ class EvaluationFolder:
     task: str
     name: str
     splits: list[str]
+    classnames: list[str]
+    own_names: list[str]
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         self._set_path(path)
@@ -97,7 +99,7 @@ class EvaluationFolder:
         if kind == "retrieval" and absolute.name == "composition":
             self.task = "composition"
         self.name = name or (absolute.parent.name if absolute.name in TASKS else absolute.name)
-        self.classnames, self.own_names = self.own_names, []
+        self.classnames, self.own_names = list(self.own_names), []
 
     def _set_path(self, path: str | Path) -> None:
         """Set the path, and read the text files there."""
