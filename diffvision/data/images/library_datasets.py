@@ -164,8 +164,9 @@ def _read_dataset(source: str, rows: Any, columns: dict[str, str], root: Path | 
     if "label" in resolved:
         feature, cells = rows.features[resolved["label"]], list(rows[resolved["label"]])
         if isinstance(feature, datasets.ClassLabel):
-            if (row := next((row for row, cell in enumerate(cells) if cell is None or cell < 0), None)) is not None:
-                raise ValueError(f"{source}, row {row} must have a label, got {cells[row]}: remove such rows")
+            if unlabelled := [row for row, cell in enumerate(cells) if cell is None or cell < 0]:
+                bad = unlabelled[0]
+                raise ValueError(f"{source}, row {bad} must have a label, got {cells[bad]}: remove such rows")
             labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
         else:
             labels, classnames = number_labels(
