@@ -53,6 +53,17 @@ class ProgressLine(TQDMProgressBar):
         """Return the metrics of the last logging step, evaluation or epoch."""
         return self._metrics
 
+    def on_train_start(self, *args: Any) -> None:
+        super().on_train_start(*args)
+        if self.is_enabled:
+            sys.stderr = StreamAbove(sys.stderr, self.train_progress_bar)
+
+    def on_train_end(self, *args: Any) -> None:
+        self._close()
+
+    def on_exception(self, *args: Any) -> None:
+        self._close()
+
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         super().on_train_epoch_start(trainer, *args)
         self.train_progress_bar.set_description(describe_epoch(trainer))
@@ -96,10 +107,6 @@ class ProgressLine(TQDMProgressBar):
 
     init_test_tqdm = init_validation_tqdm
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        with suppress(TypeError):  # there is no bar yet
-            self.train_progress_bar.close()
-
     def show_evaluation(self, what: str, done: int, total: int) -> None:
         """Show how many batches of an evaluation folder are done."""
         if not self._is_due():
@@ -111,6 +118,12 @@ class ProgressLine(TQDMProgressBar):
         bar = self.test_progress_bar if self.trainer.testing else self.val_progress_bar
         bar.total, bar.n = total, done
         bar.set_description(f"evaluating {what}")
+
+    def _close(self) -> None:
+        if isinstance(sys.stderr, StreamAbove):
+            sys.stderr = sys.stderr.stream
+        with suppress(TypeError):  # there is no bar yet
+            self.train_progress_bar.close()
 
     def _is_due(self) -> bool:
         return time.monotonic() - self._shown >= (self.seconds if self._is_printing else REDRAWN)
@@ -134,6 +147,24 @@ class ProgressLine(TQDMProgressBar):
             print(line, flush=True)
         else:
             self.print(line)
+
+
+class StreamAbove:
+    """A stream that writes above a bar, each text on lines of its own."""
+
+    def __init__(self, stream: Any, bar: Tqdm) -> None:
+        self.stream, self._bar = stream, bar
+
+    def write(self, text: str) -> int:
+        if text != "\n":
+            self._bar.clear()
+            self.stream.write(text.removesuffix("\n") + "\n")
+            self.stream.flush()
+            self._bar.refresh()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def describe_epoch(trainer: pl.Trainer) -> str:

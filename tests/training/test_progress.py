@@ -29,6 +29,7 @@ class Module(BoringModel):
     def training_step(self, batch, batch_idx):
         self.log("train/lr", 0.25, prog_bar=True)
         self.log("train/loss", torch.tensor(2.0))
+        print("a message", file=sys.stderr)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
@@ -38,11 +39,13 @@ class Module(BoringModel):
 
 def run(monkeypatch, out, **settings):
     monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr(progress, "REDRAWN", 0.0)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     quiet |= {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 2}
     trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[ProgressLine(seconds=0.0)], **quiet | settings)
     trainer.fit(Module())
+    assert sys.stderr is out
     return out.getvalue()
 
 
@@ -56,13 +59,14 @@ def test_in_a_terminal_one_bar_is_redrawn_and_each_epoch_leaves_a_line(monkeypat
     assert "epoch 2/2:  50%" in out
     assert "loss=2, zero_shot/digits/acc1=0.5, lr=0.25]" in out
     assert "evaluating digits/test" in out
+    assert left.count("a message") == 8
     assert "\x1b[A" not in out  # a second line
 
 
 def test_in_a_file_a_line_is_printed_on_logging_steps_and_in_evaluations(monkeypatch):
     out = run(monkeypatch, io.StringIO())
     assert "\r" not in out
-    lines = out.splitlines()
+    lines = [line for line in out.splitlines() if line != "a message"]
     assert lines[0] == "epoch 1/2 step 2/8: loss 2"
     assert lines.count("evaluating digits/test: 2/3 batches") == 2
     assert [line for line in lines if " step 4/8" in line or " step 8/8" in line][1::2] == EPOCHS
