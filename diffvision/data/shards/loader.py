@@ -12,7 +12,7 @@ import struct
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -389,13 +389,12 @@ class EvaluationLoader:
     ) -> None:
         _check_settings(batch_size, stall_timeout)
         self.batch_size, self.limits = batch_size, limits or Limits(settable=False)
-        self._stall_timeout = stall_timeout
+        self._num_workers, self._stall_timeout = num_workers, stall_timeout
         start, stop = (len(source) * r // world_size for r in (rank, rank + 1))
         firsts = range(start, stop, batch_size)
         self._requests = [Request(0, first, min(first + batch_size, stop)) for first in firsts]
-        self._samples = stop - start
-        self._extra_counts, self._num_workers = source.extra_counts, num_workers
-        self.report = self.new_report()
+        self._new_report = partial(Report, stop - start, extra_counts=source.extra_counts)
+        self.report = self._new_report()
         order = partial(SequentialOrder, source.counts)
         self._reader = BatchReader(source, kind, order, limits=self.limits)
 
@@ -403,29 +402,21 @@ class EvaluationLoader:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Any]:
-        self.report = self.new_report()
-        for batch, tally in self.tallied(range(len(self))):
-            self.report.add(tally, self.limits)
-            if batch is not None:
-                yield batch
-
-    def tallied(self, numbers: Sequence[int]) -> Iterator[tuple[Any, Tally]]:
-        """Yield batches by their numbers: each (None where no sample is good) with what became of its samples."""
-        num_workers = min(self._num_workers, len(numbers))
+        self.report = self._new_report()
+        num_workers = min(self._num_workers, len(self))
         loader = DataLoader(
             self._reader,
             batch_size=None,
-            sampler=[self._requests[number] for number in numbers],
+            sampler=self._requests,
             num_workers=num_workers,
             timeout=self._stall_timeout / 2 if num_workers else 0.0,
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
         )
-        yield from read_batches(loader)
-
-    def new_report(self) -> Report:
-        """Return an empty report of this rank's part."""
-        return Report(self._samples, extra_counts=self._extra_counts)
+        for batch, tally in read_batches(loader):
+            self.report.add(tally, self.limits)
+            if batch is not None:
+                yield batch
 
 
 def _check_settings(batch_size: int, stall_timeout: float) -> None:

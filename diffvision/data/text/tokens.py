@@ -37,7 +37,7 @@ IDS, LEARNED, LENGTHS = "tokens.bin", "learned.bin", "lengths.bin"
 MEMBER_DTYPE = np.dtype("<u4")  # of ids in samples, whatever that of their file is
 BLOCK = 1 << 24  # tokens
 
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _AGAIN = "run `diffvision data tokenize` again"
 _READ_TOKENS = 1 << 20  # at a time, where a file is read from end to end
 
