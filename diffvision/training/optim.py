@@ -69,19 +69,15 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.betas is not None:
             object.__setattr__(self, "betas", tuple(self.betas))  # a configuration or a checkpoint has a list
+        for name in ("weight_decay", "max_skipped", "warmup_steps", "warmup_epochs", "default_warmup_steps"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"optimizer.{name} must be 0 or more, got {value}")
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr must be above 0, got {self.lr}")
-        if self.weight_decay < 0:
-            raise ValueError(f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
-        if self.name == "adamw" and self.betas and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
-            raise ValueError(f"optimizer.betas must be two numbers from 0 to below 1 for adamw, got {self.betas}")
-        for name in ("warmup_steps", "warmup_epochs", "default_warmup_steps"):
-            if (warmup := getattr(self, name)) is not None and warmup < 0:
-                raise ValueError(f"optimizer.{name} must be 0 or more, or null for the default, got {warmup}")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"optimizer.clip_norm must be above 0, or null for no clipping, got {self.clip_norm}")
-        if self.max_skipped < 0:
-            raise ValueError(f"optimizer.max_skipped must be 0 or more, got {self.max_skipped}")
+        if self.name == "adamw" and self.betas and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
+            raise ValueError(f"optimizer.betas must be two numbers from 0 to below 1 for adamw, got {self.betas}")
         if self.decay not in get_args(Decay):
             raise ValueError(f"optimizer.decay must be one of {', '.join(get_args(Decay))}, got {self.decay!r}")
         if self.name != "adamw" or self.args:
