@@ -9,7 +9,7 @@ libraries that build models (timm, OpenCLIP, transformers) are called hosts in t
 from typing import TYPE_CHECKING
 
 from diffvision.lazy import lazy_names
-from diffvision.progress import import_tqdm
+from diffvision.progress import import_tqdm, in_notebook
 from diffvision.registration import register
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ if not TYPE_CHECKING:
         },
     )
 
-import_tqdm()
+if in_notebook():
+    import_tqdm()  # before timm and OpenCLIP import it, with its advice to install ipywidgets
 register("timm")
 register("open_clip")
 register("transformers.models.auto.configuration_auto")
