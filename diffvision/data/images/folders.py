@@ -26,6 +26,7 @@ from typing import Any
 
 from diffvision.data.images.image_set import ImageCollection, ImageSet
 from diffvision.data.images.image_sources import (
+    ARCHIVE,
     NAMED_TABLES,
     ImageSource,
     is_image_source,
@@ -214,7 +215,8 @@ class ImageEvaluationFolder(EvaluationFolder):
         named, root = split_root(str(self.path))
         if root is not None:
             return [Path(named), Path(root)]
-        return [self.path.parent if self.path.is_file() else self.path]
+        is_table = self.path.is_file() and self.path.suffix.lower() != ARCHIVE  # its images lie beside it
+        return [self.path.parent if is_table else self.path]
 
     def images(self, split: str) -> ImageCollection:
         """Return the images of a split.
@@ -306,7 +308,9 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
     if not folders and (is_shard_source(location) or is_image_source(location)):
         return [open_images(location, name, task)]
     if not folders:
-        raise ValueError(f"{location} must be a folder, a .tar or a table of images ({', '.join(NAMED_TABLES)})")
+        raise ValueError(
+            f"{location} must be a folder, a .tar, a .zip or a table of images ({', '.join(NAMED_TABLES)})"
+        )
     if name is not None:
         tasks = [folder.task for folder in folders]
         if len(set(tasks)) < len(tasks):

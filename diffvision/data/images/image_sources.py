@@ -52,7 +52,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 NAMED_TABLES = (*TABLES, ".txt")
 """The suffixes of a table that is named. In a folder a .txt is the caption of the image beside it."""
-_ARCHIVE = ".zip"
+ARCHIVE = ".zip"
 _ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
 Reads = Literal["labels", "captions"]
 _SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
@@ -107,7 +107,7 @@ def is_image_source(source: Any) -> bool:
     if is_remote(location) or not location.strip() or not path.exists():
         return False
     if path.is_file():
-        return path.suffix.lower() in (*NAMED_TABLES, _ARCHIVE)
+        return path.suffix.lower() in (*NAMED_TABLES, ARCHIVE)
     return not has_shards(path) or _has_images(path)
 
 
@@ -198,7 +198,7 @@ def _find_parts(
     path = Path(location)
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
-    if path.suffix.lower() == _ARCHIVE and path.is_file():
+    if path.suffix.lower() == ARCHIVE and path.is_file():
         folder = str(unpack_archive(path))
         parts = _find_parts(folder, table, columns, reads)
         return {split: partial(_read_renamed, read, folder, location) for split, read in parts.items()}

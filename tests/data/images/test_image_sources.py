@@ -250,9 +250,27 @@ def test_an_archive_is_read_as_its_folder(tree, captioned, tmp_path, layout, mon
         assert found.labels is None or found.labels.tolist() == expected.labels.tolist()
         assert [found.read(row) for row in range(len(found))] == [expected.read(row) for row in range(len(found))]
         assert archive in found.source
+    (evaluated,) = find_folders(archive)
+    assert evaluated.files("test") == [Path(archive)]
     (folder / inside).joinpath("again.zip").write_bytes(Path(archive).read_bytes()[:200])
     with pytest.raises(ValueError, match=r"again\.zip"):
         find_images(folder / inside / "again.zip")
+
+
+def test_an_archive_that_was_unpacked_in_part_is_unpacked_again(tree, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    archive, whole = shutil.make_archive(str(tmp_path / "pets"), "zip", tree), datasets.DownloadManager.extract
+
+    def fill_the_disk(self, path):
+        shutil.rmtree(Path(whole(self, path)) / "train")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.DownloadManager, "extract", fill_the_disk)
+        with pytest.raises(ValueError, match="No space left"):
+            find_images(archive)
+    assert len(find_images(archive)) == len(find_images(tree)) == 24
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
