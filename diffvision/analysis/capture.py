@@ -74,7 +74,8 @@ class Call:
     """What one attention layer computes with in a forward pass.
 
     Attributes:
-        name: of the layer's module in the model; "layers.0" and so on in transformers' models.
+        name: of the layer's module in the model; "layers.0" and so on in transformers' models, and in a Llava of ours
+            "language_model.layers.0".
         layer: the module.
         q: queries [B, H, P, M, D].
         k: keys [B, Hk, P, N, D], or [B, Hk, 1, N, D] where the maps share one key.
@@ -154,9 +155,10 @@ def captured(model: nn.Module, see: See) -> Iterator[None]:
                 stack.enter_context(_capture_ours(name, layer, count_and_see))
             elif isinstance(layer, _TIMM):
                 stack.enter_context(_capture_timm(name, layer, count_and_see))
-        if is_transformers(model):
-            stack.enter_context(_capture_transformers(model, count_and_see))
-        elif plain := {layer: name for name, layer in model.named_modules() if _is_plain(layer)}:
+        for name, part in _transformers_parts(model).items():
+            stack.enter_context(_capture_transformers(name, part, count_and_see))
+        plain = {layer: name for name, layer in model.named_modules() if _is_plain(layer)}
+        if plain and not is_transformers(model):
             stack.enter_context(_capture_plain(plain, count_and_see))
         yield
     if not calls:
@@ -170,14 +172,22 @@ def check_attention(model: nn.Module) -> None:
         _is_plain(layer) or (isinstance(layer, kinds) and not getattr(layer, "no_maps", ""))
         for layer in model.modules()
     )
-    if not any(captured) and not is_transformers(model):
+    if not any(captured) and not _transformers_parts(model):
         raise ValueError(_no_attention(model))
 
 
 def is_transformers(model: Any) -> bool:
-    """Return whether a model is a transformers model without layers of this package (our exported models have them)."""
-    ours = any(isinstance(module, AttentionLayer) for module in model.modules())
-    return hasattr(model, "set_attn_implementation") and not ours
+    """Return whether a model is a transformers model without layers of this package or a tower of timm."""
+    other = any(isinstance(module, AttentionLayer) or hasattr(module, "timm_model") for module in model.modules())
+    return hasattr(model, "set_attn_implementation") and not other
+
+
+def _transformers_parts(model: Any) -> dict[str, Any]:
+    """Return the model if it is transformers', or those in it that are, by the beginning of their layers' names."""
+    if is_transformers(model):
+        return {"": model}
+    children = model.named_children() if hasattr(model, "set_attn_implementation") else ()
+    return {f"{name}.": part for name, part in children if is_transformers(part)}
 
 
 def run_towers(model: Any, batch: Mapping[str, Any]) -> None:
@@ -377,8 +387,8 @@ def _four_axes(lam: Tensor | float) -> Tensor:
 
 
 @contextmanager
-def _capture_transformers(model: Any, see: See) -> Iterator[None]:
-    """Have transformers compute attention by the formula within the block.
+def _capture_transformers(prefix: str, model: Any, see: See) -> Iterator[None]:
+    """Have transformers compute attention by the formula within the block; names of layers have a prefix.
 
     Raises:
         ValueError: an attention layer computes more than a softmax of scaled products (softcap, sinks).
@@ -387,6 +397,11 @@ def _capture_transformers(model: Any, see: See) -> Iterator[None]:
     from transformers.masking_utils import sdpa_mask
 
     last: dict[str, Any] = {"query": None}  # DiffLlama asks twice in a row, for the halves of its values
+    lambdas: dict[nn.Module, Tensor] = {}  # of V2's layers
+
+    def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        lambdas[layer] = layer.lambda_proj(states).float().sigmoid().transpose(1, 2)[..., None]
 
     def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
@@ -395,9 +410,10 @@ def _capture_transformers(model: Any, see: See) -> Iterator[None]:
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
     ) -> tuple[Tensor, None]:
         if query is not last["query"]:
-            call = _transformers_call(module, query, key, value, attention_mask, settings)
-            scores = see(call) or call.scores()
-            last.update(query=query, maps=scores.maps().transpose(1, 2).flatten(1, 2), values=call.v)
+            call = _transformers_call(prefix, module, query, key, value, attention_mask, lambdas, settings)
+            maps = (see(call) or call.scores()).maps()
+            maps = maps if module in lambdas else maps.transpose(1, 2)
+            last.update(query=query, maps=maps.flatten(1, 2), values=call.v)
         values = value if last["values"] is None else last["values"]
         values = values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
         out = last["maps"] @ values.to(last["maps"].dtype)
@@ -407,31 +423,50 @@ def _capture_transformers(model: Any, see: See) -> Iterator[None]:
     AttentionInterface.register(_INTERFACE, attend)
     AttentionMaskInterface.register(_INTERFACE, mask)
     model.set_attn_implementation(_INTERFACE)
+    hooks = [
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in model.modules()
+        if hasattr(layer, "lambda_proj")
+    ]
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
 
 
 def _transformers_call(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, settings: Mapping[str, Any]
+    prefix: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    lambdas: Mapping[nn.Module, Tensor],
+    settings: Mapping[str, Any],
 ) -> Call:
-    """Return the call of a transformers layer; DiffLlama's heads i and i + H are a pair."""
+    """Return the call of a transformers layer; DiffLlama's heads i and i + H are a pair, V2's 2i and 2i + 1."""
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]:
         raise ValueError(
             f"{type(module).__name__} has {', '.join(unknown)}, which cannot be captured: give a model of timm, "
             "OpenCLIP or diffvision"
         )
-    maps = hasattr(module, "lambda_q1") + 1
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    q, k = (part.unflatten(1, (maps, -1)).transpose(1, 2) for part in (query, keys))
-    lam, v = (_diff_llama_lambda(module), None) if maps == 2 else (None, value)
+    lam: Tensor | None
+    if module in lambdas:
+        q, k = (part.unflatten(1, (-1, 2)) for part in (query, keys))
+        lam, v = lambdas[module], value
+    else:
+        maps = hasattr(module, "lambda_q1") + 1
+        q, k = (part.unflatten(1, (maps, -1)).transpose(1, 2) for part in (query, keys))
+        lam, v = (diff_llama_lambda(module), None) if maps == 2 else (None, value)
     is_causal = attention_mask is None and getattr(module, "is_causal", True)
     scale = settings.get("scaling") or query.shape[-1] ** -0.5
-    return Call(f"layers.{module.layer_idx}", module, q, k, v, lam, attention_mask, is_causal, scale)
+    return Call(f"{prefix}layers.{module.layer_idx}", module, q, k, v, lam, attention_mask, is_causal, scale)
 
 
-def _diff_llama_lambda(module: Any) -> Tensor:
+def diff_llama_lambda(module: Any) -> Tensor:
     """Return a DiffLlama layer's lambda, [1, 1, 1, 1]."""
     first = (module.lambda_q1.float() * module.lambda_k1.float()).sum().exp()
     second = (module.lambda_q2.float() * module.lambda_k2.float()).sum().exp()

@@ -67,7 +67,9 @@ def inspect_answers(
     images = answers[0].images
     measured: dict[str, list[Measurement]] = {vlm.name: []}
     with contextlib.suppress(AttributeError, ValueError):  # no tower of ours, or one without maps
-        measured[vlm.name] = [measure_image(vlm.model.tower, image, title, []) for title, image in images.items()]
+        measured[vlm.name] = [
+            measure_image(vlm.model.vision_tower.timm_model, image, title, []) for title, image in images.items()
+        ]
     sections, files = draw(measured, {vlm.name: images}, {})
     sections = [draw_answer(files, f"answer-{1 + index}", one) for index, one in enumerate(answers)] + sections
     lead = "Attention of the token that predicts a word, mean over heads and layers; below, the image tower."

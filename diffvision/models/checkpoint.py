@@ -18,7 +18,7 @@ from diffvision.models.architecture import KEY, METADATA, recorded
 from diffvision.models.weight_files import unreadable
 
 _AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
-VISION_LANGUAGE = "diffvision_vlm"  # model_type of our vision-language models
+VISION_LANGUAGE = ("timm_llava", "diffvision_vlm")  # model_type of our vision-language models, now and before 0.1
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
@@ -92,7 +92,7 @@ def read_origin(path: str | Path) -> Origin:
     name = about.get("model")
     is_language = isinstance(config, dict) and {"variant", "depth"} <= config.keys()
     joint = about.get("config")
-    is_joint = isinstance(joint, dict) and joint.get("model_type") == VISION_LANGUAGE
+    is_joint = isinstance(joint, dict) and joint.get("model_type") in VISION_LANGUAGE
     return Origin(name if isinstance(name, str) else None, is_language, is_joint)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 MODULES = {
-    "diffvision_vlm": ("diffvision.models.vision_language", "VisionLanguageConfig"),
+    "timm_llava": ("diffvision.models.vision_language", "TimmLlavaConfig"),
 }
 """model_type -> the module that registers its classes, and the configuration in it."""
 

@@ -1,125 +1,180 @@
-"""Vision-language models: an image tower, a projector and a causal language model, as a model of transformers.
+"""Vision-language models: transformers' Llava with an image tower of timm (`pip install "diffvision[hf]"`).
 
-An image stands in the text as `image_tokens` placeholders, whose embeddings are replaced by the projected features of
-the tower. Cache, padding and generation are transformers'. It needs `pip install diffvision[hf]`. Importing this module
-registers the classes with transformers' Auto classes.
+The tower is any ViT of timm, ours among them, the language model any causal one of transformers. Ours become a Llama, a
+DiffLlama or a `DiffLlamaV2ForCausalLM`. Importing this module registers the classes with transformers' Auto classes.
 
 Sources: LLaVA-1.5 (arXiv 2310.03744) for the two-layer projector and the second-last block, nanoVLM
 (github.com/huggingface/nanoVLM) for the pixel shuffle.
 """
 
-from typing import Any
+import copy
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jinja2
+import timm
 import torch
 from jaxtyping import Float, Int
+from timm.data import resolve_model_data_config
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaImageProcessor,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TimmWrapperConfig,
+)
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.image_utils import PILImageResampling
+from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector, LlavaPreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils import can_return_tuple
 
-from diffvision.models import vision_language_parts as parts
-from diffvision.models.names import unknown_model
-from diffvision.models.vision_language_parts import NAMES, Projector, VisionLanguageConfig
-from diffvision.models.vision_language_processor import IMAGE, make_processor, with_image_token
+from diffvision.models import language
+from diffvision.models.architecture import KEY, check, difference
+from diffvision.models.checkpoint import read_checkpoint
+from diffvision.models.convert.state import check_fits, few
+from diffvision.models.hub import HUGGING_FACE, local
+from diffvision.models.language.hugging_face import as_transformers, fast_tokenizer, tokenizer_file, turn_end
+from diffvision.models.names import is_tag, unknown_model
+from diffvision.models.weight_files import FOLDER, read_json, tensors_only
 
-__all__ = ["NAMES", "VisionLanguageConfig", "VisionLanguageModel", "create", "make_processor"]
+__all__ = ["NAMES", "TimmLlava", "TimmLlavaConfig", "create", "make_processor"]
+
+IMAGE = "<image>"
+"""The placeholder of an image in a text."""
 
 
-class VisionLanguageModel(PreTrainedModel, GenerationMixin):
-    """An image tower, a projector and a causal language model.
+class TimmLlavaConfig(LlavaConfig):
+    """Llava's configuration; `vision_config` is a `TimmWrapperConfig`, which names the tower and its arguments.
+
+    Attributes:
+        feature_layer: -1 for the last block with the tower's final norm, -2 for the second-last block without it, as
+            LLaVA-1.5 has it; Llava's `vision_feature_layer`.
+        projector: "mlp", as in LLaVA-1.5, or "pixel_shuffle", as in nanoVLM.
+        shuffle: side of the squares of patches that become one token.
+        preprocess: mean, std and interpolation of images, where they differ from the tower's own.
+        image_token_id: the placeholder; Llava's `image_token_index`. An id beyond the vocabulary is never generated.
+    """
+
+    model_type = "timm_llava"
+    attribute_map: ClassVar[dict[str, str]] = {
+        **LlavaConfig.attribute_map,
+        "image_token_id": "image_token_index",
+        "feature_layer": "vision_feature_layer",
+    }
+
+    vision_feature_select_strategy: Literal["default", "full"] = "full"  # timm's features have no class token
+    vision_config: Any = None
+    text_config: Any = None
+    projector: str = "mlp"
+    shuffle: int = 1
+    preprocess: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.feature_layer not in (-1, -2):
+            raise ValueError(f"feature_layer must be -1 (last block) or -2 (second-last), got {self.feature_layer!r}")
+        if self.projector not in ("mlp", "pixel_shuffle"):
+            raise ValueError(f"projector must be mlp or pixel_shuffle, got {self.projector!r}")
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save as transformers does, with a file of one line for `trust_remote_code=True`; a model calls this too."""
+        classes = {"AutoConfig": "TimmLlavaConfig", "AutoModelForImageTextToText": "TimmLlava"}
+        self.auto_map = {auto: f"modeling_timm_llava.{name}" for auto, name in classes.items()}
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        line = f"from {__name__} import {', '.join(classes.values())}  # noqa: F401\n"
+        (Path(save_directory) / "modeling_timm_llava.py").write_text(line, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing, where transformers would copy this file into the folders that it saves."""
+
+
+class TimmLlava(LlavaForConditionalGeneration):
+    """Transformers' Llava with a tower of timm and a whole causal language model, whose own logits are the model's.
 
     Args:
         config: the configuration.
-        tower: as `create_tower` returns it; by default one with new weights.
-        language_model: a causal language model of transformers; by default one with new weights.
 
     Attributes:
-        tower: the image tower.
-        projector: from the tower's features to embeddings of the language model.
-        language_model: any causal language model of transformers.
+        vision_tower: a `TimmWrapperModel`; its `timm_model` is timm's.
+        multi_modal_projector: from the tower's features to embeddings of the language model.
+        language_model: the causal language model.
         image_size: height and width of an image.
+        patch_size: side of a patch.
         image_tokens: tokens per image, after the shuffle.
 
     Raises:
-        ValueError: the shuffle does not divide the grid of patches, or an image has more tokens than the language
-            model's context.
+        ValueError: the tower gives no features of its blocks, the shuffle does not divide the grid of patches, or an
+            image has more tokens than the language model's context.
     """
 
-    config_class = VisionLanguageConfig
+    config_class = TimmLlavaConfig
+    config: TimmLlavaConfig
     main_input_name = "input_ids"
-    input_modalities = ["image", "text"]  # noqa: RUF012  (as the base class has it)
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _tied_weights_keys: ClassVar[dict[str, str]] = {}  # type: ignore[misc]  # the language model has its own
+    _tp_plan: ClassVar[dict[str, str]] = {}  # type: ignore[misc]
 
-    def __init__(self, config: VisionLanguageConfig, tower: Any = None, language_model: Any = None) -> None:
-        super().__init__(config)
-        self.tower = parts.create_tower(config.tower, config.tower_args) if tower is None else tower
-        if language_model is None:
-            language_model = AutoModelForCausalLM.from_config(config.text_config)
-        self.language_model = language_model
-        self.image_size, self.patch_size, width = parts.geometry(self.tower, config.feature_layer)
+    def __init__(self, config: TimmLlavaConfig) -> None:
+        LlavaPreTrainedModel.__init__(self, config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.language_model: Any = AutoModelForCausalLM.from_config(config.text_config)
+        config.text_config = self.language_model.config
+        self.image_size, self.patch_size, width = geometry(self.vision_tower.timm_model, config.feature_layer)
         rows, columns = (size // self.patch_size for size in self.image_size)
-        if rows % config.shuffle or columns % config.shuffle:
-            raise ValueError(
-                f"shuffle is {config.shuffle}, and the tower has {rows} x {columns} patches: give a divisor of both"
-            )
-        self.image_tokens = rows * columns // config.shuffle**2
+        side = config.shuffle
+        if side < 1 or rows % side or columns % side:
+            raise ValueError(f"shuffle must divide the tower's {rows} x {columns} patches, got {side}")
+        self.image_tokens = config.image_seq_length = rows * columns // side**2
         self._check_length(self.image_tokens)
-        self.projector = Projector(config.projector, width, config.text_config.hidden_size, config.shuffle)
+        config.vision_config.hidden_size = width * side**2
+        self.multi_modal_projector = create_projector(config)
         if config.image_token_id < config.text_config.vocab_size:
             self.generation_config.suppress_tokens = [config.image_token_id]
-        parts.mark_as_initialised(self)
         self.post_init()
 
-    def image_features(self, pixel_values: Float[Tensor, "I 3 h w"]) -> Float[Tensor, "I T dim"]:
-        """Return the tokens of images that the processor has transformed.
+    def get_image_features(self, pixel_values: Float[Tensor, "I 3 h w"], **kwargs: Any) -> BaseModelOutputWithPooling:
+        """Return the tower's features, and as `pooler_output` the tokens of each image, [I, T, dim].
 
         Raises:
             ValueError: the images are not of the tower's size.
         """
         if tuple(pixel_values.shape[-2:]) != self.image_size:
             raise ValueError(
-                f"images are {list(pixel_values.shape[-2:])}, and the tower takes {list(self.image_size)}: use the "
-                "processor of this model"
+                f"images must be {list(self.image_size)}, the tower's size, got {list(pixel_values.shape[-2:])}: "
+                "use the processor of this model"
             )
-        return self.projector(
-            parts.features(self.tower, pixel_values.to(next(self.tower.parameters()).dtype), self.config.feature_layer)
+        layer, side = self.config.feature_layer, self.config.shuffle
+        seen = self.vision_tower(
+            pixel_values, output_hidden_states=[layer], norm=layer == -1, stop_early=True, do_pooling=False
+        )
+        maps = seen.hidden_states[0]  # [I, C, rows, columns]
+        squares = maps.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
+        features = squares.flatten(3).flatten(1, 2)  # row by row; in a square its patches, row by row
+        return BaseModelOutputWithPooling(
+            last_hidden_state=features, pooler_output=self.multi_modal_projector(features)
         )
 
     def embed(
-        self,
-        input_ids: Int[Tensor, "B N"],
-        pixel_values: Float[Tensor, "I 3 h w"] | None = None,
-        past_key_values: Cache | None = None,
+        self, input_ids: Int[Tensor, "B N"], images: Float[Tensor, "I T dim"] | None = None
     ) -> Float[Tensor, "B N dim"]:
-        """Return embeddings of tokens, with the images' in place of the placeholders.
+        """Return embeddings of tokens, with the images' tokens in reading order in place of the placeholders.
 
-        Args:
-            input_ids: tokens, with `image_tokens` placeholders for each image.
-            pixel_values: all images of the batch, in reading order; None for text alone.
-            past_key_values: a cache with the tokens before these.
-
-        Raises:
-            ValueError: placeholders and images do not match, or there are more tokens than the context.
+        Placeholders and images are not compared, which would wait for a GPU.
         """
-        start: Any = 0 if past_key_values is None else past_key_values.get_seq_length()
-        images = 0 if pixel_values is None else len(pixel_values)
-        if isinstance(start, int) and not torch.compiler.is_compiling():
-            self._check_length(start + input_ids.shape[1])
-            if start == 0 or images or input_ids.shape[1] > 1:
-                self._check_count(input_ids, images)
-        return self._merge(input_ids, pixel_values)
-
-    def _merge(
-        self, input_ids: Int[Tensor, "B N"], pixel_values: Float[Tensor, "I 3 h w"] | None
-    ) -> Float[Tensor, "B N dim"]:
         places = input_ids == self.config.image_token_id
         embeds = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
-        if pixel_values is None:
-            return embeds
-        return embeds.masked_scatter(places[..., None], self.image_features(pixel_values).to(embeds))
+        return embeds if images is None else embeds.masked_scatter(places[..., None], images.to(embeds))
 
     @can_return_tuple
     def forward(
@@ -131,18 +186,19 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "B N dim"] | None = None,
         labels: Int[Tensor, "B N"] | None = None,
-        use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return what the language model returns for text with images.
 
         Args:
-            input_ids, pixel_values: as in `embed`.
-            attention_mask: [B, past + N], 0 for padding at either side.
-            position_ids, past_key_values, use_cache, logits_to_keep, **kwargs: as the language model takes them.
+            input_ids: tokens, with `image_tokens` placeholders for each image.
+            pixel_values: all images of the batch, in reading order; None for text alone.
             inputs_embeds: embeddings in place of input_ids and pixel_values.
             labels: equal to input_ids, -100 where there is no loss; the language model shifts them.
+            mm_encoder_outputs: what `get_image_features` returned, under "image", in place of pixel_values.
+            attention_mask, position_ids, past_key_values, logits_to_keep, **kwargs: as the language model takes them.
 
         Raises:
             ValueError: placeholders and images do not match, or there are more tokens than the context.
@@ -150,89 +206,34 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None) or (inputs_embeds is not None and pixel_values is not None):
             raise ValueError("give input_ids, with or without pixel_values, or inputs_embeds")
         if input_ids is not None:
-            inputs_embeds = self.embed(input_ids, pixel_values, past_key_values)
-        return self.language_model(
+            seen = (mm_encoder_outputs or {}).get("image")
+            seen = self.get_image_features(pixel_values) if pixel_values is not None else seen
+            images = None if seen is None else seen.pooler_output
+            self._check(input_ids, 0 if images is None else len(images), past_key_values)
+            inputs_embeds = self.embed(input_ids, images)
+        output: CausalLMOutputWithPast = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             labels=labels,
-            use_cache=use_cache,
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+        return output
 
-    def hidden(
-        self,
-        input_ids: Int[Tensor, "B N"],
-        pixel_values: Float[Tensor, "I 3 h w"] | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Float[Tensor, "B N dim"]:
-        """Return the input of the output projection, for training; the arguments are those of `forward`.
-
-        Placeholders and images are not compared, which would wait for a GPU: `VisionLanguageData` has done so.
-
-        Raises:
-            ValueError: there are more tokens than the context.
-        """
-        self._check_length(input_ids.shape[1])
-        embeds = self._merge(input_ids, pixel_values)
-        decoder = self.language_model.base_model
-        return decoder(inputs_embeds=embeds, attention_mask=attention_mask, use_cache=False, **kwargs).last_hidden_state
-
-    def logits(
-        self, input_ids: Int[Tensor, "B N"], pixel_values: Float[Tensor, "I 3 h w"] | None = None
-    ) -> Float[Tensor, "B N vocabulary"]:
-        """Return the logits after each token, for training, as `hidden` returns what the output projection reads."""
-        self._check_length(input_ids.shape[1])
-        return self.language_model(inputs_embeds=self._merge(input_ids, pixel_values), use_cache=False).logits
-
-    @torch.no_grad()
-    def has_bare_head(self) -> bool:
-        """Return whether the logits are `hidden @ head_weight.T`: without bias, scale, cap or adapter.
-
-        The model is run on two tokens, with known numbers in place of the projection's output. On the meta device,
-        where there are no numbers, the projection alone is looked at.
-        """
-        head = self.language_model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            return False
-        if head.weight.is_meta:
-            return True
-        seen: dict[str, Tensor] = {}
-        known = torch.linspace(-100, 100, head.out_features).to(head.weight)
-
-        def replace(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            seen["read"] = inputs[0]
-            return known.expand_as(output)
-
-        def keep(decoder: nn.Module, inputs: Any, output: Any) -> None:
-            seen["hidden"] = output.last_hidden_state
-
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
-        modes = {module: module.training for module in self.modules()}
-        hooks = head.register_forward_hook(replace), self.language_model.base_model.register_forward_hook(keep)
-        try:
-            logits = self.eval().logits(tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for module, mode in modes.items():
-                module.training = mode
-        is_same = seen.keys() == {"read", "hidden"} and torch.equal(seen["read"], seen["hidden"])
-        return is_same and torch.equal(logits.to(known), known.expand_as(logits))
-
-    @property
-    def head_weight(self) -> Float[Tensor, "vocabulary dim"]:
-        """The weight of the output projection."""
-        return self.language_model.get_output_embeddings().weight
-
-    def _check_count(self, input_ids: Int[Tensor, "B N"], images: int) -> None:
+    def _check(self, input_ids: Int[Tensor, "B N"], images: int, past_key_values: Cache | None) -> None:
+        """Raise a ValueError for too many tokens, or placeholders that do not match the images."""
+        start: Any = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if not isinstance(start, int) or torch.compiler.is_compiling():
+            return
+        self._check_length(start + input_ids.shape[1])
+        if start and not images and input_ids.shape[1] == 1:
+            return
         if (count := int((input_ids == self.config.image_token_id).sum())) != images * self.image_tokens:
             raise ValueError(
                 f"{count} placeholders (token {self.config.image_token_id}) for {images} images of "
-                f"{self.image_tokens} tokens: write one <image> for each image and use the model's processor"
+                f"{self.image_tokens} tokens: write one {IMAGE} for each image and use the model's processor"
             )
 
     def _check_length(self, tokens: int) -> None:
@@ -243,62 +244,39 @@ class VisionLanguageModel(PreTrainedModel, GenerationMixin):
                 "use fewer or smaller images, or a shuffle"
             )
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the inputs of a step; images come with the prompt alone, as transformers has it from 5.15 on."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]  # its self is a protocol
-        if not kwargs.get("is_first_iteration") and kwargs.get("use_cache", True):
-            inputs.pop("pixel_values", None)
-        return inputs
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the language model's output projection."""
+        return self.language_model.get_output_embeddings()
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **settings: Any) -> Any:
-        """Load as transformers does, but raise a ValueError for missing and unexpected weights, or of other sizes."""
-        wants_info = settings.pop("output_loading_info", False)
-        source = args[0] if args else settings.get("pretrained_model_name_or_path")
-        try:
-            loaded: Any = super().from_pretrained(*args, output_loading_info=True, **settings)
-        except RuntimeError as error:
-            if "size" not in str(error):
-                raise
-            raise ValueError(
-                f"the weights of {source!r} have other sizes than its configuration says, such as a projector of "
-                f"another model: {str(error)[-300:]}"
-            ) from error
-        model, info = loaded
-        parts.check_loaded(info, source, f"tower {model.config.tower!r} and its language model")
-        parts.restore_buffers(model.tower, model.config.tower, model.config.tower_args)
-        return (model, info) if wants_info else model
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the language model's output projection."""
+        self.language_model.set_output_embeddings(value)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        super()._set_gradient_checkpointing(enable, *args, **kwargs)
-        self.tower.set_grad_checkpointing(enable)
+    register_for_auto_class = TimmLlavaConfig.register_for_auto_class  # which does nothing
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Leave the weights as they were drawn: in a folder none are missing."""
 
-    def _validate_generated_length(self, generation_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse more tokens than the context before the first is generated."""
-        host: Any = super()
-        host._validate_generated_length(generation_config, *args, **kwargs)
-        self._check_length(generation_config.max_length)
+class Halves(NamedTuple):
+    """The tower and the language model of a name, with their arguments."""
 
-    def _expand_inputs_for_generation(
-        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
-    ) -> Any:
-        """Repeat a row's images together, for beams; transformers would repeat each image."""
-        images = kwargs.pop("pixel_values", None)
-        if images is not None and expand_size > 1:
-            self._check_count(input_ids, len(images))
-            places = input_ids == self.config.image_token_id
-            rows = images.split((places.sum(1) // self.image_tokens).tolist())
-            images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
-        host: Any = super()
-        input_ids, kwargs = host._expand_inputs_for_generation(expand_size, False, input_ids, **kwargs)
-        return input_ids, kwargs if images is None else {**kwargs, "pixel_values": images}
+    tower: str
+    language: str
+    tower_args: dict[str, Any] | None = None
+    language_args: dict[str, Any] | None = None
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Do nothing: transformers would save this module's text."""
+
+_VICUNA = {"vocab_size": 32_000, "max_length": 4096, "tied": False}
+NAMES = {
+    "vlm-debug": Halves("plain_vit_debug", "transformer-debug"),
+    "diff-vlm-debug": Halves("diff_vit_debug", "diffv2-debug"),
+    "llava-1.5-7b": Halves(
+        "vit_large_patch14_clip_quickgelu_336", "transformer-6.8b", language_args={**_VICUNA, "mlp_dim": 11_008}
+    ),
+    # The MLP is narrower by the parameters of V2's second queries, as in `language.SIZES`.
+    "diff-llava-1.5-7b": Halves(
+        "diff_vit_large_patch14_clip_224", "diffv2-6.8b", {"img_size": 336}, {**_VICUNA, "mlp_dim": 9632}
+    ),
+}
+"""Name of a vision-language model -> its halves; LLaVA-1.5-7B's have the sizes of CLIP-L/14-336 and Vicuna-7B."""
 
 
 def create(
@@ -311,20 +289,20 @@ def create(
     language_args: dict[str, Any] | None = None,
     tokenizer: Any = None,
     **settings: Any,
-) -> VisionLanguageModel:
+) -> TimmLlava:
     """Return a vision-language model, with new weights where none are named.
 
     Args:
         name: key of `NAMES`, which gives the tower and the language model.
-        tower: another tower, by timm's or OpenCLIP's name.
-        tower_args: arguments of the tower.
+        tower: another tower: timm's name, or that of an OpenCLIP model whose image tower is timm's, as DiffCLIP's.
+        tower_args: arguments of the tower, as `timm.create_model` takes them.
         tower_pretrained: weights of the tower: a tag of its library, a file, or a folder of timm's or OpenCLIP's; of a
             CLIP model the image tower.
         language: another language model: a name of ours; or one with weights: `local-dir:` and a folder or training's
             .ckpt of ours, or `hf:PATH`, of transformers.
         language_args: fields of `LanguageConfig`, for a name.
         tokenizer: as `make_processor` takes it, to set image_token_id; by default that is beyond the vocabulary.
-        **settings: further fields of `VisionLanguageConfig`.
+        **settings: further fields of `TimmLlavaConfig`.
 
     Raises:
         FileNotFoundError: there are no such weights.
@@ -337,16 +315,344 @@ def create(
         language, language_args = named.language, {**(named.language_args or {}), **(language_args or {})}
     if tower is None:
         tower, tower_args = named.tower, {**(named.tower_args or {}), **(tower_args or {})}
-    words = parts.open_language(language, language_args)
+    words = open_language(language, language_args)
     if tokenizer is not None:
         settings["image_token_id"] = with_image_token(tokenizer, words.config).convert_tokens_to_ids(IMAGE)
-    config = VisionLanguageConfig(tower=tower, tower_args=tower_args, text_config=words.config, **settings)
-    if tower_pretrained is None:
-        return VisionLanguageModel(config, language_model=words)
-    images, about = parts.load_tower(config.tower, tower_args, tower_pretrained)
-    config.preprocess = about | (config.preprocess or {})
-    return VisionLanguageModel(config, images, words)
+    images, about = open_tower(tower, tower_args, tower_pretrained)
+    config = TimmLlavaConfig(
+        vision_config=TimmWrapperConfig(**_timm_name(tower, tower_args)),
+        text_config=copy.deepcopy(words.config),  # whose choice of attention kernel is reset there
+        **{"image_token_id": words.config.vocab_size, **settings},
+    )
+    config.preprocess = {**about, **(config.preprocess or {})} or None
+    with torch.device("meta"):  # transformers would draw the halves' weights again
+        model = TimmLlava(config)
+    model.vision_tower.timm_model, model.language_model, config.text_config = images, words, words.config
+    model.multi_modal_projector = create_projector(config)
+    return model
 
 
-AutoConfig.register(VisionLanguageConfig.model_type, VisionLanguageConfig, exist_ok=True)
-AutoModelForImageTextToText.register(VisionLanguageConfig, VisionLanguageModel, exist_ok=True)
+def create_projector(config: TimmLlavaConfig) -> nn.Module:
+    """Return a projector with new weights, as LLaVA's and nanoVLM's trainers draw them."""
+    if config.projector == "mlp":
+        return LlavaMultiModalProjector(config)
+    layer = nn.Linear(config.vision_config.hidden_size, config.text_config.hidden_size, bias=False)
+    nn.init.normal_(layer.weight, std=0.02)
+    return layer
+
+
+# ---- the halves ----------------------------------------------------------------------------------------------------
+
+
+def _timm_name(name: str, args: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of a tower's `TimmWrapperConfig`.
+
+    Raises:
+        ValueError: it is neither timm's nor OpenCLIP's with a tower of timm.
+    """
+    if timm.is_model(name):
+        return {"architecture": name, "model_args": args or {}}
+    import open_clip  # takes seconds
+
+    vision = (open_clip.get_model_config(name) or {}).get("vision_cfg", {})
+    if not vision:
+        raise unknown_model(name, "neither timm nor OpenCLIP has a", [*timm.list_models(), *open_clip.list_models()])
+    if (tower := vision.get("timm_model_name")) is None:
+        raise ValueError(
+            f"tower {name!r} is of OpenCLIP's own class: give timm's name of it, as vit_base_patch16_clip_224"
+        )
+    return {"architecture": tower, "model_args": {"img_size": vision["image_size"], **(args or {})}}
+
+
+def _tags(name: str) -> list[str]:
+    """Return the tags of a tower's pretrained weights."""
+    if timm.is_model(name):
+        return [each.removeprefix(f"{name}.") for each in timm.list_pretrained(f"{name}.*")]
+    import open_clip
+
+    return open_clip.list_pretrained_tags_by_model(name)
+
+
+def open_tower(name: str, args: dict[str, Any] | None, source: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return a tower of timm, and mean, std and interpolation of its images where its weights record them.
+
+    Args:
+        name: of the tower.
+        args: its arguments.
+        source: None for new weights; a file of weights, a folder of timm's or OpenCLIP's, or a tag of `name`, which
+            wins over a path; of the weights of a CLIP model the image tower's are taken.
+
+    Raises:
+        ValueError: there are no such weights, they are damaged, or not of this tower.
+    """
+    chosen = _timm_name(name, args)
+    architecture, arguments = chosen["architecture"], {"num_classes": 0, **chosen["model_args"]}
+    if source is None:
+        return timm.create_model(architecture, **arguments), {}
+    tags = _tags(name)
+    if is_tag(source, tags) and timm.is_model(name):
+        return timm.create_model(f"{name}.{source}", pretrained=True, **arguments), {}
+    if is_tag(source, tags):
+        import open_clip
+
+        visual: Any = open_clip.create_model(name, source).visual
+        weights, about = visual.trunk.state_dict(), visual.preprocess_cfg
+    else:
+        if not (path := local(source)).exists():
+            known = ", ".join(tags) or "it has none"
+            raise ValueError(f"tower_pretrained must be a path or a tag of {name!r} ({known}), got {source!r}")
+        weights, about = _read_weights(path)
+    made: Any = timm.create_model(architecture, **arguments)
+    prefix = next((one for one in ("visual.trunk.", "visual.") if any(key.startswith(one) for key in weights)), "")
+    unused = (f"{made.pretrained_cfg.get('classifier')}.", "visual.head.")
+    state = {
+        key.removeprefix(prefix): value
+        for key, value in weights.items()
+        if key.startswith(prefix) and not key.startswith(unused)
+    }
+    check_fits(state, made.state_dict(), f"{source} is not of tower {name!r}: it")
+    made.load_state_dict(state)
+    return made, {key: about[key] for key in ("mean", "std", "interpolation") if key in about}
+
+
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights in a file, or in a folder of timm's or OpenCLIP's, and how they want images preprocessed."""
+    about: dict[str, Any] = {}
+    if path.is_dir():
+        files = {"open_clip_config.json": "open_clip_model.safetensors", "config.json": "model.safetensors"}
+        found = next((file for file in files if (path / file).is_file()), "config.json")
+        values = read_json(path / found)
+        about, path = values.get("preprocess_cfg") or values.get("pretrained_cfg") or {}, path / files[found]
+    read = read_checkpoint(path)
+    return read.state, about or read.about.get("preprocess") or {}
+
+
+def geometry(tower: Any, layer: int) -> tuple[tuple[int, int], int, int]:
+    """Return the height and width of an image, the side of a patch, and the channels of features of block `layer`.
+
+    Raises:
+        ValueError: the tower has no such block, or gives no features of it.
+    """
+    if not hasattr(tower, "forward_intermediates"):
+        raise ValueError(f"a tower of {type(tower).__name__} gives no features of its blocks: give a ViT's name")
+    if len(tower.feature_info) < -layer:
+        raise ValueError(f"feature_layer must be -1, as {type(tower).__name__} has one block, got {layer}")
+    size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
+    size = size or resolve_model_data_config(tower)["input_size"][-2:]
+    return tuple(size), tower.feature_info[layer]["reduction"], tower.feature_info[layer]["num_chs"]
+
+
+def open_language(name: str, args: dict[str, Any] | None = None) -> Any:
+    """Return a causal language model as a model of transformers, in torch's default dtype.
+
+    Args:
+        name: a name of ours, for new weights; `local-dir:` and a folder or .ckpt of ours; or `hf:PATH`.
+        args: fields of `LanguageConfig`, for a name.
+
+    Raises:
+        FileNotFoundError, ValueError: the name is unknown; transformers has no such model; the weights do not exist,
+            are damaged, or do not fit.
+    """
+    if not name.startswith((HUGGING_FACE, FOLDER)):
+        return as_transformers(language.create(name, **(args or {})))
+    if args:
+        raise ValueError(f"language_args must be left out, as {name} has its own sizes, got {args}")
+    path, dtype = local(name), torch.get_default_dtype()
+    if name.startswith(FOLDER):
+        return as_transformers(language.load(path).to(dtype)).train()
+    with tensors_only(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, dtype=dtype, output_loading_info=True
+        )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{name} lacks {few(missing)} of a causal language model: save the whole model")
+    return model.train()
+
+
+# ---- the processor -------------------------------------------------------------------------------------------------
+
+_FLATTEN = """\
+{%- set flat = namespace(messages=[]) %}
+{%- for message in messages %}
+{%- set content = namespace(text=message.content if message.content is string else '') %}
+{%- for part in message.content if message.content is not string %}
+{%- set content.text = content.text + ('<image>\\n' if part.type == 'image' else part.text) %}{% endfor %}
+{%- set flat.messages = flat.messages + [{'role': message.role, 'content': content.text}] %}{% endfor %}
+{%- set messages = flat.messages %}"""
+"""Before a chat template for text: an image part is its placeholder and a line break."""
+_QUESTION = """\
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ 'USER: ' + message.content + ' ASSISTANT:' }}
+{%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
+{%- else %}{{ message.content + ' ' }}{% endif %}{% endfor %}"""
+"""LLaVA-1.5's template, for tokenizers without one."""
+
+
+def with_image_token(tokenizer: Any, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Return a copy of a language model's tokenizer with the special token `IMAGE`, which pads at the left.
+
+    Args:
+        tokenizer: of transformers; or the path of a tokenizer.json, or of its folder.
+        config: the language model's configuration.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the tokenizer has more tokens than the language model.
+    """
+    if isinstance(tokenizer, str | Path):
+        longest = getattr(config, "max_position_embeddings", VERY_LARGE_INTEGER)
+        tokenizer = fast_tokenizer(tokenizer_file(Path(tokenizer)), config.vocab_size, longest)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side, tokenizer.split_special_tokens = "left", False
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if (size := len(tokenizer)) > config.vocab_size and IMAGE not in tokenizer.get_vocab():
+        raise ValueError(
+            f"the tokenizer has {size} tokens and the language model {config.vocab_size}: give the model's own"
+        )
+    tokenizer.add_tokens([IMAGE], special_tokens=True)
+    return tokenizer
+
+
+def make_processor(model: TimmLlava, tokenizer: Any) -> LlavaProcessor:
+    """Return the processor of a model: transform, tokenizer with placeholders, chat template.
+
+    An image is padded to a square with the mean colour, as LLaVA-1.5 has it, and resized to the tower's size. The
+    tokenizer's own chat template is used if it has one, with an image's placeholder and a line break before its text
+    where it does not write them itself. What ends an answer by the template ends the model's generation too.
+
+    Args:
+        model: the model.
+        tokenizer: as in `with_image_token`.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the language model, or its token `IMAGE` is not the placeholder.
+    """
+    config = model.config
+    tokenizer = with_image_token(tokenizer, config.text_config)
+    if (found := tokenizer.convert_tokens_to_ids(IMAGE)) != config.image_token_id:
+        raise ValueError(
+            f"{IMAGE} is token {found} of the tokenizer and image_token_id is {config.image_token_id}: create the "
+            "model with this tokenizer"
+        )
+    height, width = model.image_size
+    images = {**resolve_model_data_config(model.vision_tower.timm_model), **(config.preprocess or {})}
+    own = tokenizer.chat_template
+    processor = LlavaProcessor(
+        image_processor=LlavaImageProcessor(
+            do_pad=True,
+            size={"height": height, "width": width},
+            crop_size={"height": height, "width": width},
+            resample=getattr(PILImageResampling, images["interpolation"].upper()),
+            image_mean=list(images["mean"]),
+            image_std=list(images["std"]),
+        ),
+        tokenizer=tokenizer,
+        patch_size=model.patch_size * config.shuffle,
+        vision_feature_select_strategy="full",
+        chat_template=own if own and _writes_images(tokenizer, own) else _FLATTEN + (own or _QUESTION),
+        image_token=IMAGE,
+    )
+    _end_with_turns(model, processor)
+    return processor
+
+
+def _writes_images(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a chat template writes the placeholder of an image part."""
+    question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A star."}]}
+    try:
+        written: Any = tokenizer.apply_chat_template([question, answer], chat_template=template, tokenize=False)
+    except (jinja2.TemplateError, TypeError):  # a template for texts meets a list of parts
+        return False
+    return written.count(IMAGE) == 1
+
+
+def _end_with_turns(model: TimmLlava, processor: LlavaProcessor) -> None:
+    """Add the special token that the chat template writes after an answer to those that end a generation."""
+    tokenizer, known = processor.tokenizer, model.generation_config.eos_token_id
+    ends = [tokenizer.eos_token_id] if known is None else known if isinstance(known, list) else [known]
+    ends = [*ends, turn_end(tokenizer, processor.chat_template)]
+    unique = [token for token in dict.fromkeys(ends) if token is not None]
+    model.generation_config.eos_token_id = unique[0] if len(unique) == 1 else unique or None
+
+
+# ---- checkpoints of training ---------------------------------------------------------------------------------------
+
+_UNRECORDED = ("transformers_version", "_name_or_path", "architectures", "dtype")  # versions, and what weights show
+
+
+def record(model: TimmLlava) -> dict[str, Any]:
+    """Return a model's configuration as plain values."""
+    values = model.config.to_dict()
+    parts = {name: part for name, part in values.items() if isinstance(part, dict)}
+    values |= {name: {k: v for k, v in part.items() if k not in _UNRECORDED} for name, part in parts.items()}
+    return {key: value for key, value in values.items() if key not in _UNRECORDED}
+
+
+def check_record(about: dict[str, Any], model: TimmLlava, what: str) -> None:
+    """Compare a model with the record of a checkpoint.
+
+    Raises:
+        ValueError: the record is not of a vision-language model, or of one with other settings, which are named.
+    """
+    if differences := difference({"config": _recorded_config(about, what)}, {"config": record(model)}):
+        raise ValueError(f"{what} is of another model, with {differences}: set model.* as in its config.yaml")
+    check({KEY: about.get(KEY)}, model, what)
+
+
+def _recorded_config(about: dict[str, Any], what: str) -> dict[str, Any]:
+    config = about.get("config")
+    if isinstance(config, dict):
+        check_version(config, what)
+    if not isinstance(config, dict) or config.get("model_type") != TimmLlavaConfig.model_type:
+        raise ValueError(f"{what} is not of our vision-language training: give a checkpoint of VisionLanguageModule")
+    return config
+
+
+def check_version(config: dict[str, Any], what: str) -> None:
+    """Raise a ValueError for a configuration of our class before 0.1, which was not a Llava."""
+    if config.get("model_type") == "diffvision_vlm":
+        raise ValueError(
+            f"{what} is a vision-language model from before version 0.1, which is not read: train it again"
+        )
+
+
+def load(path: str | Path) -> tuple[TimmLlava, dict[str, Any]]:
+    """Return the model of a checkpoint of training in evaluation mode, LoRA's adapters merged, and its record.
+
+    The record is {"model": name, "tokenizer": path, "fingerprint": of the tokenizer, "config": {...}, "lora": {"r": 8,
+    "alpha": 16, ...} or None, "architecture": {...}}. Where averaged weights (EMA) are in the file, they are taken.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is damaged, or not a checkpoint of our vision-language training.
+    """
+    read = read_checkpoint(path)
+    config, lora = _recorded_config(read.about, str(path)), read.about.get("lora")
+    try:
+        model = TimmLlava(TimmLlavaConfig.from_dict(config))
+        model.load_state_dict(merge_adapters(read.state, lora["alpha"] / lora["r"] if lora else 0.0))
+    except (TypeError, KeyError, RuntimeError) as error:
+        first = " ".join(line.strip() for line in str(error).splitlines()[:3])
+        raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
+    check(read.about, model, str(path))
+    return model.eval(), read.about
+
+
+def merge_adapters(state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return weights without LoRA's adapters A and B, which are added to the weight of their layer: W + scale B A."""
+    merged = {}
+    for name, value in state.items():
+        layer, is_wrapped, rest = name.rpartition(".base_layer.")
+        if is_wrapped and rest == "weight":
+            down, up = (state[f"{layer}.lora_{side}.default.weight"].float() for side in "AB")
+            value = (value.float() + scale * (up @ down)).to(value.dtype)
+        if ".lora_" not in name:
+            merged[f"{layer}.{rest}" if is_wrapped else name] = value
+    return merged
+
+
+AutoConfig.register(TimmLlavaConfig.model_type, TimmLlavaConfig, exist_ok=True)
+AutoModelForImageTextToText.register(TimmLlavaConfig, TimmLlava, exist_ok=True)

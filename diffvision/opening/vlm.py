@@ -23,7 +23,7 @@ class VLM:
 
     Attributes:
         name: of its folder or run.
-        model: ours, a `VisionLanguageModel`, or any of transformers' AutoModelForImageTextToText; in evaluation mode.
+        model: ours, a `TimmLlava`, or any of transformers' AutoModelForImageTextToText; in evaluation mode.
         processor: transforms images, and writes conversations as tokens with placeholders.
         weights: path of the weights.
     """
@@ -50,17 +50,21 @@ def open_vlm(spec: str | Path) -> VLM:
         return _open_trained(file)
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    import diffvision.models.vision_language  # noqa: F401  (registers our classes)
+    from diffvision.models.vision_language import TimmLlava, check_version  # registers it
 
     path = local(spec)
     if not path.is_dir():
         raise FileNotFoundError(
             f"no folder {str(path)!r}: give a vision-language model's, or {HUGGING_FACE}ID of the Hub"
         )
+    if (path / "config.json").is_file():
+        check_version(read_json(path / "config.json"), str(path))
     what = "image-text-to-text model"
     model, info = from_pretrained(AutoModelForImageTextToText, str(path), what, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{path} lacks {few(missing)} of an {what}: save the whole model")
+    if isinstance(model, TimmLlava) and (others := sorted(info["unexpected_keys"])):
+        raise ValueError(f"{path} has weights that its config.json does not name, {few(others)}: restore its own")
     processor = from_pretrained(AutoProcessor, str(path), "processor")
     _complete(processor, model.config)
     check_processor(model, processor, str(path))
@@ -97,8 +101,7 @@ def find_trained(spec: str | Path) -> Path | None:
 
 
 def _open_trained(file: Path) -> VLM:
-    from diffvision.models.vision_language import make_processor
-    from diffvision.models.vision_language_checkpoint import load
+    from diffvision.models.vision_language import load, make_processor
 
     model, about = load(file)
     if (tokenizer := find_tokenizer(file)) is None:
@@ -111,7 +114,7 @@ def _open_trained(file: Path) -> VLM:
 
 
 def check_processor(model: Any, processor: Any, what: str) -> None:
-    """Raise a ValueError if a processor writes another placeholder than its model reads, or other images."""
+    """Raise a ValueError if a processor writes other placeholders than its model reads, or other images."""
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise ValueError(f"{what} has no processor of images and text: save it with processor.save_pretrained")
     known = {"placeholder": (getattr(processor, "image_token_id", None), getattr(model.config, "image_token_id", None))}

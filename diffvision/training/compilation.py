@@ -18,7 +18,7 @@ COMPILING_NOTICE = "the first step compiles the model, which takes minutes: mode
 _COMPILER_PACKAGES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._subclasses")
 
 
-def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
+def compile_in_place(module: nn.Module, *, fullgraph: bool = True, dynamic: bool = False) -> None:
     """Compile a module's forward pass in place; the keys of its state_dict stay.
 
     There is one graph for each batch size, with and without gradients, in training and in evaluation; batches that
@@ -31,11 +31,12 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True) -> None:
     Args:
         module: a model, or a part of it.
         fullgraph: refuse graph breaks; False for FSDP2's blocks, whose hooks run between graphs.
+        dynamic: one graph for all sizes of a batch, where they differ from batch to batch.
     """
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.optimize_ddp = False
-    module.compile(fullgraph=fullgraph, dynamic=False, options=inductor_options())
+    module.compile(fullgraph=fullgraph, dynamic=dynamic, options=inductor_options())
     separate = SeparateGradients()
     for parameter in module.parameters():
         if parameter.requires_grad:

@@ -43,6 +43,12 @@ class NextTokenModule(TrainingModule):
         """Return the final hidden states [B, N, dim] or logits of a batch, and their targets [B, N] or IGNORED."""
         raise NotImplementedError
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the output projection."""
+        weight: Tensor = self.model.head_weight
+        return weight
+
     def soft_targets(self, batch: Any) -> SoftTargets | None:
         """Return soft targets, learned in addition to the targets; None by default."""
         return None
@@ -58,7 +64,7 @@ class NextTokenModule(TrainingModule):
             return loss, loss.detach(), (targets != IGNORED).sum()
         loss, nll = linear_cross_entropy(
             states.flatten(0, 1),
-            self.model.head_weight,
+            self.head_weight,
             targets.flatten(),
             z_loss=self.z_loss if self.training else 0.0,
             chunk=self.loss_chunk,
@@ -139,7 +145,7 @@ class NextTokenModule(TrainingModule):
         states, targets = self.read(batch)
         pieces = zip(states.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
         scores = [
-            -_cross_entropy(part if self.reads_logits else part @ self.model.head_weight.t(), target, "none")
+            -_cross_entropy(part if self.reads_logits else part @ self.head_weight.t(), target, "none")
             for part, target in pieces
         ]
         return torch.cat(scores).view_as(targets)

@@ -1,7 +1,7 @@
 """Training of vision-language models: one LightningModule.
 
 What it shares with others is in `next_token` and `module`, its optimizer in `optim`. What a checkpoint records is in
-`models.vision_language_checkpoint`.
+`models.vision_language`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.architecture import KEY, architecture
 from diffvision.models.weight_files import FOLDER
 from diffvision.opening.specs import check_transformers
+from diffvision.training.compilation import compile_in_place
 from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings, param_groups
 
-PARTS = ("tower", "projector", "language_model")
+PARTS = {"tower": "vision_tower", "projector": "multi_modal_projector", "language_model": "language_model"}
+"""Name of a part in `train` -> the model's attribute."""
 LLAVA = OptimizerSettings(lr=2e-5, weight_decay=0.0)
 
 
@@ -45,13 +47,13 @@ class Lora:
 
 
 class VisionLanguageModule(NextTokenModule):
-    """A model of `diffvision.models.vision_language` that learns the answers of conversations about images.
+    """A `TimmLlava` that learns the answers of conversations about images.
 
     A step's loss is the mean over its learned tokens, of all its batches and on all ranks together; that of a batch is
     logged. Parts that are not trained have no gradients and stay in evaluation mode.
 
     Attributes:
-        model: the `VisionLanguageModel`; its keys in a checkpoint's state_dict have the prefix "model.".
+        model: the `TimmLlava`; its keys in a checkpoint's state_dict have the prefix "model.".
         tokenizer: the argument.
         trained: the parts of the model that are trained.
     """
@@ -80,18 +82,19 @@ class VisionLanguageModule(NextTokenModule):
         lora: Lora | None = None,
         loss_chunk: int = 1024,
         grad_checkpointing: bool = False,
+        compile: bool = False,
     ) -> None:
         """Build the model, and choose which parts are trained.
 
         Args:
             model: name of a vision-language model, such as "vlm-debug" or "diff-vlm-debug"; "local-dir:FOLDER", a saved
                 one to start from; or a configuration, as a checkpoint records it.
-            tower: another image tower than the named model's, by timm's or OpenCLIP's name.
+            tower: another image tower than the named model's: timm's name, or an OpenCLIP name whose tower is timm's.
             tower_args: arguments of the tower.
             tower_pretrained: weights of the tower: a tag, a file or a folder.
             language: another language model: a name of ours, local-dir:FOLDER or hf:PATH, with its weights.
             language_args: fields of `LanguageConfig`, for a name.
-            model_args: fields of `VisionLanguageConfig` (feature_layer, projector, shuffle, preprocess).
+            model_args: fields of `TimmLlavaConfig` (feature_layer, projector, shuffle, preprocess).
             tokenizer: tokenizer.json or its folder; that of the language model.
             pretrained: the run, checkpoint or folder of an earlier stage to start from; of the same model.
             train: "all", "projector", or a list of parts: tower, projector, language_model.
@@ -102,6 +105,7 @@ class VisionLanguageModule(NextTokenModule):
             lora: train adapters of the language model instead of its weights; or a dictionary of its settings.
             loss_chunk: tokens whose logits are in memory together.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
+            compile: torch.compile the tower and the language model's decoder, in place.
 
         Raises:
             ValueError: settings that no model has; weights, or a tokenizer, of another model.
@@ -126,9 +130,9 @@ class VisionLanguageModule(NextTokenModule):
             raise ValueError(f"lora is set, and train is {train!r}, without language_model: add it, or leave lora out")
         from diffvision.models import vision_language
 
-        self.name = model if isinstance(model, str) else vision_language.VisionLanguageConfig.model_type
+        self.name = model if isinstance(model, str) else vision_language.TimmLlavaConfig.model_type
         if isinstance(model, dict):
-            self.model = vision_language.VisionLanguageModel(vision_language.VisionLanguageConfig.from_dict(model))
+            self.model = vision_language.TimmLlava(vision_language.TimmLlavaConfig.from_dict(model))
         elif model.startswith(FOLDER):
             self.model, _ = _open(model)
             self.sources = [model.removeprefix(FOLDER)]
@@ -143,11 +147,14 @@ class VisionLanguageModule(NextTokenModule):
             self._start_from(pretrained)
             self.sources = [pretrained]
         self._set_trained_parts(grad_checkpointing)
-        self.reads_logits = not self.model.has_bare_head()
+        self.reads_logits = not has_bare_head(self.model.language_model)
+        if compile:
+            compile_in_place(self.model.vision_tower, dynamic=True)  # images and tokens differ from batch to batch
+            compile_in_place(self.model.language_model.base_model, dynamic=True)
         self.train()
 
     def _start_from(self, source: str) -> None:
-        from diffvision.models.vision_language_checkpoint import check_record, record
+        from diffvision.models.vision_language import check_record, record
 
         loaded, about = _open(source)
         layers = {"layers": architecture(loaded)["layers"]}
@@ -157,22 +164,22 @@ class VisionLanguageModule(NextTokenModule):
 
     def _set_trained_parts(self, grad_checkpointing: bool) -> None:
         """Freeze the other parts, add adapters, and set activation checkpointing."""
-        for part in PARTS:
-            getattr(self.model, part).requires_grad_(part in self.trained)
+        for part, name in PARTS.items():
+            getattr(self.model, name).requires_grad_(part in self.trained)
         if self.lora is not None:
             _add_adapters(self.model.language_model, self.lora)
         if "tower" in self.trained:
             _freeze_unreached(self.model)
-            self.model.tower.set_grad_checkpointing(grad_checkpointing)
+            self.model.vision_tower.timm_model.set_grad_checkpointing(grad_checkpointing)
         if grad_checkpointing:
             self.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def train(self, mode: bool = True) -> VisionLanguageModule:
         """Set the mode; parts that are not trained stay in evaluation mode."""
         super().train(mode)
-        for part in PARTS:
+        for part, name in PARTS.items():
             if part not in self.trained and hasattr(self, "model"):
-                getattr(self.model, part).eval()
+                getattr(self.model, name).eval()
         for layer in self.modules():
             if getattr(layer, "gradient_checkpointing", False):
                 layer.training = mode  # transformers recomputes no activations in evaluation mode
@@ -224,18 +231,29 @@ class VisionLanguageModule(NextTokenModule):
         """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
         return self.model(tokens, image).logits
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the language model's output projection."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
     def read(self, batch: VisionLanguageBatch) -> tuple[Tensor, Tensor]:
         """Return final hidden states [B, N, dim], or logits, and their targets [B, N].
 
         The padding follows the text, which therefore does not attend to it: no mask is needed.
         """
         inputs, targets, _ = shift(batch)
-        states = self.model.logits if self.reads_logits else self.model.hidden
+        # Without images a blank one, for whose gradients, zeros, DDP waits.
+        pixels = batch["image"] if len(batch["image"]) else batch["image"].new_zeros(1, 3, *self.model.image_size)
+        images = self.model.get_image_features(pixels).pooler_output
+        words = self.model.language_model
         if len(batch["image"]):
-            return states(inputs, batch["image"]), targets
-        # DDP waits for gradients of tower and projector, which are zeros without images.
-        blank = batch["image"].new_zeros(1, 3, *self.model.image_size)
-        return states(inputs) + 0 * self.model.image_features(blank).sum(), targets
+            embeds = self.model.embed(inputs, images)
+        else:
+            embeds = self.model.embed(inputs) + 0 * images.sum()
+        if self.reads_logits:
+            return words(inputs_embeds=embeds, use_cache=False).logits, targets
+        return words.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state, targets
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, each with its weight decay and the learning rate of its part."""
@@ -243,7 +261,7 @@ class VisionLanguageModule(NextTokenModule):
             name: rate / self.settings.lr
             for part, rate in self.rates.items()
             for name, _ in self.model.named_parameters()
-            if rate is not None and name.startswith(f"{part}.")
+            if rate is not None and name.startswith(f"{PARTS[part]}.")
         }
         settings = self.settings
         return param_groups(self.model, settings.weight_decay, scales=scales or None, is_muon=settings.is_muon)
@@ -256,7 +274,7 @@ class VisionLanguageModule(NextTokenModule):
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
-        from diffvision.models.vision_language_checkpoint import check_record
+        from diffvision.models.vision_language import check_record
 
         what = str(getattr(self.attached_trainer, "ckpt_path", None) or "the checkpoint")
         about = checkpoint.get("diffvision", {})
@@ -273,7 +291,7 @@ class VisionLanguageModule(NextTokenModule):
 
     def describe(self) -> dict[str, Any]:
         """Return the model's name, tokenizer, configuration, adapters and architecture."""
-        from diffvision.models.vision_language_checkpoint import record
+        from diffvision.models.vision_language import record
 
         about: dict[str, Any] = {"model": self.name, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint}
         about |= {"config": record(self.model), "lora": asdict(self.lora) if self.lora else None}
@@ -281,7 +299,7 @@ class VisionLanguageModule(NextTokenModule):
 
     def arguments_without_weights(self) -> dict[str, Any]:
         """Return the model's configuration in place of the arguments that it was built from."""
-        from diffvision.models.vision_language_checkpoint import record
+        from diffvision.models.vision_language import record
 
         sources = ("tower", "tower_args", "tower_pretrained", "language", "language_args", "model_args", "pretrained")
         return {**dict.fromkeys(sources), "model": record(self.model)}
@@ -291,17 +309,57 @@ def _parts(train: str | list[str]) -> tuple[str, ...]:
     """Return the parts of a model that `train` names."""
     chosen = list(PARTS) if train == "all" else [train] if isinstance(train, str) else train
     if not chosen or not {*chosen} <= {*PARTS}:
-        raise ValueError(f"train is {train!r}: give all, projector, or a list of {', '.join(PARTS)}")
+        raise ValueError(f"train must be all, projector, or a list of {', '.join(PARTS)}, got {train!r}")
     return tuple(part for part in PARTS if part in chosen)
 
 
 def _open(source: str) -> tuple[Any, dict[str, Any]]:
     """Return the model of a run, a checkpoint of ours or a folder, and the record of a checkpoint."""
-    from diffvision.models.vision_language_checkpoint import load
+    from diffvision.models.vision_language import TimmLlava, load
     from diffvision.opening.vlm import find_trained, open_vlm
 
     file = find_trained(source) or Path(source)
-    return load(file) if file.is_file() else (open_vlm(source).model, {})
+    if file.is_file():
+        return load(file)
+    if not isinstance(model := open_vlm(source).model, TimmLlava):
+        raise ValueError(f"{source} must be a TimmLlava, which `diffvision export` writes, got {type(model).__name__}")
+    return model, {}
+
+
+@torch.no_grad()
+def has_bare_head(language_model: Any) -> bool:
+    """Return whether the logits are the decoder's states times the output projection: no bias, scale, cap or adapter.
+
+    The model is run on two tokens, with known numbers in place of the projection's output. On the meta device, where
+    there are no numbers, the projection alone is looked at.
+    """
+    head = language_model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    if head.weight.is_meta:
+        return True
+    seen: dict[str, Tensor] = {}
+    known = torch.linspace(-100, 100, head.out_features).to(head.weight)
+
+    def replace(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        seen["read"] = inputs[0]
+        return known.expand_as(output)
+
+    def keep(decoder: nn.Module, inputs: Any, output: Any) -> None:
+        seen["hidden"] = output.last_hidden_state
+
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
+    modes = {module: module.training for module in language_model.modules()}
+    hooks = head.register_forward_hook(replace), language_model.base_model.register_forward_hook(keep)
+    try:
+        logits = language_model.eval()(tokens, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    is_same = seen.keys() == {"read", "hidden"} and torch.equal(seen["read"], seen["hidden"])
+    return is_same and torch.equal(logits.to(known), known.expand_as(logits))
 
 
 def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
@@ -332,8 +390,8 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
 
 def _freeze_unreached(model: Any) -> None:
     """Freeze weights that no feature depends on (blocks after its layer): DDP would wait for their gradients."""
-    parameters = list(model.tower.parameters())
-    total = model.eval().image_features(torch.zeros(1, 3, *model.image_size)).sum()
+    parameters = list(model.vision_tower.parameters())
+    total = model.eval().get_image_features(torch.zeros(1, 3, *model.image_size)).pooler_output.sum()
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.requires_grad_(gradient is not None)

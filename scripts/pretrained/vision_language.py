@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from diffvision import open_model
 from diffvision.models.convert import convert
-from diffvision.models.vision_language import VisionLanguageModel, create, make_processor
-from diffvision.models.vision_language_parts import features
+from diffvision.models.vision_language import TimmLlava, create, make_processor
 from diffvision.opening.vlm import open_vlm
 
 TOKENS = 128
@@ -43,12 +42,15 @@ def largest(one: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def compare_tower(model: VisionLanguageModel, theirs: Any, images: Tensor) -> dict[str, float]:
+def compare_tower(model: TimmLlava, theirs: Any, images: Tensor) -> dict[str, float]:
     """Return the largest differences of the tower's features from those of timm's model."""
     prefix, last = theirs.num_prefix_tokens, len(theirs.blocks) - 1
     whole = theirs.forward_features(images)[:, prefix:]
     (before,) = theirs.get_intermediate_layers(images, n=[last - 1], norm=False)
-    ours = [features(model.tower, images, layer).flatten(2).transpose(1, 2) for layer in (-1, -2)]
+    ours = []
+    for layer in (-1, -2):
+        model.config.feature_layer = layer
+        ours.append(model.get_image_features(images).last_hidden_state)
     return {
         "last_block_with_norm": largest(ours[0], whole),
         "second_last_block": largest(ours[1], before),
@@ -57,7 +59,7 @@ def compare_tower(model: VisionLanguageModel, theirs: Any, images: Tensor) -> di
 
 
 @torch.no_grad()
-def compare_language(models: dict[str, VisionLanguageModel], folder: str, ids: Tensor) -> dict[str, float]:
+def compare_language(models: dict[str, TimmLlava], folder: str, ids: Tensor) -> dict[str, float]:
     """Return the largest differences of logits on text from those of transformers' own model."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     logits = theirs(ids).logits
@@ -66,7 +68,7 @@ def compare_language(models: dict[str, VisionLanguageModel], folder: str, ids: T
 
 
 @torch.no_grad()
-def check_folder(model: VisionLanguageModel, tokenizer: str, picture: Image.Image, folder: str) -> dict[str, Any]:
+def check_folder(model: TimmLlava, tokenizer: str, picture: Image.Image, folder: str) -> dict[str, Any]:
     """Save the model with its processor, open both again, and return what they answer and how their logits differ."""
     processor = make_processor(model, tokenizer)
     question = [{"type": "image", "image": picture}, {"type": "text", "text": "What is in the image?"}]
@@ -113,7 +115,7 @@ def main() -> None:
         results = {
             "parameters": {
                 part: sum(parameter.numel() for parameter in getattr(model, part).parameters())
-                for part in ("tower", "projector", "language_model")
+                for part in ("vision_tower", "multi_modal_projector", "language_model")
             },
             "image_tokens": model.image_tokens,
             "tower_differs_from_timm": compare_tower(model, tower.module, images),

@@ -46,8 +46,7 @@ from diffvision.evaluation.vision_language.chair import ObjectNames, chair
 from diffvision.evaluation.vision_language.pope_metrics import pope
 from diffvision.evaluation.vision_language.vqa import vqa
 from diffvision.models import language
-from diffvision.models.language.hugging_face import as_transformers
-from diffvision.models.vision_language import VisionLanguageConfig, VisionLanguageModel
+from diffvision.models.vision_language import TimmLlava, create
 from diffvision.training.optim import param_groups
 from grid import Difference, Grid, Run, contrasts, paired_interval, processor, processor_folder, run_study
 from small_clip import Captions, SmallClip, Towers, pixels, read
@@ -224,8 +223,8 @@ def pretrained_tower(kind: str, seed: int, data: Data, folder: Path, epochs: int
     return torch.load(file, weights_only=True)
 
 
-def pretrained_language(kind: str, seed: int, data: Data, folder: Path, epochs: int) -> language.LanguageModel:
-    """Return a language model that learned the training conversations without their images."""
+def pretrained_language(kind: str, seed: int, data: Data, folder: Path, epochs: int) -> Path:
+    """Return the folder of a language model that learned the training conversations without their images."""
     folder = folder / f"language-{kind}-{seed}"
     if not folder.is_dir():
         torch.manual_seed(seed)
@@ -237,26 +236,25 @@ def pretrained_language(kind: str, seed: int, data: Data, folder: Path, epochs: 
 
         fit(model, loss_of, len(data.encoded), rate=PRETRAINING, epochs=epochs, seed=seed)
         language.save(model, folder)
-    return language.load(folder)
+    return folder
 
 
-def build(family: str, seed: int, data: Data, models: Path, quick: bool) -> VisionLanguageModel:
+def build(family: str, seed: int, data: Data, models: Path, quick: bool) -> TimmLlava:
     """Return a cell's model with its pretrained halves and a new projector."""
     tower, text = CELLS[family]
     state = pretrained_tower(tower, seed, data, models, 1 if quick else CLIP_EPOCHS)
     words = pretrained_language(text, seed, data, models, 1 if quick else TEXT_EPOCHS)
-    inner = as_transformers(words, eos_token_id=END, pad_token_id=PAD)
     torch.manual_seed(seed)
-    config = VisionLanguageConfig(
+    model = create(
         tower=TOWERS[tower],
         tower_args={"img_size": SIZE, "patch_size": PATCH},
+        language=f"local-dir:{words}",
         feature_layer=-1,
         image_token_id=IMAGE,
-        text_config=inner.config,
     )
-    model = VisionLanguageModel(config, language_model=inner)
-    own = model.tower.state_dict()
-    model.tower.load_state_dict({name: state[name] for name in own})
+    model.generation_config.update(eos_token_id=END, pad_token_id=PAD)
+    own = model.vision_tower.timm_model
+    own.load_state_dict({name: state[name] for name in own.state_dict()})
     return model
 
 
@@ -278,7 +276,7 @@ def train(run: Run, data: Data, epochs: int, models: Path) -> dict[str, Any]:
     count = len(data.images["train"])
     try:
         model.requires_grad_(False)
-        model.projector.requires_grad_(True)
+        model.multi_modal_projector.requires_grad_(True)
         seconds = fit(model, loss_of, count, rate=2 * run.rate, epochs=1, seed=run.seed)
         model.requires_grad_(True)
         seconds += fit(model, loss_of, count, rate=run.rate, epochs=epochs, seed=run.seed + 50)
@@ -296,20 +294,20 @@ def train(run: Run, data: Data, epochs: int, models: Path) -> dict[str, Any]:
     return {**numbers, "diverged": "", "seconds": round(seconds), **scores}
 
 
-def loss(model: VisionLanguageModel, images: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+def loss(model: TimmLlava, images: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
     """Return the mean cross entropy of the learned tokens of rows, each after its image."""
     image = torch.full((len(tokens), model.image_tokens), IMAGE)
     tokens, learned = torch.cat([image, tokens], 1), torch.cat([image < 0, learned], 1)
-    hidden = model.hidden(tokens, images, (tokens != PAD).long())
-    return answers_loss(hidden, model.head_weight, tokens, learned)
+    embeds = model.embed(tokens, model.get_image_features(images).pooler_output)
+    decoder, mask = model.language_model.base_model, (tokens != PAD).long()
+    hidden = decoder(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state
+    return answers_loss(hidden, model.get_output_embeddings().weight, tokens, learned)
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
-def measure(
-    model: VisionLanguageModel, data: Data, contrast: float = 0.0
-) -> tuple[dict[str, float], dict[str, list[str]]]:
+def measure(model: TimmLlava, data: Data, contrast: float = 0.0) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Return the metrics of the test questions, and the answers.
 
     Args:
@@ -334,7 +332,7 @@ def measure(
     return {name: round(value, 4) for name, value in numbers.items()}, answers
 
 
-def answer(model: VisionLanguageModel, data: Data, rows: list[dict[str, Any]], contrast: float) -> list[str]:
+def answer(model: TimmLlava, data: Data, rows: list[dict[str, Any]], contrast: float) -> list[str]:
     """Return greedy answers to questions about test images, in the questions' order."""
     answers = []
     for start in range(0, len(rows), 256):

@@ -56,3 +56,25 @@ def test_v2_over_a_batch():
 
 def test_models_without_lambda():
     assert layer_lambdas(open_clip.create_model("CLIP-debug")) == {}
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"), [("diffv2-debug", 0.5), ("diff-debug", None), ("transformer-debug", 0)]
+)
+def test_lambdas_of_a_llava_are_those_of_tower_and_language_model(language, expected):
+    pytest.importorskip("transformers")
+    from diffvision.models.vision_language import create
+
+    model = create("diff-vlm-debug", language=language)
+    for name, parameter in model.named_parameters():
+        if "lambda_proj" in name:
+            torch.nn.init.zeros_(parameter)  # lambda is sigmoid(0)
+    tokens = torch.tensor([[*[model.config.image_token_id] * model.image_tokens, 5, 6]])
+    lambdas = layer_lambdas(model, {"image": torch.randn(1, 3, *model.image_size), "tokens": tokens})
+    words = {name: value for name, value in lambdas.items() if name.startswith("language_model.")}
+    assert len(lambdas) - len(words) == 4
+    if expected is None:
+        layers = [layer.self_attn for layer in model.language_model.model.layers]
+        assert list(words.values()) == pytest.approx([layer.lambda_init for layer in layers], abs=0.1)
+    else:
+        assert list(words.values()) == [expected] * (2 if expected else 0)

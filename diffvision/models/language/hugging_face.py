@@ -130,11 +130,20 @@ def set_ends(model: Any, tokenizer: Any) -> None:
     model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-def turn_end(tokenizer: Any) -> int | None:
-    """Return the special token that a tokenizer's chat template writes after an answer; None if there is none."""
-    question, answer = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": _ANSWER}
+def turn_end(tokenizer: Any, template: str | None = None) -> int | None:
+    """Return the special token that a chat template writes after an answer; None if there is none.
+
+    Args:
+        tokenizer: with the special tokens, and a template of texts.
+        template: another one, of messages in parts.
+    """
+    texts = {"user": "What is it?", "assistant": _ANSWER}
+    messages = [
+        {"role": role, "content": text if template is None else [{"type": "text", "text": text}]}
+        for role, text in texts.items()
+    ]
     try:
-        written: Any = tokenizer.apply_chat_template([question, answer], tokenize=False)
+        written: Any = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except (ValueError, TypeError, jinja2.TemplateError):  # no template, or one that takes no such conversation
         return None
     special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
