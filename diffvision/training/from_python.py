@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffvision.data.datasets import missing_data
+from diffvision.data.datasets import check_paths
 from diffvision.training.recipes import read_mapping, recipe, resolve_recipes
 
 if TYPE_CHECKING:
@@ -131,15 +131,11 @@ def options(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _as_json(key: str, value: Any) -> str:
-    def plain(part: Any) -> Any:
-        if isinstance(part, Path):
-            return str(part)
-        raise TypeError(
-            f"{key} is an object of {type(part).__name__}: give names, numbers, lists and dictionaries, or use "
-            "Lightning's Trainer(...).fit(module, data)"
-        )
-
-    return str(value) if isinstance(value, Path) else json.dumps(value, default=plain)
+    try:
+        return str(value) if isinstance(value, Path) else json.dumps(value, default=os.fspath)
+    except TypeError as error:
+        text = "must be names, numbers, lists and dictionaries: Lightning's Trainer(...).fit takes objects"
+        raise TypeError(f"{key} {text} ({error})") from error
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -153,15 +149,10 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
         words += options({"data": data})
     elif data is not None:
         if not isinstance(data, str | Path | list | tuple):
-            raise TypeError(
-                f"data is an object of {type(data).__name__}: give a path or settings, or use Lightning's "
-                "Trainer(...).fit(module, data)"
-            )
+            kind = type(data).__name__
+            raise TypeError(f"data must be a path or settings, got {kind}: Lightning's Trainer(...).fit takes objects")
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
-        for source in sources:
-            # A pattern, a URL and another library's dataset may exist.
-            if not any(mark in source for mark in "*?[{:") and not Path(source).exists():
-                raise missing_data("data", source)
+        check_paths({"data": sources})
         train = [str(Path(source, "train")) if _is_made(Path(source)) else source for source in sources]
         words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
         evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation

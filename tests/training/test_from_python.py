@@ -86,11 +86,11 @@ def test_two_runs_in_one_process(data, tmp_path):
     [
         ({"max_epocs": 3}, Mistake, r"did you mean --trainer\.max_epochs"),
         ({"batch_size": 3}, Mistake, r"did you mean --data\.batch_size"),
-        ({"model": {"modle": 1}}, Mistake, "ContrastiveModule takes no modle; did you mean model"),
+        ({"model": {"modle": 1}}, Mistake, r"modle.*did you mean .*model"),
         ({"data": "nowhere"}, FileNotFoundError, "data must be a file or folder that exists, got 'nowhere'"),
-        ({"data": 3}, TypeError, "data is an object of int: give a path or settings"),
-        ({"data": {"transform": print}}, TypeError, r"data\.transform is an object of builtin_function_or_method"),
-        ({"model": Callback()}, TypeError, "is an object of Callback: give names"),
+        ({"data": 3}, TypeError, "data must be a path or settings, got int"),
+        ({"data": {"transform": print}}, TypeError, r"data\.transform must be .* builtin_function_or_method"),
+        ({"model": Callback()}, TypeError, "model must be .* Callback"),
         ({"data": [".", "nowhere"]}, FileNotFoundError, "data must be a file or folder that exists, got 'nowhere'"),
         ({"callbacks": [3]}, TypeError, "callbacks must be a list .*, got int"),
         (
