@@ -179,7 +179,7 @@ def test_names_that_nobody_knows(tmp_path):
 
 def test_files_that_cannot_be_used(tmp_path, trained):
     path = tmp_path / "weights.pt"
-    torch.save({"state_dict": trained.state_dict(), "args": tmp_path}, path)
+    torch.save({"state_dict": trained.state_dict(), "args": trained.visual}, path)
     with pytest.raises(ValueError, match="holds more than tensors and plain"):
         open_model(NAME, path)
     path.write_bytes(path.read_bytes()[:1000])

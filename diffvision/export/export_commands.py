@@ -69,7 +69,7 @@ def export(
 
 def _export_vision_language(file: Path, target: Path, to: To | None) -> None:
     """Write a checkpoint of our vision-language training as a folder with its processor, LoRA's adapters merged."""
-    from diffvision.models.convert.state import check_finite
+    from diffvision.models.checkpoint import check_finite
     from diffvision.models.weight_files import written_whole
     from diffvision.opening.vlm import open_vlm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diffvision.models.convert import state
+from diffvision.models import checkpoint as checkpoints
 from diffvision.opening import Model, open_ours
 
 
@@ -23,4 +23,4 @@ def check_finite(model: Model, spec: str | Path) -> None:
     """Raise a ValueError if a model, opened by `spec`, has weights that are new ones, or not finite."""
     if model.weights is None:
         raise ValueError(f"{spec} has new weights: give --checkpoint, a file of weights or a tag of pretrained ones")
-    state.check_finite(model.module.state_dict(), model.weights)
+    checkpoints.check_finite(model.module.state_dict(), model.weights)

@@ -10,7 +10,7 @@ import torch
 from diffvision.export.finite_weights import open_finite
 from diffvision.export.model_folders import save_folder
 from diffvision.models.architecture import architecture, difference
-from diffvision.models.convert.state import differences, few
+from diffvision.models.checkpoint import differences, few
 from diffvision.models.weight_files import check_free
 from diffvision.opening import Model
 from diffvision.opening.weights import PREPROCESS

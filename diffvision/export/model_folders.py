@@ -16,8 +16,8 @@ from diffvision.data.images.folders import find_folders, read_lines
 from diffvision.export.card import write_card
 from diffvision.export.formats import Options
 from diffvision.models.architecture import metadata
+from diffvision.models.checkpoint import check_finite
 from diffvision.models.convert import layouts
-from diffvision.models.convert.state import check_finite
 from diffvision.models.weight_files import check_free, written_whole
 from diffvision.opening import Model
 from diffvision.opening.run_folders import run_config, setting

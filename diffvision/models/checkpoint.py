@@ -1,4 +1,4 @@
-"""Reading of checkpoints in the usual layouts and of the model that they record, without running pickled code.
+"""The one reader of files of weights, which runs no code of a pickle, and checks of what was read.
 
 Models are built from them in `diffvision.opening`; layouts of other libraries are converted in `models.convert`.
 """
@@ -7,19 +7,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diffvision.models.architecture import KEY, METADATA, recorded
-from diffvision.models.weight_files import unreadable
+from diffvision.models.weight_files import refuse_urls, unreadable
 
-_AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
 VISION_LANGUAGE = ("timm_llava", "diffvision_vlm")  # model_type of our vision-language models, now and before 0.1
-_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
+_AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
+_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
+_WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
+_SCALAR, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
+_HARMLESS: list[Any] = [
+    argparse.Namespace,
+    *((pathlib.PurePosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),
+    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *((_ARRAY, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *(np.ndarray, np.dtype),
+    *{type(np.dtype(letter)) for letter in "?bhilqBHILQefd"},
+]
+"""What checkpoints of others hold beside tensors and plain values; an object of any other class is refused."""
 
 
 @dataclass(frozen=True)
@@ -54,26 +69,31 @@ class Origin(NamedTuple):
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read the weights in a file of any of the usual layouts.
 
-    Only tensors, plain values and an argparse.Namespace of them are unpickled; timm's train.py stores its arguments in
-    one. If a file has averaged weights, they are returned (Lightning's EMA stores them as `state_dict`, timm's as
+    If a file has averaged weights, they are returned (Lightning's EMA stores them as `state_dict`, timm's as
     `state_dict_ema`). Prefixes that wrappers add to the names are removed.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, holds more than tensors and plain values, or holds no tensors by name.
+        ValueError: the file is damaged, holds objects of a class that is not known to be harmless, no tensors by name,
+            or tensors twice, with and without a wrapper's prefix.
     """
-    path = Path(path)
-    content, about = _read(path)
+    content, about = read_content(path)
     lightning = "pytorch-lightning_version" in content
-    for key in _NESTED:
-        if isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    prefixes = ("module.", "_orig_mod.", *(("model.", "_orig_mod.") if lightning else ()))
-    state = {_without(prefixes, name): value for name, value in content.items() if isinstance(value, Tensor)}
+    content = next((content[key] for key in _NESTED if isinstance(content.get(key), dict)), content)
+    tensors = {str(name): value.detach() for name, value in content.items() if isinstance(value, Tensor)}
+    state = {_bare(name, lightning): value for name, value in tensors.items()}
     if not state:
         raise ValueError(f"checkpoint {path} holds no tensors by name: give a file with a state_dict")
+    if len(state) < len(tensors):
+        raise ValueError(f"{path} holds weights twice, with and without a wrapper's prefix: keep one of the two")
     return Checkpoint(state, lightning, about)
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """Return the weights of `read_checkpoint`; ValueError too if they are not finite."""
+    state = read_checkpoint(path).state
+    check_finite(state, str(path))
+    return state
 
 
 def read_origin(path: str | Path) -> Origin:
@@ -86,7 +106,7 @@ def read_origin(path: str | Path) -> Origin:
     if path.suffix == ".safetensors":
         name = recorded(path).get("model")
         return Origin(name if isinstance(name, str) else None, language=False)
-    content, about = _read(path, "meta")
+    content, about = read_content(path, "meta")
     hyper = content.get("hyper_parameters")
     config = hyper.get("config") if isinstance(hyper, dict) else None
     name = about.get("model")
@@ -102,22 +122,35 @@ def holds_average(path: str | Path) -> bool:
     Raises:
         FileNotFoundError, ValueError: as `read_checkpoint`.
     """
-    content, _ = _read(Path(path), "meta")
+    content, _ = read_content(path, "meta")
     return any(name in content for name in _AVERAGES)
 
 
-def _read(path: Path, map_location: str = "cpu") -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the dictionary in a file, and the record that was saved with its weights."""
+def read_content(
+    path: str | Path, map_location: torch.device | str = "cpu", *, mmap: bool = False
+) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Return the dictionary in a file, and the record that was saved with its weights.
+
+    Args:
+        path: a .safetensors file, or one that `torch.save` wrote.
+        map_location: the device of the tensors.
+        mmap: do not read tensors that are not used.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_checkpoint`.
+    """
+    refuse_urls(path, "checkpoint")
+    path = Path(path)
     try:
         if path.suffix == ".safetensors":
             content, about = _read_safetensors(path)
         else:
             with harmless():
-                content = torch.load(path, map_location=map_location, weights_only=True)
+                content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
             is_lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
-            about = content.get("diffvision", {}) if is_lightning else {}
+            about = content.get(METADATA, {}) if is_lightning else {}
     except FileNotFoundError:
-        raise
+        raise FileNotFoundError(f"no file {path}: give a checkpoint (.pt, .pth, .ckpt or .safetensors)") from None
     # torch's reader raises errors of any class for a file that is not a checkpoint.
     except Exception as error:
         raise unreadable(path, error) from error
@@ -154,11 +187,77 @@ def _check_about(path: Path, about: Any) -> None:
 
 
 def harmless() -> torch.serialization.safe_globals:
-    """Return a context that allows torch to unpickle an argparse.Namespace too, as timm does."""
-    return torch.serialization.safe_globals([argparse.Namespace])
+    """Return a context that allows torch, in a host's reader too, the classes of `_HARMLESS`."""
+    return torch.serialization.safe_globals(_HARMLESS)
 
 
-def _without(prefixes: tuple[str, ...], name: str) -> str:
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
+def _bare(name: str, lightning: bool) -> str:
+    """Return a tensor's name without prefixes of wrappers; of `diffvision fit` also without its attribute's."""
+    name = _WRAPPERS.sub("", name, count=1)
+    return _WRAPPERS.sub("", name.removeprefix("model."), count=1) if lightning else name
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+class State(dict[str, Tensor]):
+    """A state_dict with errors that name a missing tensor.
+
+    Args:
+        weights: name -> tensor.
+        what: name of the state_dict in errors.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], what: str) -> None:
+        super().__init__(weights)
+        self.what = what
+
+    def __missing__(self, name: str) -> Tensor:
+        near = [have for have in self if have.rpartition(".")[2] == name.rpartition(".")[2]][:3]
+        hint = f"; it has {', '.join(near)}" if near else ""
+        raise ValueError(f"{self.what} lacks {name}{hint}: take the whole state_dict")
+
+    def layers(self, prefix: str) -> int:
+        """Return how many layers are numbered after a prefix, 0 first and none missing."""
+        numbers = {int(match[1]) for name in self if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
+        if numbers != set(range(len(numbers))):
+            gaps = sorted(set(range(max(numbers))) - numbers)
+            raise ValueError(f"{self.what} lacks the layers {gaps} of {prefix}: take the whole state_dict")
+        return len(numbers)
+
+
+def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return the missing, surplus and wrongly shaped tensors of a state_dict, one line each; empty if it fits."""
+    missing = [f"{name} is missing" for name in expected if name not in state]
+    extra = [f"{name} is unknown" for name in state if name not in expected]
+    return [
+        *missing,
+        *extra,
+        *(
+            f"{name} is {list(state[name].shape)}, expected {list(value.shape)}"
+            for name, value in expected.items()
+            if name in state and state[name].shape != value.shape
+        ),
+    ]
+
+
+def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    """Raise a ValueError, which begins with `what`, if a state_dict does not have exactly the expected tensors."""
+    if faults := differences(state, expected):
+        raise ValueError(f"{what} does not fit the model of its sizes; in our names: {few(faults)}")
+
+
+def few(faults: list[str]) -> str:
+    """Return the first faults, followed by the number of the others."""
+    return "; ".join(faults[:4]) + (f" (and {len(faults) - 4} more)" if len(faults) > 4 else "")
+
+
+def check_finite(state: Mapping[str, Tensor], what: str) -> None:
+    """Raise a ValueError if a state_dict holds numbers that are not finite."""
+    floating = {name: value for name, value in state.items() if value.is_floating_point()}
+    # torch 2.10 has no isfinite of eight-bit numbers
+    if wrong := [n for n, v in floating.items() if not (v.float() if v.itemsize == 1 else v).isfinite().all()]:
+        raise ValueError(
+            f"{len(wrong)} tensors of {what} are not finite, first {wrong[0]} ({state[wrong[0]].dtype}): save the "
+            "weights in float32, or take an earlier checkpoint"
+        )

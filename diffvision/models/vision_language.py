@@ -40,8 +40,7 @@ from transformers.utils import can_return_tuple
 
 from diffvision.models import language
 from diffvision.models.architecture import KEY, check, difference
-from diffvision.models.checkpoint import read_checkpoint
-from diffvision.models.convert.state import check_fits, few
+from diffvision.models.checkpoint import check_fits, few, read_checkpoint
 from diffvision.models.hub import HUGGING_FACE, local
 from diffvision.models.language.hugging_face import as_transformers, fast_tokenizer, tokenizer_file, turn_end
 from diffvision.models.names import is_tag, unknown_model

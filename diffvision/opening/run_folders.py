@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from diffvision.models.checkpoint import harmless
+from diffvision.models.checkpoint import read_content
 from diffvision.opening.weights import CONFIG, OPEN_CLIP
 
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
@@ -112,8 +111,6 @@ def runs_below(path: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
 def _content(file: Path) -> dict[str, Any]:
     """Return what a checkpoint holds besides its weights; the scores of its callbacks are small tensors."""
     try:
-        with harmless():
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch's reader raises errors of any class for a file that is not a checkpoint
+        return read_content(file, mmap=True)[0]
+    except ValueError as error:
         raise ValueError(f"{file} cannot be read: name another checkpoint of the run ({error})") from error
-    return content if isinstance(content, dict) else {}

@@ -13,8 +13,7 @@ from typing import Any, cast
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.bundled import bundled
-from diffvision.models.checkpoint import read_origin
-from diffvision.models.convert.state import few
+from diffvision.models.checkpoint import few, read_origin
 from diffvision.models.convert.transformers import EXPORTED, MODEL_TYPES, refuse_older
 from diffvision.models.names import is_tag
 from diffvision.models.weight_files import tensors_only

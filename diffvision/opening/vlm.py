@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.text.tokenizers import load_tokenizer
-from diffvision.models.checkpoint import read_origin
-from diffvision.models.convert.state import few
+from diffvision.models.checkpoint import few, read_origin
 from diffvision.models.hub import FOLDER, HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.models.weight_files import read_json

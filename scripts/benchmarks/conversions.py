@@ -26,8 +26,8 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from diffvision.models import language
+from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import convert
-from diffvision.models.convert.state import read_state
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention, DiffAttentionV2
 

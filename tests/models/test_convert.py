@@ -1,7 +1,7 @@
 """Layouts of others, there and back, and what the two sides compute; and the command over files of them."""
 
+import argparse
 import json
-import types
 
 import numpy as np
 import open_clip
@@ -17,10 +17,10 @@ from timm.models import register_model
 from diffvision import cli
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
+from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import convert, recognise
 from diffvision.models.convert import timm as timm_layout
 from diffvision.models.convert.diffclip import from_diffclip, to_diffclip
-from diffvision.models.convert.state import read_state
 from diffvision.models.convert.unilm import from_unilm, to_unilm
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention, DiffAttentionV2
@@ -226,12 +226,12 @@ def _empty(folder):
 
 def _damaged(folder):
     (folder / "x.safetensors").write_bytes(b"nothing")
-    return "x.safetensors", "is damaged or no safetensors file"
+    return "x.safetensors", "is damaged or no checkpoint"
 
 
 def _onnx(folder):
     (folder / "x.onnx").write_bytes(b"graph")
-    return "x.onnx", "is an ONNX graph, which names few of its weights"
+    return "x.onnx", "is damaged or no checkpoint"
 
 
 def _no_pickle(folder):
@@ -324,7 +324,7 @@ def test_a_plain_openclip_model_is_no_diffclip(tmp_path):
     with pytest.raises(ValueError, match="no V1 attention in both towers"):
         convert(str(tmp_path / "model"), str(tmp_path / "x.pt"), to="diffclip")
     (tmp_path / "model" / "open_clip_model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged or no checkpoint"):
         convert(str(tmp_path / "model"), str(tmp_path / "x.pt"), to="diffclip")
 
 
@@ -351,19 +351,21 @@ def test_half_a_diffllama_is_not_converted(name, value, words, tmp_path, capsys)
 
 
 def test_objects_beside_weights_are_not_made(tmp_path):
-    """Whatever is pickled there, only tensors are rebuilt; and where the weights are such an object, it is told."""
+    """Of what is pickled there harmless classes alone are made; a file with any other is refused, zipped or not."""
 
     class Payload:
         def __reduce__(self):
             return (type(tmp_path).touch, (tmp_path / "trace",))
 
     weights = TimmDiffAttention(32, 2).state_dict()
-    beside = {"args": types.SimpleNamespace(lr=1), "path": tmp_path, "best": np.float64(3), "x": Payload()}
-    torch.save({"state_dict": weights, **beside}, tmp_path / "x.pt")
-    same_states(dict(weights), read_state(tmp_path / "x.pt"))
-    torch.save({"state_dict": {"a": Payload()}}, tmp_path / "y.pt")
-    with pytest.raises(ValueError, match="holds no tensors by name"):
-        read_state(tmp_path / "y.pt")
+    beside = {"args": argparse.Namespace(lr=np.float32(1)), "path": tmp_path, "best": [np.float64(3), np.arange(2)]}
+    for zipped in (True, False):
+        torch.save({"state_dict": weights, **beside}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        same_states(dict(weights), read_state(tmp_path / "x.pt"))
+        for content in ({"state_dict": weights, "x": Payload()}, {"state_dict": {"a": Payload()}}):
+            torch.save(content, tmp_path / "y.pt", _use_new_zipfile_serialization=zipped)
+            with pytest.raises(ValueError, match="could run code"):
+                read_state(tmp_path / "y.pt")
     assert not (tmp_path / "trace").exists()
 
 

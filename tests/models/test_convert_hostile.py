@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from diffvision.export import save_folder
 from diffvision.models import language
 from diffvision.models.architecture import metadata
+from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import convert
-from diffvision.models.convert.state import read_state
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention
 
@@ -40,17 +40,6 @@ def test_weights_that_are_there_twice(tmp_path):
     torch.save({**WEIGHTS, "module.proj.bias": WEIGHTS["proj.bias"] + 1}, tmp_path / "x.pt")
     with pytest.raises(ValueError, match="holds weights twice, with"):
         read_state(tmp_path / "x.pt")
-
-
-def test_files_of_older_torch_are_read_as_harmlessly(tmp_path):
-    class Payload:
-        def __reduce__(self):
-            return (type(tmp_path).touch, (tmp_path / "trace",))
-
-    torch.save({"state_dict": WEIGHTS, "x": Payload()}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    read = read_state(tmp_path / "x.pt")
-    assert all(torch.equal(read[name], value) for name, value in WEIGHTS.items())
-    assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from timm.models import register_model
 
 from diffvision.models import released, vit
+from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import diffclip
-from diffvision.models.convert.state import read_state
 from diffvision.opening import open_model
 
 REPOSITORY = "someone/tiny"

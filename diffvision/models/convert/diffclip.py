@@ -27,7 +27,7 @@ from typing import Any
 from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from torch import Tensor, nn
 
-from diffvision.models.convert.state import State
+from diffvision.models.checkpoint import State
 from diffvision.nn import AttentionLayer
 from diffvision.nn.lambda_init import depth_lambda_init
 

@@ -20,20 +20,21 @@ from torch import Tensor, nn
 
 from diffvision.models import language
 from diffvision.models.architecture import KEY, check, metadata, recorded
+from diffvision.models.checkpoint import check_fits, differences, few, read_content, read_state
 from diffvision.models.convert import diffclip, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
-from diffvision.models.convert.layers import TELLING, check_layers
 from diffvision.models.convert.layouts import (
     CONFIG,
     WEIGHTS,
     Weights,
     weight_files,
 )
-from diffvision.models.convert.state import check_fits, few, read_about, read_state
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import DIFFCLIP_PREPROCESS
 from diffvision.models.weight_files import check_weights_name, read_json
-from diffvision.nn import depth_lambda_init
+from diffvision.nn import ATTENTION, AttentionLayer, depth_lambda_init
+
+_TELLING = tuple(ATTENTION[variant].telling_weight for variant in ("v1", "v2", "gated"))
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _map(source: Weights, target: Path, options: Options, *, by: Callable[..., d
         _refuse_other_layers(source.path)
         _refuse_mixed_layers(source)
     made = by(source.state)
-    check_layers(source.state if source.layout == "diffvision" else made, str(source.path))
+    _check_layers(source.state if source.layout == "diffvision" else made, str(source.path))
     _save(made, target)
 
 
@@ -114,7 +115,7 @@ def _refuse_other_layers(path: Path) -> None:
 
     It is another lambda_init than the depth's, or a variant such as DINT, whose weights are V1's.
     """
-    layers: Any = (recorded(path) or read_about(path)).get(KEY, {}).get("layers", {})
+    layers: Any = read_content(path, "meta")[1].get(KEY, {}).get("layers", {})
     for name, layer in layers.items():
         if (variant := layer.get("variant")) not in (None, "standard", "v1", "v2", "gated"):
             raise ValueError(
@@ -134,13 +135,76 @@ def _refuse_other_layers(path: Path) -> None:
 def _refuse_mixed_layers(source: Weights) -> None:
     """Raise a ValueError for attention of different variants in one file, which the other layouts' code has not."""
     layers = {name.removesuffix("q_proj.weight") for name in source.state if name.endswith("q_proj.weight")}
-    kinds = {layer: [mark for mark in TELLING if f"{layer}{mark}" in source.state] for layer in sorted(layers)}
+    kinds = {layer: [mark for mark in _TELLING if f"{layer}{mark}" in source.state] for layer in sorted(layers)}
     one, *others = kinds
     if differing := [layer for layer in others if kinds[layer] != kinds[one]]:
         raise ValueError(
             f"{source.path} has different variants, as in {one.rstrip('.')} and {differing[0].rstrip('.')} "
             "(variant_by_layer), and other layouts have one: export a folder"
         )
+
+
+def _check_layers(state: Mapping[str, Tensor], what: str) -> None:
+    """Compare every V1, V2 and gated attention of a state_dict with the layer that its tensors describe.
+
+    Args:
+        state: with our layers' names, at the top or anywhere within a model.
+        what: name of the state_dict in errors.
+
+    Raises:
+        ValueError: a layer has missing, surplus or wrongly shaped tensors; the message names them.
+    """
+    prefixes = {name[: -len(mark)] for name in state for mark in ("head_norm.weight", *_TELLING) if name.endswith(mark)}
+    prefixes = {prefix for prefix in prefixes if not prefix.endswith("mlp.")}  # its gate is SwiGLU's
+    faults = [f"{prefix}{fault}" for prefix in sorted(prefixes) for fault in _faults(_under(state, prefix))]
+    if faults:
+        raise ValueError(f"{what} does not hold whole attention layers; in our names: {few(faults)}")
+
+
+def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _faults(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return what keeps a layer's weights from being loaded."""
+    try:
+        layer = _build_meta(weights)
+    except KeyError as error:
+        return [f"{error.args[0]} is missing"]
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        shapes = {
+            name: list(value.shape) for name, value in weights.items() if "proj.weight" in name or "lambda" in name
+        }
+        return [f"* has sizes that do not fit ({error}): {shapes}"]
+    return differences(weights, layer.state_dict())
+
+
+def _build_meta(weights: Mapping[str, Tensor]) -> AttentionLayer:
+    """Return the layer of these sizes on the meta device."""
+    is_v2, gate = ATTENTION["v2"].telling_weight in weights, weights.get(ATTENTION["gated"].telling_weight)
+    is_gated = gate is not None and not is_v2 and "lambda_q1" not in weights
+    variant = ATTENTION["v2" if is_v2 else "gated" if is_gated else "v1"]
+    queries, width = weights["q_proj.weight"].shape
+    if is_gated:  # the size of a head changes no other shape than that of its norms
+        head_dim = len(weights.get("q_norm.weight", torch.empty(math.gcd(queries, len(weights["k_proj.weight"])))))
+        heads = queries // head_dim
+    elif is_v2:
+        heads = len(weights["lambda_proj.weight"])
+        head_dim = queries // (2 * heads)
+    else:
+        head_dim = len(weights["lambda_q1"])
+        heads = queries // (2 * head_dim)
+    return variant(
+        width,
+        heads,
+        len(weights["k_proj.weight"]) // (variant.key_maps * head_dim),
+        head_dim=head_dim,
+        head_norm="head_norm.weight" in weights,
+        qkv_bias="q_proj.bias" in weights,
+        proj_bias="proj.bias" in weights,
+        qk_norm="q_norm.weight" in weights,
+        device="meta",
+    )
 
 
 def read_language(folder: Path) -> LanguageModel:

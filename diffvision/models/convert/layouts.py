@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from diffvision.models import hub, language
+from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import diffclip, timm, unilm
 from diffvision.models.convert import transformers as hugging_face
-from diffvision.models.convert.state import read_state
 from diffvision.models.weight_files import read_json, refuse_gguf
 
 LAYOUTS = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.models.convert.state import State
+from diffvision.models.checkpoint import State
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import ATTENTION
 from diffvision.nn.diff_attention import VECTORS

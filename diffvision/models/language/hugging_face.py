@@ -43,7 +43,7 @@ def as_transformers(model: LanguageModel, **settings: Any) -> Any:
         ValueError: transformers has no class for it.
     """
     if any(layer.mergeable for layer in model.attention_layers()):
-        model = merge_dex(copy.deepcopy(model))
+        merge_dex(model := copy.deepcopy(model))
     values, state = to_hugging_face(model.config, model.state_dict())
     kind = CLASSES[values.pop("model_type")]
     config = kind.config_class(

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffvision.models.architecture import KEY, check, metadata, recorded
+from diffvision.models.checkpoint import read_content
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
-from diffvision.models.weight_files import read_json, refuse_urls, unreadable
+from diffvision.models.weight_files import read_json, refuse_urls
 from diffvision.tokenizer_settings import CHAT_TEMPLATE, CONFIG
 
 __all__ = ["create", "find_tokenizer", "load", "origin_of", "save"]
@@ -206,14 +207,10 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
 
 
 def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
-    """Read the tensors and plain values of a .ckpt file; an empty dictionary if it holds something else."""
+    """Read a .ckpt file."""
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
-    try:
-        content = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # a file that is no checkpoint can fail torch's reader in any way
-        raise unreadable(path, error) from error
-    return content if isinstance(content, dict) else {}
+    return read_content(path, map_location)[0]
 
 
 def _check_sizes(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
