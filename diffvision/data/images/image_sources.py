@@ -260,6 +260,14 @@ def _open_tables(
     path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]
 ) -> dict[str, Callable[[], ImageCollection]]:
     """Return the reader of each split's tables, whose paths are relative to one folder."""
+    every = [path / name for names in splits.values() for name in names]
+    if all(table.suffix.lower() == ".parquet" for table in every):
+        return {
+            split: partial(
+                read_parquet, f"{path}, split {split}", [path / name for name in names], columns, path, every
+            )
+            for split, names in splits.items()
+        }
     return _number_together(
         {
             split: partial(_read_tables, f"{path}, split {split}", path, [path / name for name in names], columns)

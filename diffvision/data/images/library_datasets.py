@@ -10,8 +10,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ def read_saved(path: Path, split: str | None, columns: dict[str, str]) -> ImageC
     return _read_dataset(source, loaded if split is None else loaded[split], columns)
 
 
-def read_parquet(source: str, files: list[Path], columns: dict[str, str], root: Path) -> ImageCollection:
+def read_parquet(
+    source: str, files: list[Path], columns: dict[str, str], root: Path, every: Sequence[Path] = ()
+) -> ImageCollection:
     """Return the images of .parquet files.
 
     Args:
@@ -103,6 +105,7 @@ def read_parquet(source: str, files: list[Path], columns: dict[str, str], root: 
         files: those to read.
         columns: as `image_sources.find_images` takes them.
         root: the folder that paths in them are relative to.
+        every: the files of all splits, of which only the labels are read: names of classes are numbered with theirs.
     """
     load = _datasets().Dataset.from_parquet
     from pyarrow.parquet import read_schema
@@ -115,7 +118,7 @@ def read_parquet(source: str, files: list[Path], columns: dict[str, str], root: 
             raise ValueError(f"{source} must have tables with the same columns, got others in {file}: give one of them")
     with _naming(source):
         rows = load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
-    return _read_dataset(source, rows, columns, root)
+    return _read_dataset(source, rows, columns, root, every)
 
 
 @contextmanager
@@ -132,7 +135,9 @@ def _first_sentence(error: BaseException) -> str:
     return re.split(r"\. |\n", str(error.__cause__ or error) or type(error).__name__)[0][:_REASON]
 
 
-def _read_dataset(source: str, rows: Any, columns: dict[str, str], root: Path | None = None) -> ImageCollection:
+def _read_dataset(
+    source: str, rows: Any, columns: dict[str, str], root: Path | None = None, every: Sequence[Path] = ()
+) -> ImageCollection:
     """Return the images of a `datasets.Dataset`, with captions and labels if it has such columns.
 
     Args:
@@ -140,6 +145,7 @@ def _read_dataset(source: str, rows: Any, columns: dict[str, str], root: Path | 
         rows: the dataset.
         columns: as `image_sources.find_images` takes them.
         root: the folder that image paths must be in; None does not check paths.
+        every: as `read_parquet` takes it.
     """
     datasets = _datasets()
     resolved = resolve_columns(rows.column_names, columns, source)
@@ -169,11 +175,25 @@ def _read_dataset(source: str, rows: Any, columns: dict[str, str], root: Path | 
                 raise ValueError(f"{source}, row {bad} must have a label, got {cells[bad]}: remove such rows")
             labels, classnames = np.array(cells, dtype=np.int64), tuple(feature.names)
         else:
-            labels, classnames = number_labels(
-                [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
-            )
+            texts = [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
+            labels, classnames = number_labels(texts, _read_labels(every, resolved["label"]))
     names = [f"row {row}" for row in range(len(rows))]
     return ImageCollection(source, names, read, captions, labels, classnames)
+
+
+def _read_labels(files: Sequence[Path], column: str) -> list[str]:
+    """Return the labels in .parquet files, of which only that column is read; a test split may have none."""
+    from pyarrow import parquet
+
+    labels = []
+    for file in files:
+        with _naming(file):
+            known = column in parquet.read_schema(file).names
+            cells = parquet.read_table(file, columns=[column])[column].unique().to_pylist() if known else []
+        for cell in cells:
+            with suppress(ValueError):  # a missing label is refused when its split is read
+                labels.append(read_label(cell, str(file)))
+    return labels
 
 
 class _Rows:
