@@ -222,7 +222,7 @@ def _find_parts(
     if folders and all(map(splits_in, folders)) and not is_described:
         named = named_splits(folders, path)
         parts = {split: partial(_read_folder, path / name, columns, reads) for split, name in named.items()}
-        return _number_together(parts, are_folders=True)
+        return _number_together(parts, [path / name for name in named.values()])
     if index is not None and not is_classes:
         return _open_table(path, index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
@@ -277,22 +277,26 @@ def _open_tables(
 
 
 def _number_together(
-    parts: dict[str, Callable[[], ImageCollection]], *, are_folders: bool = False
+    parts: dict[str, Callable[[], ImageCollection]], folders: Sequence[Path] = ()
 ) -> dict[str, Callable[[], ImageCollection]]:
-    """Return the parts with the classes of all of them numbered together, folders by name even if that is a number."""
+    """Return the parts with the classes of all of them numbered together.
+
+    Class folders of splits, which are `folders`, are numbered by name even if that is a number, and only listed.
+    """
 
     def read(split: str) -> ImageCollection:
         """Read one split with labels that are numbered over the classes of all splits."""
         images = parts[split]()
         if images.labels is None:
             return images
+        classes = sorted({composed(inner.name) for folder in folders for inner in _class_folders(folder)})
+        if images.classnames and set(images.classnames) <= set(classes):
+            return _renumber(images, classes)
         names = _names(images)
         known = set(names.values())
         for part in (part for other, part in parts.items() if other != split):
             with suppress(ValueError):  # it is refused when it is read itself: a test split may have no labels
                 known |= set(_names(part()).values())
-        if are_folders and images.classnames:
-            return _renumber(images, sorted(known))
         labels, classnames = number_labels([names[label] for label in images.labels.tolist()], sorted(known))
         return replace(images, labels=labels, classnames=classnames)
 
