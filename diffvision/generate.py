@@ -63,18 +63,18 @@ def generate_text(
     from diffvision.opening import open_model
 
     if not prompt:
-        raise ValueError("the prompt is empty: give some text to continue")
+        raise ValueError("prompt must be a text to continue, got ''")
     if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed is {seed}: it must be -2**63 to 2**64 - 1, as torch's generators take it")
+        raise ValueError(f"seed must be -2**63 to 2**64 - 1, as torch's generators take it, got {seed}")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises before the model is loaded
     if compress is None and compress_ratio is not None:
-        raise ValueError(f"compress_ratio is {compress_ratio}, and no method of pruning is given: give compress too")
+        raise ValueError(f"compress_ratio must come with compress, a method of pruning, got {compress_ratio} alone")
     pruning = None
     if compress is not None:
         if compress not in METHODS:
-            raise ValueError(f"unknown method {compress!r} of pruning: choose one of {', '.join(METHODS)}")
+            raise ValueError(f"compress must be one of {', '.join(METHODS)}, got {compress!r}")
         pruning = Compress(compress, 0.5 if compress_ratio is None else compress_ratio)
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()

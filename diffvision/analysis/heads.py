@@ -36,7 +36,7 @@ def highest_entropy(model: nn.Module, batches: Iterable[Mapping[str, Any]], shar
     Source: arXiv 2505.16333 section 3.2 and appendix B.4: the k heads of highest entropy in each layer, k half of them.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share is {share}: give the share of a layer's heads, above 0 and at most 1")
+        raise ValueError(f"share, of a layer's heads, must be above 0 and at most 1, got {share}")
     entropies = _entropies(adapt(copy.deepcopy(model), "dex"), batches)
     return {
         block: sorted(of_heads.topk(max(1, round(share * len(of_heads)))).indices.tolist())

@@ -65,7 +65,7 @@ def compare(
     if cache is not None:
         check_folder(cache, "cache")
     if rounds < 0:
-        raise ValueError(f"rounds is {rounds}: give 0 for no speed, or how often it is measured")
+        raise ValueError(f"rounds must be 0 for no speed, or how often it is measured, got {rounds}")
     device = resolve_device(device)
     comparison = compare_models(
         [models] if isinstance(models, str) else [as_text(model) for model in models],
@@ -89,6 +89,6 @@ def _outputs(output: str | list[str] | None, endings: Iterable[str]) -> list[str
     names = [] if output is None else split_names(output)
     for name in names:
         if Path(name).suffix not in endings:
-            raise ValueError(f"output is {name}: end it in {', '.join(endings)}, which decides what is written")
+            raise ValueError(f"output must end in {', '.join(endings)}, which decides what is written, got {name}")
         check_file(name)
     return names

@@ -72,7 +72,7 @@ class Features:
         settings: InferenceSettings = InferenceSettings(),  # noqa: B008  frozen
     ) -> None:
         if settings.precision not in ("fp32", *AUTOCAST):
-            raise ValueError(f"precision is {settings.precision!r}: choose fp32, {', '.join(AUTOCAST)}")
+            raise ValueError(f"precision must be one of fp32, {', '.join(AUTOCAST)}, got {settings.precision!r}")
         self.model: Any = model
         self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
         self.batch_size, self.cache = settings.batch_size, settings.cache

@@ -54,11 +54,11 @@ class Options:
         counts = ("chunk", "fewshot_k", "fewshot_epochs", "episodes", "ways", "shots", "queries")
         for name, value in [(name, getattr(self, name)) for name in counts] + [("recall_k", k) for k in self.recall_k]:
             if value < 1:
-                raise ValueError(f"{name} is {value}: give a number of at least 1")
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if not self.recall_k:
             raise ValueError("recall_k is empty: name at least one K, such as 5")
         if self.probe_cost is not None and self.probe_cost <= 0:
-            raise ValueError(f"probe_cost is {self.probe_cost}: give a number above 0, or None to have it chosen")
+            raise ValueError(f"probe_cost must be above 0, or None to have it chosen, got {self.probe_cost}")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def export(
 
     target = Path(destination)
     if to is not None and to not in FORMATS:
-        raise ValueError(f"to is {to!r}: choose one of {', '.join(FORMATS)}")
+        raise ValueError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     check_free(target)
     if to is not None:
         check_installed(to)  # before PyTorch is imported and the model is loaded

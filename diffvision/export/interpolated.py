@@ -19,7 +19,7 @@ from diffvision.opening.weights import PREPROCESS
 def write_interpolated(pretrained: str, finetuned: str, destination: str, alpha: float) -> None:
     """Write the folder of a model, as `diffvision.export.export_commands.interpolate` describes."""
     if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha}: give a number from 0 (the pretrained weights) to 1 (the fine-tuned ones)")
+        raise ValueError(f"alpha must be from 0 (the pretrained weights) to 1 (the fine-tuned ones), got {alpha}")
     check_free(target := Path(destination))
     first, second = (open_finite(spec).for_images() for spec in (pretrained, finetuned))
     states = first.module.state_dict(), second.module.state_dict()

@@ -54,7 +54,7 @@ def look(vlm: Any, pictures: Sequence[Picture], question: str, layers: Sequence[
     with evaluating(model), captured(model.get_decoder(), see):
         model(**{**inputs, "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, use_cache=False)
     if not {*(layers or ())} <= {*range(len(calls))}:
-        raise ValueError(f"layers is {layers}, and {vlm.name} has {len(calls)}: give numbers from 0")
+        raise ValueError(f"layers must be numbers from 0 to {len(calls) - 1} for {vlm.name}, got {layers}")
     chosen, maps = [calls[number] for number in layers or range(len(calls))], {}
     for kind in dict.fromkeys(kind for one in chosen for kind in one):
         mean = torch.stack([one[kind] for one in chosen if kind in one]).mean(0)

@@ -158,7 +158,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if context_dim is not None and (not isinstance(context_dim, int) or context_dim < 1):
-            raise ValueError(f"context_dim is {context_dim!r}: give a whole number of at least 1, or None for dim")
+            raise ValueError(f"context_dim must be a whole number of at least 1, or None for dim, got {context_dim!r}")
         context_dim = dim if context_dim is None else context_dim
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})")
@@ -170,7 +170,9 @@ class AttentionLayer(nn.Module):
                 )
             head_dim = dim // (num_heads * self.value_maps)
         if rotary is not None and (isinstance(rotary, bool) or rotary <= 1):
-            raise ValueError(f"rotary is {rotary!r}: give the base of the frequencies, a number above 1 such as 10000")
+            raise ValueError(
+                f"rotary must be the base of the frequencies, a number above 1 such as 10000, got {rotary!r}"
+            )
         if rotary is not None and head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -292,7 +294,7 @@ class AttentionLayer(nn.Module):
                 "with rotary=None"
             )
         if context.shape[0] != x.shape[0]:
-            raise ValueError(f"the context has {context.shape[0]} sequences and x {x.shape[0]}: give one for each of x")
+            raise ValueError(f"the context must have a sequence for each of x, {x.shape[0]}, got {context.shape[0]}")
         return context
 
     def _project(

@@ -79,9 +79,9 @@ class VisualContrastAttention(AttentionLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         if attn_drop:
-            raise ValueError(f"attn_drop is {attn_drop}: Visual-Contrast Attention drops no attention, leave it at 0")
+            raise ValueError(f"attn_drop must be 0 with Visual-Contrast Attention, got {attn_drop}")
         if contrast_size < 1:
-            raise ValueError(f"contrast_size is {contrast_size}: give at least 1, the side of the pooled queries")
+            raise ValueError(f"contrast_size, the side of the pooled queries, must be at least 1, got {contrast_size}")
         self.contrast_size, self.joint = contrast_size, joint
         self.lambda_init = resolve_lambda_init(lambda_init, depth)
         self._grid: tuple[int, int] | None = None

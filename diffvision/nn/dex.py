@@ -55,7 +55,7 @@ class DexAttention(Attention):
     ) -> None:
         self._chosen = list(range(num_heads)) if heads is None else sorted(set(heads))
         if wrong := [head for head in self._chosen if not 0 <= head < num_heads]:
-            raise ValueError(f"heads has {wrong[0]}: give numbers from 0 to {num_heads - 1}")
+            raise ValueError(f"heads must be numbers from 0 to {num_heads - 1}, got {wrong[0]}")
         self.dex_lambda_init = depth_lambda_init(depth)
         super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)
 

@@ -38,7 +38,7 @@ class Gate(AttentionLayer):
         **settings: Any,
     ) -> None:
         if gate not in ("element", "head"):
-            raise ValueError(f"gate is {gate!r}: give 'element' or 'head'")
+            raise ValueError(f"gate must be 'element' or 'head', got {gate!r}")
         self._gate = gate
         super().__init__(dim, num_heads, num_kv_heads, **settings)
 

@@ -24,7 +24,7 @@ def test_sharp_heads_are_left_out():
 
 def test_what_cannot_be_measured():
     model = timm.create_model("plain_vit_debug")
-    with pytest.raises(ValueError, match=r"share is 0\.0"):
+    with pytest.raises(ValueError, match="share"):
         highest_entropy(model, [], 0.0)
     with pytest.raises(ValueError, match="no batch has reached"):
         highest_entropy(model, [])

@@ -157,8 +157,8 @@ def test_what_is_refused(here):
         ("runs/clip", {}, "1 model to compare"),
         (["runs/clip", "runs/vision"], {}, "start is an image-text model, .* is an image model"),
         (["CLIP-debug", "DiffCLIP-debug"], {}, "no data to compare on: .* give --data FOLDERS"),
-        (["runs/clip", "CLIP-debug"], {"output": "page.pdf"}, r"output is page.pdf: end it in .html, .json"),
-        (["runs/clip", "CLIP-debug"], {"rounds": -1}, "rounds is -1"),
+        (["runs/clip", "CLIP-debug"], {"output": "page.pdf"}, r"output .*page\.pdf"),
+        (["runs/clip", "CLIP-debug"], {"rounds": -1}, "rounds .*-1"),
         (["runs/text", "exported/language"], {"tasks": "needle"}, "tasks are needle, and language models"),
         (["runs/clip", "CLIP-debug"], {"tasks": "retrieval"}, "no folder fits retrieval"),
     ):

@@ -76,18 +76,18 @@ def test_the_metrics_of_a_task_are_the_ones_that_it_returns(task, folder, circle
 
 
 def test_options_that_make_no_sense():
-    with pytest.raises(ValueError, match="recall_k is 0: give a number of"):
+    with pytest.raises(ValueError, match="recall_k"):
         Options(recall_k=(1, 0))
-    with pytest.raises(ValueError, match="chunk is -1"):
+    with pytest.raises(ValueError, match="chunk"):
         Options(chunk=-1)
-    with pytest.raises(ValueError, match="recall_k is empty"):
+    with pytest.raises(ValueError, match="recall_k"):
         Options(recall_k=())
-    with pytest.raises(ValueError, match="probe_cost is -1"):
+    with pytest.raises(ValueError, match=r"probe_cost .*-1"):
         Options(probe_cost=-1.0)
 
 
 def test_precision_is_checked(circle, to_tensor, classified):
-    with pytest.raises(ValueError, match="precision is 'fp8': choose fp32"):
+    with pytest.raises(ValueError, match=r"precision .*'fp8'"):
         evaluate(circle, classified, transform=to_tensor, precision="fp8")
 
 

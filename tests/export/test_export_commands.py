@@ -63,7 +63,7 @@ def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
         export("./nowhere", str(out))
     with pytest.raises(ValueError, match="is a model of timm, and openclip"):
         export(str(runs.paths["vision"]), str(out), "openclip")
-    with pytest.raises(ValueError, match="to is 'gguf': choose one"):
+    with pytest.raises(ValueError, match=r"to .*'gguf'"):
         export(str(runs.paths["vision"]), str(out), "gguf")
     with pytest.raises(ValueError, match="run: give it without local-dir"):
         export(f"local-dir:{runs.folder / 'clip'}", str(out))

@@ -124,7 +124,7 @@ def test_selected_heads_alone_change():
     for number in (0, 3):  # lambda_init is 0.2 in the first layer
         changed[:, :, number] -= (1.5 * 0.2 + 2.0 * 0.1) * changed[:, :, number] @ first.dex
     torch.testing.assert_close(heads[0], changed)
-    with pytest.raises(ValueError, match="heads has 4: give numbers"):
+    with pytest.raises(ValueError, match=r"heads .*4"):
         diffvision.adapt(timm_vit(), "dex", heads=lambda depth, attention: [4])
 
 

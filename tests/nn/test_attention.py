@@ -344,11 +344,11 @@ def test_the_table_hands_each_class_what_it_takes():
     [
         ({"dim": 30, "num_heads": 4}, r"dim \(30\) must be a multiple of 8"),
         ({"dim": 32, "num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\).*num_kv_heads \(3\)"),
-        ({"dim": 48, "num_heads": 4, "context_dim": 0}, "context_dim is 0: give a whole number of at least 1"),
-        ({"dim": 48, "num_heads": 4, "context_dim": 2.5}, r"context_dim is 2\.5: give a whole number"),
+        ({"dim": 48, "num_heads": 4, "context_dim": 0}, "context_dim .*0"),
+        ({"dim": 48, "num_heads": 4, "context_dim": 2.5}, r"context_dim .*2\.5"),
         ({"dim": 24, "num_heads": 4, "rotary": 1e4}, "even head_dim, got 3"),
-        ({"dim": 32, "num_heads": 4, "rotary": True}, "rotary is True"),
-        ({"dim": 32, "num_heads": 4, "rotary": 0.0}, "rotary is 0.0"),
+        ({"dim": 32, "num_heads": 4, "rotary": True}, "rotary .*True"),
+        ({"dim": 32, "num_heads": 4, "rotary": 0.0}, "rotary .*0.0"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(settings, message):

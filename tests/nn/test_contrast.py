@@ -130,7 +130,7 @@ def test_bad_input_is_named():
             layer(x, **refused)
     with pytest.raises(ValueError, match="no map from tokens to tokens"):
         layer.attention_maps(x)
-    with pytest.raises(ValueError, match=r"attn_drop is 0\.1"):
+    with pytest.raises(ValueError, match="attn_drop"):
         VisualContrastAttention(32, 4, attn_drop=0.1)
-    with pytest.raises(ValueError, match="contrast_size is 0"):
+    with pytest.raises(ValueError, match="contrast_size"):
         VisualContrastAttention(32, 4, contrast_size=0)

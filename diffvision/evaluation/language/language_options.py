@@ -128,15 +128,17 @@ class LanguageOptions:
             if values == () and name != "pruning_methods":
                 raise ValueError(f"{name} is empty: give at least one")
             if values is not None and len(set(values)) < len(values):
-                raise ValueError(f"{name} is {list(values)}: give each value once, or it counts twice")
+                raise ValueError(f"{name} must have each value once, or it counts twice, got {list(values)}")
         for name, known in (("schemes", SCHEMES), ("pruning_methods", METHODS)):
             if unknown := [value for value in getattr(self, name) or () if value not in known]:
-                raise ValueError(f"{name} has {unknown[0]!r}: choose among {', '.join(known)}")
+                raise ValueError(f"{name} must be among {', '.join(known)}, got {unknown[0]!r}")
         for ratio in self.pruning_ratios:
             if not 0 < ratio < 1:
-                raise ValueError(f"pruning_ratios has {ratio}: give shares of the prompt to drop, above 0 and below 1")
+                raise ValueError(
+                    f"pruning_ratios, shares of the prompt to drop, must be above 0 and below 1, got {ratio}"
+                )
         if self.recent < 0:
-            raise ValueError(f"recent is {self.recent}: give the tokens that the cache keeps in full, 0 or more")
+            raise ValueError(f"recent, the tokens that the cache keeps in full, must be 0 or more, got {self.recent}")
         if "{question}" not in self.template:
             raise ValueError(f"template must have {{question}}, got {self.template!r}")
 
@@ -149,5 +151,5 @@ def needle_pair(text: str) -> tuple[int, int]:
     """
     first, _, second = text.partition("x")
     if not (first.isdecimal() and second.isdecimal() and 1 <= int(second) <= int(first)):
-        raise ValueError(f"needles has {text!r}: write NxR, N needles of which R are asked for, such as 4x2")
+        raise ValueError(f"needles must be NxR, N needles of which R are asked for, such as 4x2, got {text!r}")
     return int(first), int(second)

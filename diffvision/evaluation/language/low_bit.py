@@ -116,9 +116,9 @@ def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granulari
         ValueError: bits out of range; unknown granularity.
     """
     if not 2 <= bits <= 24:
-        raise ValueError(f"bits is {bits}: give 2 to 24 (a float32 holds no more)")
+        raise ValueError(f"bits must be 2 to 24 (a float32 holds no more), got {bits}")
     if granularity not in _SHARED:
-        raise ValueError(f"granularity is {granularity!r}: choose one of {', '.join(_SHARED)}")
+        raise ValueError(f"granularity must be one of {', '.join(_SHARED)}, got {granularity!r}")
     largest = (logits.abs() * allowed).amax(dim=_SHARED[granularity], keepdim=True)
     step = (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(logits.dtype).tiny)
     return (logits / step).round().clamp(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1) * step

@@ -162,7 +162,7 @@ def order_robustness(
         For each arrangement "<arrangement>/spread", "/mean", "/best", "/worst" (each the mean over tasks).
     """
     if permutations < 2:
-        raise ValueError(f"permutations is {permutations}: a spread needs at least 2")
+        raise ValueError(f"permutations must be at least 2 for a spread, got {permutations}")
     metrics: dict[str, float] = {}
     drawn = [draw_demonstrations(task, shots, seed) for task in tasks]
     for arrangement, arrange in ARRANGEMENTS.items():
@@ -279,7 +279,7 @@ def label_mapping_tasks(
         ValueError: classes out of range; more queries than leave each kind a word for the demonstrations.
     """
     if not 2 <= classes <= len(KINDS):
-        raise ValueError(f"classes is {classes}: give 2 to {len(KINDS)}, the kinds of words there are")
+        raise ValueError(f"classes must be 2 to {len(KINDS)}, the kinds of words there are, got {classes}")
     most = classes * (min(len(words.split()) for words in KINDS.values()) - 1)
     if queries > most:
         raise ValueError(

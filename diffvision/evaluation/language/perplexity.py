@@ -36,7 +36,9 @@ def windows(document: Tensor, window: int, stride: int | None = None) -> Iterato
     """
     stride = window if stride is None else stride
     if not 1 <= stride <= window:
-        raise ValueError(f"stride is {stride} and window {window}: give a window above 0 and a stride in 1..window")
+        raise ValueError(
+            f"stride must be 1 to the window, which must be above 0, got stride {stride} and window {window}"
+        )
     scored = 1  # index in the document of the next token to score
     for begin in range(0, len(document) - 1, stride):
         piece = document[begin : begin + window + 1]

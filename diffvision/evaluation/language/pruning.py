@@ -134,11 +134,11 @@ class Compress:
         if self.method not in METHODS:
             raise ValueError(f"unknown method {self.method!r} of pruning: choose one of {', '.join(METHODS)}")
         if not 0 <= self.ratio < 1:
-            raise ValueError(f"ratio is {self.ratio}: give the share of the prompt to drop, 0 to below 1")
+            raise ValueError(f"ratio, the share of the prompt to drop, must be 0 to below 1, got {self.ratio}")
         method = METHODS[self.method]
         least = int(method.weights is not None and method.observed == "window")
         if self.window < least:
-            raise ValueError(f"window is {self.window}: {self.method} needs at least {least}")
+            raise ValueError(f"window must be at least {least} for {self.method}, got {self.window}")
 
     def count(self, tokens: int) -> int:
         """Return how many of a prompt's tokens are kept."""

@@ -113,7 +113,7 @@ def answer_set(
         ValueError: a prompt without {question}; an image that is none.
     """
     if QUESTION not in prompt:
-        raise ValueError(f"prompt is {prompt!r}: write {QUESTION} where the question belongs")
+        raise ValueError(f"prompt must have {QUESTION} where the question belongs, got {prompt!r}")
     prints, texts = questions.fingerprints(), []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

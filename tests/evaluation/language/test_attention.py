@@ -135,9 +135,9 @@ def test_quantised_logits_by_hand():
     assert quantised(torch.zeros_like(LOGITS), ALLOWED, 8).abs().max() == 0
     assert (quantised(LOGITS, ALLOWED, 16) - LOGITS)[..., :2].abs().max() < 7 / 32767
     for bad in (1, 32):
-        with pytest.raises(ValueError, match=rf"bits is {bad}: give 2 to 24"):
+        with pytest.raises(ValueError, match=f"bits .*{bad}"):
             quantised(LOGITS, ALLOWED, bad)
-    with pytest.raises(ValueError, match="granularity is 'x'"):
+    with pytest.raises(ValueError, match=r"granularity .*'x'"):
         quantised(LOGITS, ALLOWED, 8, "x")
 
 

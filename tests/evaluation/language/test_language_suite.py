@@ -250,10 +250,10 @@ def test_bad_commands_are_refused_before_anything_runs(home):
     [
         ({"samples": 0}, "samples"),
         ({"lengths": (512, -1)}, "lengths"),
-        ({"needles": ("2x4",)}, "needles has '2x4': write NxR"),
-        ({"needles": ("two",)}, "needles has 'two'"),
+        ({"needles": ("2x4",)}, "needles .*'2x4'"),
+        ({"needles": ("two",)}, "needles .*'two'"),
         ({"depths": ()}, "depths is empty"),
-        ({"lengths": (64, 64)}, "lengths is .*: give each value once"),
+        ({"lengths": (64, 64)}, "lengths"),
         ({"form": "verse"}, "form"),
         ({"text_key": "jpg"}, "member 'jpg' is of a type that is not read here: use one of txt"),
         ({"max_bad_fraction": 2.0}, "max_bad_fraction is 2.0"),

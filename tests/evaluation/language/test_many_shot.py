@@ -119,7 +119,7 @@ def test_mappings_are_one_to_one_and_anew_for_each_task():
     assert len({tuple(task.labels) for task in tasks}) > 1
     words_of_all = [word for own in mapping_text.KINDS.values() for word in own.split()]
     assert len(words_of_all) == len(set(words_of_all))
-    with pytest.raises(ValueError, match="classes is 9"):
+    with pytest.raises(ValueError, match=r"classes .*9"):
         label_mapping_tasks(1, classes=9)
 
 
@@ -191,5 +191,5 @@ def test_bad_tasks_are_named():
         Task(PAIRS, [Example("x", "oui")], name="t")
     with pytest.raises(ValueError, match="must hold"):
         Task(PAIRS, PAIRS, template="{text} {label}.")
-    with pytest.raises(ValueError, match="permutations is 1"):
+    with pytest.raises(ValueError, match=r"permutations .*1"):
         order_robustness(None, None, [], permutations=1)

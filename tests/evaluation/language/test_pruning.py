@@ -167,12 +167,12 @@ def test_random_follows_its_seed():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 1.0}, r"ratio is 1.0: .* 0 to below 1"),
-        ({"ratio": -0.1}, r"ratio is -0.1"),
-        ({"ratio": math.nan}, "ratio is nan"),
-        ({"method": "best"}, "unknown method 'best' of pruning: choose one of window, random"),
-        ({"window": 0}, "window is 0: snap needs at least 1"),
-        ({"method": "knorm", "window": -1}, "window is -1: knorm needs at least 0"),
+        ({"ratio": 1.0}, r"ratio.*1\.0"),
+        ({"ratio": -0.1}, r"ratio.*-0\.1"),
+        ({"ratio": math.nan}, "ratio.*nan"),
+        ({"method": "best"}, "'best'"),
+        ({"window": 0}, "window .*snap"),
+        ({"method": "knorm", "window": -1}, "window .*knorm"),
     ],
 )
 def test_settings_out_of_range(settings, message):

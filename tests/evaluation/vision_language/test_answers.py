@@ -135,7 +135,7 @@ def test_questions_that_cannot_be_asked(vlm):
         generate_answers(vlm.model, vlm.processor, [("Which?", [Image.new("RGB", (200_000, 1))])], 4)
     with pytest.raises(ValueError, match="max_new_tokens=120"):
         generate_answers(vlm.model, vlm.processor, ASKED[:1], 120)
-    with pytest.raises(ValueError, match="prompt is 'Which'"):
+    with pytest.raises(ValueError, match=r"prompt .*'Which'"):
         answer_set(vlm, None, prompt="Which")
     with pytest.raises(ValueError, match="chat template"):
         generate_answers(vlm.model, SimpleNamespace(chat_template=None), ASKED[:1], 4)
