@@ -30,7 +30,7 @@ class Noise:
 
     def __init__(self, file: Path | None, experiment: Experiment, part: str, device: torch.device) -> None:
         self.batch, self.length, self.device = experiment.batch, experiment.length, device
-        self.tested = 4 * experiment.batch  # windows of a length
+        self.tested = 8 * experiment.batch  # windows of a length
         self.seed = 10_000 if part == "rates" else 20_000
 
     def batches(self, seed: int) -> Iterator[Tensor]:
@@ -115,10 +115,10 @@ NOISE = Experiment(
     families={"plain": "standard", "V1": "v1", "V2": "v2", "gate": "gated"},
     rates=(3e-4, 6e-4, 1.2e-3),
     seeds=(1, 2),
-    batch=32,
+    batch=16,
     length=LENGTHS[0],
     steps=[1500],
-    tuning_steps=400,
+    tuning_steps=200,
     warmup=100,
     data=Noise,
     measure=measure,

@@ -258,10 +258,9 @@ def plan(experiment: Experiment, file: Path | None) -> str:
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     tokens, total = experiment.batch * experiment.length, 0.0
     for family in experiment.families:
-        with torch.device("meta"):
-            model, ids = experiment.create(family), torch.zeros(1, experiment.length, dtype=torch.long)
+        model = experiment.create(family)
         with attention_backend("eager"), FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(ids)
+            model(torch.zeros(1, experiment.length, dtype=torch.long))
         steps = sum(experiment.steps_of(Run(family, 0, experiment.seeds[0])))
         tuned = 0 if family in experiment.rate_of else len(experiment.rates) * experiment.tuning_steps
         flops = 3 * experiment.batch * counter.get_total_flops()

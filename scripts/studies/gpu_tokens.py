@@ -15,7 +15,7 @@ from grid import paired_interval
 
 TOKENS = (2, 15, 100)  # a parameter
 SHAPE = LanguageConfig(
-    vocab_size=4096, dim=192, depth=6, num_heads=6, head_dim=32, mlp_dim=512, variant="standard", max_length=512
+    vocab_size=4096, dim=192, depth=6, num_heads=6, head_dim=32, mlp_dim=448, variant="standard", max_length=512
 )
 STEP = 128 * 512
 TOKENS_A_PARAMETER = Experiment(

@@ -45,6 +45,8 @@ def test_families_have_equal_parameters(name):
 def test_a_dry_run_trains_each_run_once(name, text, tmp_path, capsys):
     experiment, report = EXPERIMENTS[name]
     experiment = experiment.dry()
+    planned = gpu_runs.plan(experiment, text).splitlines()
+    assert [row.split(" | ")[0].strip("| ") for row in planned[3:-1]] == list(experiment.families)
     gpu_runs.work(experiment, tmp_path, text, deadline=float("inf"))
     files = {file: file.read_text() for file in tmp_path.glob("*.json")}
     assert len(files) == len(experiment.tuning()) + len(experiment.seeds) * len(experiment.families)
