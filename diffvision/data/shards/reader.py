@@ -209,7 +209,9 @@ class ShardReader:
         if index.hidden:
             warnings.warn(f"shard {location}: {index.hidden}; {RENAME}", stacklevel=5)
         if index.damage and not len(index):
-            raise ValueError(f"shard {location} is not a tar file, or holds nothing: {index.damage}")
+            raise ValueError(
+                f"shard {location} must be a tar file with samples, got one with {index.damage}: fetch it again"
+            )
         return len(index), f"{location} after {len(index)} samples: {index.damage}" if index.damage else ""
 
     def _open(self) -> _Opened:

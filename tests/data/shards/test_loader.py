@@ -339,7 +339,7 @@ def test_a_damaged_shard_without_a_manifest_is_refused(corpus, tmp_path):
     assert {n for b in corpus.read(loader) for n in b} <= set(range(40)) - set(range(13, 20)) - set(range(32, 40))
     (source / "sizes.json").unlink()
     (source / "000002.tar").write_text("<html>404</html>")
-    with pytest.raises(ValueError, match=r"000002\.tar is not a tar file"):
+    with pytest.raises(ValueError, match=r"000002\.tar must be a tar file"):
         ShardSet(source)
 
 
