@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -143,22 +144,27 @@ class Images:
         given = list(folders)
         if missing := [folder for folder in given if not folder.is_dir()]:
             raise ValueError(f"there is no folder {missing[0]}: {remedy}")
-        inside = [child for folder in given for child in sorted(folder.iterdir()) if child.is_dir()]
-        self.folders, self._remedy, self._other = [*given, *inside], remedy, other
+        self._inside = [child for folder in given for child in sorted(folder.iterdir()) if child.is_dir()]
+        self.folders, self._remedy, self._other = given, remedy, other
         self._known: dict[str, Path | None] = {}
 
     def __call__(self, name: str) -> Path:
         """Return the path of an image; one that is missing is remembered.
 
         Raises:
-            ValueError: the name is a path that leads out of the folder.
+            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
         """
         if name not in self._known:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is not a path inside {self.folders[0]}: correct the row")
-            paths = [folder / one for one in (path, self._other(path)) for folder in self.folders]
-            self._known[name] = next(filter(Path.is_file, paths), None)
+            named = [path, self._other(path)]
+            found = [folder / one for one in named for folder in self.folders if (folder / one).is_file()]
+            if not found:
+                found = [folder / one for one in named for folder in self._inside if (folder / one).is_file()]
+                if other := next((one for one in found[1:] if not cmp(one, found[0], shallow=False)), None):
+                    raise ValueError(f"{name} must be one image, got {found[0]} and {other}: give the folder of one")
+            self._known[name] = found[0] if found else None
         return self._known[name] or self.folders[0] / name
 
     def check(self) -> None:
