@@ -454,6 +454,7 @@ def _transformers_call(
         )
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     lam: Tensor | None
+    v: Tensor | None
     if module in lambdas:
         q, k = (part.unflatten(1, (-1, 2)) for part in (query, keys))
         lam, v = lambdas[module], value

@@ -537,7 +537,8 @@ def make_processor(model: TimmLlava, tokenizer: Any) -> LlavaProcessor:
         )
     height, width = model.image_size
     images = {**resolve_model_data_config(model.vision_tower.timm_model), **(config.preprocess or {})}
-    own = tokenizer.chat_template
+    own: Any = tokenizer.chat_template
+    template = own if own and _writes_images(tokenizer, own) else _FLATTEN + (own or _QUESTION)
     processor = LlavaProcessor(
         image_processor=LlavaImageProcessor(
             do_pad=True,
@@ -550,29 +551,29 @@ def make_processor(model: TimmLlava, tokenizer: Any) -> LlavaProcessor:
         tokenizer=tokenizer,
         patch_size=model.patch_size * config.shuffle,
         vision_feature_select_strategy="full",
-        chat_template=own if own and _writes_images(tokenizer, own) else _FLATTEN + (own or _QUESTION),
+        chat_template=template,
         image_token=IMAGE,
     )
-    _end_with_turns(model, processor)
+    _end_with_turns(model, tokenizer, template)
     return processor
 
 
 def _writes_images(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Return whether a chat template writes the placeholder of an image part."""
     question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "A star."}]}
+    messages: list[Any] = [question, {"role": "assistant", "content": [{"type": "text", "text": "A star."}]}]
     try:
-        written: Any = tokenizer.apply_chat_template([question, answer], chat_template=template, tokenize=False)
+        written: Any = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except (jinja2.TemplateError, TypeError):  # a template for texts meets a list of parts
         return False
     return written.count(IMAGE) == 1
 
 
-def _end_with_turns(model: TimmLlava, processor: LlavaProcessor) -> None:
+def _end_with_turns(model: TimmLlava, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """Add the special token that the chat template writes after an answer to those that end a generation."""
-    tokenizer, known = processor.tokenizer, model.generation_config.eos_token_id
+    known = model.generation_config.eos_token_id
     ends = [tokenizer.eos_token_id] if known is None else known if isinstance(known, list) else [known]
-    ends = [*ends, turn_end(tokenizer, processor.chat_template)]
+    ends = [*ends, turn_end(tokenizer, template)]
     unique = [token for token in dict.fromkeys(ends) if token is not None]
     model.generation_config.eos_token_id = unique[0] if len(unique) == 1 else unique or None
 

@@ -211,6 +211,24 @@ def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains
     assert not any(gradient.any() for name, gradient in again.seen.items() if not name.startswith("language_model."))
 
 
+def test_tower_and_decoder_are_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **settings: compiled.append((self, settings["dynamic"]))
+    )
+    module = make(compile=True)
+    assert compiled == [(module.model.vision_tower, True), (module.model.language_model.base_model, True)]
+    assert module.state_dict().keys() == make().state_dict().keys()
+
+
+@pytest.mark.nightly
+def test_a_compiled_step_is_the_eager_one():
+    plain, compiled = Gradients(), Gradients()
+    for module, kept in ((make(name="diff-vlm-debug"), plain), (make(name="diff-vlm-debug", compile=True), compiled)):
+        train(module, kept, data=Rows(batch_size=4), max_steps=2)
+    same(plain.seen, compiled.seen, rtol=1e-3, atol=1e-6)
+
+
 # --- what is trained ---
 
 
