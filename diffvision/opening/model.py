@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from diffvision.data.text.chat import find_turn_end
 from diffvision.models.checkpoint import holds_average
 from diffvision.opening.specs import SUFFIXES
 
@@ -70,6 +69,8 @@ class Model:
             given = given if isinstance(given, list) else [given]
             ends = {*given, self.tokenizer.eos_id, turn_end(self.tokenizer.tokenizer)}
         else:
+            from diffvision.data.text.chat import find_turn_end
+
             ends = {self.tokenizer.eos_id, find_turn_end(self.tokenizer)}
         return frozenset(end for end in ends if end is not None)
 
