@@ -173,7 +173,7 @@ def _command(name: str, args: list[str]) -> Any:
     from diffvision.tables import as_json
 
     command = function_of(name)
-    checked = _checked(command)
+    checked = with_checks(command)
     is_json = name in TABLES and JSON in args
     required = [one for one in inspect.signature(checked).parameters.values() if one.default is one.empty]
     words = [
@@ -208,7 +208,7 @@ def function_of(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"diffvision.{module}"), function)
 
 
-def _checked(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_checks(command: Callable[..., Any]) -> Callable[..., Any]:
     """Return a command's function that checks paths and numbers first, with the signature that jsonargparse reads.
 
     From the function itself jsonargparse would read the type of the result too, and import PyTorch for it.

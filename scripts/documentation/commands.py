@@ -11,7 +11,17 @@ from typing import Any
 
 from jsonargparse import auto_cli, capture_parser
 
-from diffvision.cli import COMMANDS, MAKE, RUN, TABLES, TRAINER_COMMANDS, command_names, function_of, summary_of
+from diffvision.cli import (
+    COMMANDS,
+    MAKE,
+    RUN,
+    TABLES,
+    TRAINER_COMMANDS,
+    command_names,
+    function_of,
+    summary_of,
+    with_checks,
+)
 from diffvision.parsers import Parser
 from diffvision.training.fit import FitCLI
 
@@ -52,7 +62,7 @@ def fit_parser() -> ArgumentParser:
 
 def command_parser(name: str) -> ArgumentParser:
     """Return the parser of one of the other commands."""
-    function = function_of(name)
+    function = with_checks(function_of(name))
     make = lambda: auto_cli(function, args=[], as_positional=True, parser_class=Parser)  # noqa: E731
     return capture_parser(make)
 
