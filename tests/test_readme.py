@@ -91,7 +91,8 @@ def commands(page: Path) -> list[list[str]]:
                 continue  # of an earlier version
             for part in re.split(r"&&|\|\||;|\s>\s|\s\|\s", line):
                 words = shlex.split(part.strip().removeprefix("$ "), comments=True)
-                starts = [index for index, word in enumerate(words) if word == "diffvision"]
+                named = [index for index, word in enumerate(words) if word == "diffvision"]
+                starts = [index for index in named if words[index - 1] != "--model"]
                 if starts and (starts[0] == 0 or words[0] in ("torchrun", "srun", "python", "nice")):
                     found.append(words[starts[0] + 1 :])
     return [words for words in found if words and words[0] != "run" and "..." not in words]

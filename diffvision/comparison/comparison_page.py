@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layer_panels import LayerPanel, layer_panels
-from diffvision.analysis.figures.run_curves import run_curves
+from diffvision.analysis.figures.training_runs import run_curves
 from diffvision.analysis.html_page import Code, Part, Picture, Section, Table, Text, bars, html_page
 from diffvision.comparison.result import FACTOR, SINKS, Comparison, format_difference
 from diffvision.evaluation.output_files import write_bytes, write_json

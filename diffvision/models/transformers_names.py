@@ -11,7 +11,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 MODULES = {
-    "timm_llava": ("diffvision.models.vision_language", "TimmLlavaConfig"),
+    "timm_llava": ("diffvision.models.timm_llava", "TimmLlavaConfig"),
 }
 """model_type -> the module that registers its classes, and the configuration in it."""
 

@@ -62,16 +62,14 @@ class Model:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a language model's text: of a document, and of a turn by its chat template."""
-        if self.host == "transformers":
-            from diffvision.models.language.hugging_face import turn_end
+        from diffvision.data.text.chat import find_turn_end
+        from diffvision.data.text.tokenizers import Tokenizer
 
-            given = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
-            given = given if isinstance(given, list) else [given]
-            ends = {*given, self.tokenizer.eos_id, turn_end(self.tokenizer.tokenizer)}
-        else:
-            from diffvision.data.text.chat import find_turn_end
-
-            ends = {self.tokenizer.eos_id, find_turn_end(self.tokenizer)}
+        given = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
+        given = given if isinstance(given, list) else [given]
+        is_ours = isinstance(self.tokenizer, Tokenizer)
+        turn = find_turn_end(self.tokenizer) if is_ours else getattr(self.tokenizer, "turn_end", None)
+        ends = {*given, self.tokenizer.eos_id, turn}
         return frozenset(end for end in ends if end is not None)
 
     @property

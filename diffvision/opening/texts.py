@@ -158,12 +158,16 @@ class HuggingFaceTokenizer:
     Attributes:
         start_id: the token that a text begins with, or None.
         eos_id: the token that ends a document.
+        turn_end: the token that ends a turn by the chat template, or None.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        from diffvision.models.language.hugging_face import turn_end
+
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.eos_id: int | None = tokenizer.eos_token_id
+        self.turn_end = turn_end(tokenizer)
         self.start_id: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def encode(self, text: str) -> list[int]:

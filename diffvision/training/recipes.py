@@ -90,7 +90,7 @@ def read_mapping(path: Path) -> tuple[str, dict[str, Any]]:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line} is not YAML: {error.problem or error}") from None
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
+        raise ValueError(f"{path} is nested too deeply: use fewer levels") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):

@@ -3,14 +3,13 @@
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from diffvision.doctor import processor
 
 FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
 PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "transformers", *FLASH, "numpy")
@@ -50,6 +49,12 @@ def command(given: list[str]) -> str:
     words = iter(given[1:])
     kept = [word for word in words if not (word == "--output" and next(words, None)) and "--output=" not in word]
     return shlex.join(["python", f"scripts/benchmarks/{Path(given[0]).name}", *kept])
+
+
+def processor() -> str:
+    """Return what the maker calls the processor."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 def hardware(device: str) -> dict[str, Any]:

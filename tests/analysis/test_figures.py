@@ -11,7 +11,7 @@ from PIL import Image
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures import ImageAttention, Retrieved, colours_of
-from diffvision.analysis.figures import run_curves as runs
+from diffvision.analysis.figures import training_runs as runs
 from diffvision.analysis.figures.style import scale
 
 

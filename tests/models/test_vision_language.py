@@ -238,7 +238,7 @@ def test_a_folder_opens_as_it_was(model, tokenizer, tmp_path):
     assert type(opened) is type(model)
     check_equal(opened, model)
     assert opened.config.to_dict().keys() == model.config.to_dict().keys()
-    assert (tmp_path / "modeling_timm_llava.py").read_text().startswith("from diffvision.models.vision_language import")
+    assert (tmp_path / "modeling_timm_llava.py").read_text().startswith("from diffvision.models.timm_llava import")
 
 
 def test_a_tower_with_buffers_that_are_not_saved(tmp_path):

@@ -12,8 +12,8 @@ from diffvision.analysis.figures.image_attention import (
     difference_of_maps,
     retrieved_images,
 )
-from diffvision.analysis.figures.run_curves import lambda_curves, metric_bars, run_curves, run_overview
 from diffvision.analysis.figures.style import COLOURS, colours_of, png
+from diffvision.analysis.figures.training_runs import lambda_curves, metric_bars, run_curves, run_overview
 
 __all__ = [
     "COLOURS",

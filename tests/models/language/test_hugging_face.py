@@ -260,6 +260,6 @@ def test_no_other_module_imports_it_at_once():
             if any(name.split(".")[0] == "transformers" or name == theirs for name in names):
                 eager.add(path.relative_to(PACKAGE).as_posix())
     language = ("modeling_diffllama_v2", "hugging_face")
-    ours = ("transformers_names", "vision_language")
+    ours = ("timm_llava", "transformers_names", "vision_language")
     files = (*ours, *(f"language/{name}" for name in language))
     assert eager == {f"models/{name}.py" for name in files}

@@ -109,10 +109,10 @@ def test_where_a_name_is_missing_fit_refuses_and_doctor_reports(monkeypatch, cap
         pass
     with pytest.raises(ValueError, match="lacks what training relies on"):
         module.setup("fit")
-    (finding,) = doctor.check_private_names()
-    assert finding.broken
-    assert "_broadcast_sigterm_tensor" in finding.text
-    assert "install lightning>=2.6.5,<3" in finding.text
+    (finding,) = doctor.check_libraries()
+    assert finding["broken"]
+    assert "_broadcast_sigterm_tensor" in finding["text"]
+    assert "install lightning>=2.6.5,<3" in finding["text"]
 
 
 ABSENT = """
@@ -128,7 +128,7 @@ from diffvision.training import ContrastiveModule
 from diffvision.training.fault_tolerance import lightning_internals, protect
 
 assert len(lightning_internals.missing()) == 2, lightning_internals.missing()
-assert doctor.check_private_names()
+assert doctor.check_libraries()
 for command in ("evaluate", "export", "fit"):
     words = ["--help"]
     if command == "fit":
