@@ -158,7 +158,7 @@ class Images:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is not a path inside {self.folders[0]}: correct the row")
-            named = [path, self._other(path)]
+            named: list[PurePosixPath | str] = [path, self._other(path)]
             found = [folder / one for one in named for folder in self.folders if (folder / one).is_file()]
             if not found:
                 found = [folder / one for one in named for folder in self._inside if (folder / one).is_file()]
