@@ -27,6 +27,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOu
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector, LlavaPreTrainedModel
 from transformers.utils import can_return_tuple
 
+import diffvision.models.language.modeling_diffllama_v2  # noqa: F401  # registers V2, which may be the language model
+
 IMAGE = "<image>"
 """The placeholder of an image in a text."""
 
