@@ -218,10 +218,9 @@ def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_pa
     assert [*comparison.contestants[0].lambdas.values()] == [[0.25]] * len(model.blocks)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_new_variant_is_exported(folders, tmp_path):
-    assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 0
+def test_a_new_variant_is_no_class_of_transformers(folders, tmp_path, capsys):
+    assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 1
+    assert "variant='mixed'" in capsys.readouterr().err
 
 
 def test_signatures_list_all_settings():

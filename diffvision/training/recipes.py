@@ -92,6 +92,8 @@ def read_mapping(path: Path) -> tuple[str, dict[str, Any]]:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: use fewer levels") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
+        if path.suffix in (".ckpt", ".pt", ".pth", ".safetensors"):
+            raise ValueError(f"--config must be a YAML file, got {path}: give a checkpoint as --ckpt_path") from None
         raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):
         kind = "an empty file" if content is None else f"a {type(content).__name__}"

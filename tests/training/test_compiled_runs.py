@@ -111,17 +111,19 @@ def same(a, b, **tolerance):
 @pytest.mark.parametrize(
     ("kind", "model", "trainer", "graphs"),
     [
-        ("vit", {}, {"accumulate_grad_batches": 2}, 2),  # training, and validation of any batch size
+        pytest.param(
+            "vit", {}, {"accumulate_grad_batches": 2}, 2, marks=pytest.mark.nightly
+        ),  # training, and validation of any batch size
         ("vit", {"grad_checkpointing": True}, {"val_check_interval": 1}, 2),
         # Chunks of 3 and 2 pairs, each without and with gradients; validation.
         pytest.param("clip", {"accum_freq": 3}, {"val_check_interval": 1}, 5, marks=pytest.mark.nightly),
         ("clip", {"accum_freq": 8}, {}, 3),  # chunks of one pair, without and with gradients; validation
-        ("clip", {"grad_checkpointing": True}, {}, 2),
+        pytest.param("clip", {"grad_checkpointing": True}, {}, 2, marks=pytest.mark.nightly),
         # Training, and validation of 4 and of 3 sequences.
         ("language", {}, {"accumulate_grad_batches": 2, "val_check_interval": 1}, 3),
-        ("language", {"grad_checkpointing": True}, {}, 3),
+        pytest.param("language", {"grad_checkpointing": True}, {}, 3, marks=pytest.mark.nightly),
         # One sequence of documents a batch, of which some tokens are not learned; three batches a step.
-        ("packed", {}, {"accumulate_grad_batches": 3, "size": 1}, 3),
+        pytest.param("packed", {}, {"accumulate_grad_batches": 3, "size": 1}, 3, marks=pytest.mark.nightly),
     ],
 )
 def test_a_compiled_run_is_the_eager_one(backend, kind, model, trainer, graphs, tmp_path):
@@ -148,7 +150,9 @@ def saver(directory):
     return ModelCheckpoint(directory)
 
 
-@pytest.mark.parametrize("kind", ["vit", pytest.param("clip", marks=pytest.mark.nightly), "language"])
+@pytest.mark.parametrize(
+    "kind", ["vit", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("clip", "language"))]
+)
 def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_path):
     """In another process, which makes the same graphs again."""
     model = {"compile": True} | ({"accum_freq": 3} if kind == "clip" else {})
@@ -173,11 +177,11 @@ def _one_of_two(rank, port, kind, model, trainer, directory):
 @pytest.mark.parametrize(
     ("kind", "trainer"),
     [
-        ("vit", {}),
+        pytest.param("vit", {}, marks=pytest.mark.nightly),
         ("clip", {}),
-        ("language", {}),
+        pytest.param("language", {}, marks=pytest.mark.nightly),
         ("vit", {"size": 2, "accumulate_grad_batches": 3}),  # a batch of one on each rank
-        ("packed", {"size": 2, "accumulate_grad_batches": 3}),
+        pytest.param("packed", {"size": 2, "accumulate_grad_batches": 3}, marks=pytest.mark.nightly),
     ],
 )
 def test_two_compiled_processes_are_one(backend, kind, trainer, tmp_path):

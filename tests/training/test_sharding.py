@@ -167,7 +167,7 @@ def test_other_optimizers_resume_exactly(name, tmp_path):
         ("clip", {}),
         ("clip", {"loss": "siglip", "accum_freq": 2, "grad_checkpointing": True, "lock_image": 1}),
         pytest.param("v2", {}, marks=pytest.mark.nightly),
-        ("vit", {}),
+        pytest.param("vit", {}, marks=pytest.mark.nightly),
         pytest.param(
             "clip",
             {"optimizer": replace(SETTINGS, name="lion", eps=None, betas=(0.9, 0.99)), "image_layer_decay": 0.8},
