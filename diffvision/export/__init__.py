@@ -1,4 +1,4 @@
-"""Export of models: folders and Hub repositories of timm, OpenCLIP and transformers, graphs, and eight-bit weights."""
+"""Export of models: folders and Hub repositories of timm, OpenCLIP and transformers, and graphs."""
 
 from typing import TYPE_CHECKING
 

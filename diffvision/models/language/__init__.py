@@ -1,7 +1,7 @@
 """The DIFF Transformer for text and its matched Transformer: configuration, model, KV cache, generation.
 
-`create` makes a model by name, `save` writes it and `load` reads it. The module `transformers` has the same models as
-classes of that library; it is not imported here.
+`create` makes a model by name, `save` writes it and `load` reads it. The module `hugging_face` converts to
+transformers' classes; it is not imported here.
 """
 
 from diffvision.models.language.configuration import FAMILIES, SIZES, LanguageConfig, Size, config, model_names

@@ -1,6 +1,7 @@
 """Text for the experiments on a GPU: Linux's sources and the documents of `text.py`, in one file below 40 MB.
 
     apt-get download linux-source-6.1 dict-gcide dict-foldoc wordnet-base python3.11-doc linux-doc-6.1 perl-doc
+    apt-get download postgresql-doc-15 rust-doc
     for d in *.deb; do dpkg-deb -x $d packages; done
     python scripts/studies/data/gpu_text.py packages,stdlib runs/gpu/text.xz
 
