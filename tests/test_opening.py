@@ -578,7 +578,7 @@ def test_no_code_of_a_folder_is_run(tmp_path):
 def test_transformers_missing_is_one_sentence(house, monkeypatch):
     monkeypatch.delitem(sys.modules, "diffvision.models.language.modeling_diffllama_v2", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="needs transformers 5 or later"):
+    with pytest.raises(ValueError, match="needs transformers"):
         open_model("hf:anything")
 
 

@@ -170,6 +170,7 @@ def compute_layer_maps(call: Call) -> LayerMaps:
 def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
     """Return the norm and the factor that are applied to a head's output."""
     layer = call.layer
+    # DiffLlama: values are split across heads, so the head norm cannot be applied to one head.
     if call.v is None:
         return _unchanged, 1.0
     if isinstance(layer, AttentionLayer):

@@ -52,9 +52,9 @@ def export(
 
     if not is_name(model) and (file := find_trained(model)) is not None:
         return _export_vision_language(file, target, to)
-    from diffvision.export.finite_weights import open_finite
+    from diffvision.export.finite_weights import open_for_export
 
-    opened = open_finite(model, checkpoint)
+    opened = open_for_export(model, checkpoint)
     name = to or DEFAULTS[opened.host]
     check_installed(name)
     form = FORMATS[name]

@@ -8,7 +8,7 @@ from diffvision.models import checkpoint as checkpoints
 from diffvision.opening import Model, open_ours
 
 
-def open_finite(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
+def open_for_export(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
     """Open a model to be written, as `open_ours` does.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffvision.export.finite_weights import open_finite
+from diffvision.export.finite_weights import open_for_export
 from diffvision.export.model_folders import save_folder
 from diffvision.models.architecture import architecture, difference
 from diffvision.models.checkpoint import differences, few
@@ -21,7 +21,7 @@ def write_interpolated(pretrained: str, finetuned: str, destination: str, alpha:
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be from 0 (the pretrained weights) to 1 (the fine-tuned ones), got {alpha}")
     check_free(target := Path(destination))
-    first, second = (open_finite(spec).for_images() for spec in (pretrained, finetuned))
+    first, second = (open_for_export(spec).for_images() for spec in (pretrained, finetuned))
     states = first.module.state_dict(), second.module.state_dict()
     built, images = zip(*(_described(model) for model in (first, second)), strict=True)
     if unequal := few(differences(*states)) or difference(*built) or difference(*images):

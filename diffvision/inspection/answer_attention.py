@@ -43,7 +43,7 @@ def look(vlm: Any, pictures: Sequence[Picture], question: str, layers: Sequence[
     rows = round(math.sqrt(len(places) / count * pixels.shape[-2] / pixels.shape[-1])) or 1
     if pixels.ndim != 4 or len(pixels) != count or len(places) % (rows * count):
         raise ValueError(f"an image is not one grid of tokens in {vlm.name}: give a model that does not tile images")
-    words, of_word = _words(whole[0, read:].tolist(), processor.tokenizer)
+    words, of_word = _group_tokens_by_word(whole[0, read:].tolist(), processor.tokenizer)
     tokens = whole[:, : read + of_word.shape[1] - 1]  # the last one is predicted and not read
     calls: list[dict[str, Tensor]] = []
 
@@ -65,7 +65,7 @@ def look(vlm: Any, pictures: Sequence[Picture], question: str, layers: Sequence[
     return Answer(question, words, images, maps)
 
 
-def _words(tokens: Sequence[int], tokenizer: Any) -> tuple[list[str], Tensor]:
+def _group_tokens_by_word(tokens: Sequence[int], tokenizer: Any) -> tuple[list[str], Tensor]:
     """Return the words of an answer, and the part that each token has in each word's mean, [words, tokens]."""
     kept = [token for token in tokens if token not in tokenizer.all_special_ids] or [*tokens[:1]]
     texts = ["", *(tokenizer.decode(kept[: count + 1]) for count in range(len(kept)))]

@@ -214,8 +214,10 @@ def _head_choice(
     slots: Sequence[_Slot], heads: Heads | None
 ) -> Callable[[_Slot, AttentionLayer], Sequence[int]] | None:
     """Return a function that chooses the heads of a layer, or None for all; ValueError for an unknown block's name."""
-    if heads is None or not isinstance(heads, Mapping):
-        return heads and (lambda slot, layer: heads(slot.depth, layer))
+    if heads is None:
+        return None
+    if not isinstance(heads, Mapping):
+        return lambda slot, layer: heads(slot.depth, layer)
     blocks = [slot.block for slot in slots]
     for name in heads:
         if name not in blocks:

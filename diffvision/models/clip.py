@@ -215,7 +215,7 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _wrap_tokenizer(get: Callable[..., Any]) -> Callable[..., Any]:
-    """Return OpenCLIP's `get_tokenizer`, where a bpe_path "diffvision:FILE" is a file of ours.
+    """Wrap open_clip.get_tokenizer so that bpe_path `diffvision:FILE` resolves to a file in this package.
 
     A configuration cannot name a file of an installed package, whose path differs between machines.
     """

@@ -24,7 +24,7 @@ def check_spec(spec: str | Path) -> None:
     if "://" in text or not text.startswith((FOLDER, HUB, HUGGING_FACE)):
         refuse_urls(text, "model")
     if text.startswith(HUGGING_FACE):
-        check_transformers(text)
+        register_diffllama_v2(text)
     elif not text.startswith((FOLDER, HUB)) and not Path(text).exists() and not is_name(text):
         raise unknown(text)
 
@@ -128,9 +128,9 @@ def timm_tags(name: str) -> list[str]:
     return [full.partition(".")[2] for full in timm.list_models(f"{name}.*", pretrained=True)]
 
 
-def check_transformers(path: str) -> None:
-    """Register DIFF V2's class with transformers; raise a ValueError where the package is missing."""
+def register_diffllama_v2(path: str) -> None:
+    """Register DIFF V2 with transformers' Auto classes; raise a ValueError where the package is missing."""
     try:
         import diffvision.models.language.modeling_diffllama_v2  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"{path} needs transformers 5 or later: pip install 'diffvision[hf]' ({error})") from error
+        raise ValueError(f"{path} needs transformers 5.12 or later: pip install 'diffvision[hf]' ({error})") from error

@@ -18,7 +18,7 @@ from diffvision.models.convert.transformers import EXPORTED, MODEL_TYPES, refuse
 from diffvision.models.names import is_tag
 from diffvision.models.weight_files import tensors_only
 from diffvision.opening.model import Model
-from diffvision.opening.specs import check_transformers
+from diffvision.opening.specs import register_diffllama_v2
 from diffvision.opening.weights import check_name, folder_config, no_such_weights, run_of
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_length, which generation uses
@@ -89,7 +89,7 @@ def open_transformers(path: str) -> Model:
         ValueError: it is an encoder, which transformers would open as well, lacks weights, which would be new, or has
             more layers than its configuration.
     """
-    check_transformers(path)
+    register_diffllama_v2(path)
     refuse_older(path, folder_config(Path(path)))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -12,7 +12,7 @@ from diffvision.models.hub import FOLDER, HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.models.weight_files import read_json
 from diffvision.opening.run_folders import best_checkpoint, run_in
-from diffvision.opening.specs import check_transformers, is_name
+from diffvision.opening.specs import is_name, register_diffllama_v2
 from diffvision.opening.texts import from_pretrained
 
 
@@ -44,7 +44,7 @@ def open_vlm(spec: str | Path) -> VLM:
         FileNotFoundError: the folder does not exist, or the tokenizer of a training does not any more.
         ValueError: it is not an image-text-to-text model, its weights do not fit, or its processor is another model's.
     """
-    check_transformers(str(spec))
+    register_diffllama_v2(str(spec))
     if (file := find_trained(spec) or Path(spec)).is_file():
         return _open_trained(file)
     from transformers import AutoModelForImageTextToText, AutoProcessor

@@ -153,7 +153,7 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
             raise TypeError(f"data must be a path or settings, got {kind}: Lightning's Trainer(...).fit takes objects")
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
         check_paths({"data": sources})
-        train = [str(Path(source, "train")) if _is_made(Path(source)) else source for source in sources]
+        train = [str(Path(source, "train")) if _has_train_shards(Path(source)) else source for source in sources]
         words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
         evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation
     if evaluation is None:
@@ -191,7 +191,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
     from diffvision.data.images.folders import find_folders
     from diffvision.data.images.image_sources import is_image_source, open_source
 
-    if _is_made(folder):
+    if _has_train_shards(folder):
         try:
             folders = [one for one in find_folders(folder) if "test" in one.splits]
         except ValueError:  # there are none
@@ -204,7 +204,7 @@ def _evaluation_in(source: Any, data_class: str) -> list[str]:
     return [str(source)] if has_split else []
 
 
-def _is_made(folder: Path) -> bool:
+def _has_train_shards(folder: Path) -> bool:
     """Return whether a folder is laid out as those of `diffvision data make`, with shards in `train`."""
     from diffvision.data.images.image_sources import is_image_source
 

@@ -19,7 +19,7 @@ from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.architecture import KEY, architecture
 from diffvision.models.weight_files import FOLDER
-from diffvision.opening.specs import check_transformers
+from diffvision.opening.specs import register_diffllama_v2
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings, param_groups
@@ -112,7 +112,7 @@ class VisionLanguageModule(NextTokenModule):
         """
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         super().__init__(locals() | {"lora": asdict(lora) if lora else None}, LLAVA)
-        check_transformers("VisionLanguageModule")
+        register_diffllama_v2("VisionLanguageModule")
         if loss_chunk < 1:
             raise ValueError(f"loss_chunk is {loss_chunk}: give the number of tokens, 1 or more, such as 1024")
         self.tokenizer, self.lora, self.loss_chunk = tokenizer, lora, loss_chunk

@@ -15,7 +15,7 @@ from PIL import Image
 from diffvision import adapt
 from diffvision.analysis.curves import Curve
 from diffvision.export.card import attention_layers, bibtex, model_card, write_card
-from diffvision.export.finite_weights import open_finite
+from diffvision.export.finite_weights import open_for_export
 from diffvision.export.history import History, read_history, redact
 from diffvision.opening import Model
 
@@ -50,7 +50,7 @@ def test_the_license_is_the_users_to_set(exported):
 
 
 def test_without_a_run_nothing_is_invented(exported, tmp_path):
-    write_card(tmp_path, open_finite(exported / "vision"))
+    write_card(tmp_path, open_for_export(exported / "vision"))
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     text = (tmp_path / "README.md").read_text()
     headings = [line for line in text.splitlines() if line.startswith("## ")]
@@ -113,7 +113,7 @@ def test_evaluations_beside_the_run(runs, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     history = read_history(tmp_path, tmp_path / "best.ckpt")
     assert history.config == {}
-    text = model_card(open_finite(runs.paths["vision"]), history)
+    text = model_card(open_for_export(runs.paths["vision"]), history)
     assert "| zeroshot_classification | digits | acc1 | 0.7500 |" in text
     assert "acc5" not in text
 
@@ -150,14 +150,14 @@ def test_sources_follow_the_layers():
 )
 def test_a_card_calls_differential_what_takes_a_difference(name, is_differential, tmp_path):
     timm.models.save_for_hf(timm.create_model(f"{name}_vit_debug"), tmp_path, safe_serialization=True)
-    card = ModelCard(model_card(open_finite(tmp_path)))
+    card = ModelCard(model_card(open_for_export(tmp_path)))
     assert ("differential-attention" in card.data.tags) == is_differential
     assert ("with differential attention" in card.text) == is_differential
     assert ("2410.05258" in card.text) == is_differential
 
 
 def test_the_language_models_card(runs):
-    text = model_card(open_finite(runs.paths["text"]))
+    text = model_card(open_for_export(runs.paths["text"]))
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "| vocabulary | 20 |" in text
     assert torch.is_tensor(runs.text.head_weight)
@@ -190,7 +190,7 @@ class _Tags(HTMLParser):
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_a_card_shows_what_it_is_given(hostile, exported, tmp_path):
     """Names and values of configurations, runs and models are text, in the card as the Hub renders it."""
-    source = open_finite(exported / "vision")
+    source = open_for_export(exported / "vision")
     preprocess = {**source.preprocess, "mean": [hostile]}
     config = {
         "model": {"init_args": {"model": hostile, "pretrained": hostile, "optimizer": {hostile: hostile}}},

@@ -12,26 +12,26 @@ import torch
 
 from diffvision import cli
 from diffvision.export.export_commands import To, export
-from diffvision.export.finite_weights import open_finite
+from diffvision.export.finite_weights import open_for_export
 from diffvision.export.formats import DEFAULTS, FORMATS
 from diffvision.models import language
 
 
 def test_every_source_is_read(runs, exported, tmp_path):
-    clip = open_finite(runs.paths["clip"])
+    clip = open_for_export(runs.paths["clip"])
     assert (clip.host, clip.name, clip.run) == ("open_clip", "DiffCLIP-debug", runs.folder / "clip")
     assert clip.preprocess["interpolation"] == "bilinear"
-    vision = open_finite(runs.paths["vision"])
+    vision = open_for_export(runs.paths["vision"])
     assert (vision.host, vision.name, vision.config["num_classes"]) == ("timm", "diff_vit_debug", 3)
     assert vision.preprocess["input_size"][1:] == [48, 48]
-    text = open_finite(runs.paths["text"])
+    text = open_for_export(runs.paths["text"])
     assert (text.host, text.name, text.config["vocab_size"]) == ("language", "diff-debug", 20)
-    assert open_finite(exported / "vision").name == "diff_vit_debug"
-    assert open_finite(f"local-dir:{exported / 'clip'}").run is None
+    assert open_for_export(exported / "vision").name == "diff_vit_debug"
+    assert open_for_export(f"local-dir:{exported / 'clip'}").run is None
     language.save(runs.text, tmp_path / "text")
-    assert open_finite(tmp_path / "text").name == "diff-debug"
+    assert open_for_export(tmp_path / "text").name == "diff-debug"
     torch.save(timm.create_model("diff_vit_debug", num_classes=4).state_dict(), tmp_path / "weights.pt")
-    named = open_finite("diff_vit_debug", tmp_path / "weights.pt")
+    named = open_for_export("diff_vit_debug", tmp_path / "weights.pt")
     assert named.config == {"num_classes": 4}
 
 
@@ -54,7 +54,7 @@ def test_a_language_model_becomes_hugging_faces(runs, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, runs.text(tokens), rtol=0, atol=2e-6)
     assert "library_name: transformers" in (tmp_path / "folder" / "README.md").read_text()
-    assert open_finite(tmp_path / "folder").name == "diff-debug"
+    assert open_for_export(tmp_path / "folder").name == "diff-debug"
 
 
 def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):

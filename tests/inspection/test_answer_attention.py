@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration as Llava
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.inspection import answer_attention as answers
 from diffvision.inspection import inspect
-from diffvision.inspection.answer_attention import _words, look
+from diffvision.inspection.answer_attention import _group_tokens_by_word, look
 from diffvision.inspection.inputs import Picture
 from diffvision.models.vision_language import create, make_processor, with_image_token
 from diffvision.opening.vlm import VLM
@@ -93,12 +93,12 @@ def test_both_maps_and_their_difference(tokenizer, pictures):
 def test_words_are_of_their_tokens(tokenizer):
     words = with_image_token(tokenizer, LlamaConfig(vocab_size=300))
     tokens = words.encode("there is a bluestar")
-    written, of_word = _words([*tokens, words.eos_token_id], words)
+    written, of_word = _group_tokens_by_word([*tokens, words.eos_token_id], words)
     assert written == ["there", "is", "a", "bluestar"]
     assert of_word.shape == (4, len(tokens))
     torch.testing.assert_close(of_word.sum(1), torch.ones(4))
     assert (of_word > 0).sum(0).tolist() == [1] * len(tokens)
-    assert _words([words.eos_token_id], words)[0] == [words.eos_token]
+    assert _group_tokens_by_word([words.eos_token_id], words)[0] == [words.eos_token]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffvision import adapt
-from diffvision.export.finite_weights import open_finite
+from diffvision.export.finite_weights import open_for_export
 from diffvision.export.model_folders import save_folder
 from diffvision.models import language, vit
 from diffvision.models.adapt import set_dex_schedule
@@ -67,12 +67,12 @@ def other_vit(monkeypatch):
 def test_a_clip_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_clip):
     path = checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt")
     open_model(CLIP, path)
-    open_finite(path)
+    open_for_export(path)
     other_clip()
     told = r"text_cfg\.block_type 'diffvision:v1:lambda_init=0\.8' there and 'diffvision:v1:lambda_init=0\.2' here"
     for call in (
         lambda: open_model(CLIP, path),
-        lambda: open_finite(path),
+        lambda: open_for_export(path),
         lambda: check_resumable(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same"),
         lambda: ContrastiveModule(CLIP).on_load_checkpoint(torch.load(path, weights_only=True)),
     ):
@@ -86,7 +86,7 @@ def test_a_vit_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_vi
     other_vit()
     for call in (
         lambda: open_model(VIT, path),
-        lambda: open_finite(path),
+        lambda: open_for_export(path),
         lambda: check_resumable(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same"),
     ):
         with pytest.raises(ValueError, match=r"blocks\.1\.attn\.lambda_init"):
@@ -153,7 +153,7 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
         lambda c: c["model_cfg"]["text_cfg"].update(pool_type="argmax", block_type="diffvision:v1:lambda_init=0.2"),
     )
     told = r"block_type .*lambda_init=0\.8' there|lambda_init 0\.8 there and 0\.2 here"
-    for call in (open_model, ContrastiveModule, lambda name: open_finite(name.removeprefix("local-dir:"))):
+    for call in (open_model, ContrastiveModule, lambda name: open_for_export(name.removeprefix("local-dir:"))):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{folder}")
     with pytest.raises(ValueError, match=r"with lambda_init 0\.2: DiffCLIP"):
@@ -191,7 +191,7 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
     told = r"lambda_init 'depth' there and 0\.3 here, .*rotary_theta 10000\.0 there and 500\.0 here"
     for call in (
         language.load,
-        open_finite,
+        open_for_export,
         lambda folder: open_model(str(folder)),
         lambda f: LanguageModule(f"local-dir:{f}"),
     ):
@@ -286,4 +286,4 @@ def test_a_record_that_is_none(tmp_path):
     content["diffvision"]["model_args"] = {"depth": "x"}
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"checkpoint .*y\.ckpt has model_args"):
-        open_finite(path)
+        open_for_export(path)

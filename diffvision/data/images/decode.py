@@ -50,7 +50,7 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Open an image and read only its header: its format and size are known and allowed."""
+    """Open an image and check format and size from its header, without decoding pixels."""
     if not data:
         raise BadSample("empty image")
     if len(data) > MAX_IMAGE_BYTES:

@@ -98,7 +98,7 @@ def identity(shard: Shard) -> str:
 def read(location: str) -> bytes | None:
     """Return the content of a small file at a URL, or None where there is none; raise OSError if it cannot be read."""
     try:
-        return _patiently(location, lambda files, path: files.cat_file(path))
+        return _with_retries(location, lambda files, path: files.cat_file(path))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -195,7 +195,7 @@ class ShardCache:
                 _compare(shard, source)
 
             if shard.remote:
-                _patiently(shard.location, fetch)
+                _with_retries(shard.location, fetch)
             else:
                 _compare(shard, source)
             whole = self._unpack(source, folder / "unpacked") if shard.name.endswith(COMPRESSED) else source
@@ -250,12 +250,12 @@ def _stamp(location: str) -> tuple[str, int | None]:
     """Return a file's version and size: what its server says of its content, or the local file's `stamp`."""
     if not is_remote(location):
         return stamp(Path(location)), os.stat(location).st_size
-    info = _patiently(location, lambda files, path: files.info(path))
+    info = _with_retries(location, lambda files, path: files.info(path))
     fields = {name: str(info[name]).removeprefix("W/") for name in _VERSION_FIELDS if info.get(name) is not None}
     return " ".join(f"{name}={value}" for name, value in fields.items()), info.get("size")
 
 
-def _patiently(location: str, act: Callable[[Any, str], Any]) -> Any:
+def _with_retries(location: str, act: Callable[[Any, str], Any]) -> Any:
     """Return act(file system, path in it), tried again where that may help.
 
     Raises:

@@ -154,10 +154,11 @@ def quantization(
     Args:
         model: as `analysis.capture.captured`.
         rows: int64 [S, N], which the model reads whole.
-        bits: as `quantised`.
-        granularity: as `quantised`.
-        also: further numbers to take of the model under each of these, such as its needle accuracy. Its batches must
-            have rows of one length.
+        bits: numbers of bits, each as in `quantised`.
+        granularity: as in `quantised`.
+        also: name -> function of the model that measures another number, such as needle accuracy, without rounding
+            and at each number of bits. Its batches must have rows of one length.
+        batch_size: rows at a time.
 
     Returns:
         {"nll/full": nats a token, "perplexity/full": ..., "nll/16": ..., "<name of also>/16": ..., ...}.

@@ -102,8 +102,8 @@ def many_shot(
 ) -> dict[str, float]:
     """Return the accuracy over all queries of all tasks, by the number of demonstrations before each.
 
-    A task's demonstrations are drawn once, alternately of its classes while they last, and shuffled; fewer shots are
-    the first of more.
+    Demonstrations are sampled once per task, class-balanced where possible, and shuffled. Smaller shot counts are
+    prefixes of larger ones.
 
     Args:
         model: see `scoring`.

@@ -71,7 +71,7 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
         ValueError: transformers has no such model: another variant or one by layer, another lambda_init than "depth",
             no head norm in V1 or one in the others, or norm_eps other than 1e-5 in V1.
     """
-    _check(config)
+    _require_exportable(config)
     kv_heads = config.num_kv_heads or config.num_heads
     layer = ATTENTION[config.variant]
     values = {
@@ -148,7 +148,7 @@ def check_settings(what: str, given: Mapping[str, Any], whose: str, fixed: Mappi
             raise ValueError(f"{what} has {name}={given[name]!r}, not {value!r} as {whose}: give another model")
 
 
-def _check(config: LanguageConfig) -> None:
+def _require_exportable(config: LanguageConfig) -> None:
     """Refuse a configuration that no class of transformers holds."""
     is_v1 = config.variant == "v1"
     fixed: dict[str, Any] = {"variant_by_layer": None, "lambda_init": "depth", "head_norm": is_v1}
