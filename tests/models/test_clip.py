@@ -31,6 +31,7 @@ DEBUG = [
     "SinkCLIP-debug",
     "IntegralCLIP-debug",
 ]
+ONE_BY_DAY = [name if name == "DiffCLIP-debug" else pytest.param(name, marks=pytest.mark.nightly) for name in DEBUG]
 FULL = sorted(name for name in clip.model_names() if not name.endswith("nano") and "debug" not in name)
 PROJECTION = int(open_clip.__version__.split(".")[0] >= "4")  # from 4 on it is a group that locking counts
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
@@ -404,8 +405,7 @@ def test_intermediate_features():
     assert [features.shape for features in output["text_intermediates"]] == [(3, 24, 64)] * 2
 
 
-@pytest.mark.parametrize("name", DEBUG)
-@pytest.mark.quick("DiffCLIP-debug")
+@pytest.mark.parametrize("name", ONE_BY_DAY)
 def test_export_with_any_batch_size(name):
     model = build(name).eval()
     batch = torch.export.Dim("batch", min=2, max=64)
@@ -417,10 +417,7 @@ def test_export_with_any_batch_size(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # each variant's training step is traced in `test_cuda_graphs`
-    "name",
-    ["DiffCLIP-debug", *(pytest.param(name, marks=pytest.mark.nightly) for name in DEBUG if name != "DiffCLIP-debug")],
-)
+@pytest.mark.parametrize("name", ONE_BY_DAY)  # each variant's training step is traced in `test_cuda_graphs`
 def test_compile_in_one_graph(name):
     torch.compiler.reset()
     model = build(name)
