@@ -82,9 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run `diffvision` or `python -m diffvision`, and return the exit status; an error is one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"] and argv[1:]:
-        from diffvision.run import run
+        from diffvision import run
 
-        run(argv[1:])  # errors are the program's
+        if argv[1] in ("-h", "--help"):
+            print(run.__doc__)
+        else:
+            run.run(argv[1:])  # errors are the program's
         return 0
     from diffvision.data.shards.report import BadDataError, WorkerError
     from diffvision.errors import Mistake

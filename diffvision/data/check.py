@@ -49,6 +49,7 @@ from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
 _TEXT = "text"  # what is read of a directory of text where no key is given
+_PACKED_FIRST = (".zip", ".csv", ".tsv", ".jsonl", ".json", ".parquet")  # of pictures that are not in shards
 
 
 @dataclass
@@ -227,9 +228,15 @@ def _is_directory(source: Source) -> bool:
 
 
 def list_directories(source: Source) -> dict[Path, list[Shard]]:
-    """Return the shards that exist, by directory."""
+    """Return the shards that exist, by directory.
+
+    Raises:
+        ValueError: a table or an archive of pictures, or there are no shards.
+    """
     if not _is_directory(source):
         shards = find_shards(source)
+        if other := [shard.location for shard in shards if Path(shard.location).suffix in _PACKED_FIRST]:
+            raise ValueError(f"data check must have shards, got {other[0]}: pack it by `diffvision data make folder`")
         return {part: [shard for shard in shards if find_folder(shard) == part] for part in map(find_folder, shards)}
     directories = {}
     for directory in shard_directories(cast(str, source)):

@@ -28,7 +28,7 @@ def models(filter: str = "*") -> None:
     rows = [(name, host, counts[host][name]) for host in counts for name in counts[host] if fnmatch(name, filter)]
     if not rows:
         near = nearest(filter.strip("*"), [name for host in counts for name in counts[host]], 3, min_ratio=0.5)
-        remedy = f"the nearest names are {', '.join(near)}" if near else "leave out --filter to see all"
+        remedy = f"the nearest names are {', '.join(near)}" if near else "leave the pattern out to see all"
         raise ValueError(f"none of our models matches {filter!r}: {remedy}")
     table = Table("model", "host", "parameters")
     for name, host, parameters in rows:

@@ -33,7 +33,9 @@ def run(argv: Sequence[str]) -> None:
     # As `python FILE` and `python -m MODULE` do: the program's folder, or the current one, comes first.
     sys.path.insert(0, os.path.dirname(os.path.abspath(target)) if is_file else os.getcwd())
     if not (os.path.isfile(target) if is_file else _has_module(target)):
-        sys.exit(f"diffvision run: no program {target!r}: give a .py file's path, or the name of an installed module")
+        sys.exit(
+            f"diffvision: error: no program {target!r}: give a .py file's path, or the name of an installed module"
+        )
     sys.argv = list(argv)
     children = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (children, os.environ.get("PYTHONPATH"))))
@@ -46,7 +48,7 @@ def run(argv: Sequence[str]) -> None:
         if error.name is None or _has_module(error.name.partition(".")[0]):
             raise
         sys.exit(
-            f"diffvision run: {target} needs {error.name}, which is not installed: install its requirements in "
+            f"diffvision: error: {target} needs {error.name}, which is not installed: install its requirements in "
             f"an environment of its own, as docs/guides/programs.md says ({error})"
         )
 

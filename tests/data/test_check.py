@@ -275,3 +275,10 @@ def test_the_workers_of_a_killed_check_end(shards):
     until(
         lambda: not any(alive(int(pid)) for pid in workers), 50, "the end of both workers, which would sleep for 60 s"
     )
+
+
+@pytest.mark.parametrize("name", ["pictures.zip", "captions.csv"])
+def test_pictures_that_are_not_in_shards_are_not_called_damaged(tmp_path, name):
+    (tmp_path / name).write_text("image,caption\n")
+    with pytest.raises(ValueError, match="data check must have shards"):
+        check_shards(str(tmp_path / name), 0)

@@ -10,10 +10,11 @@ import inspect
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def unpack_archive(path: Path) -> Path:
     `datasets` reads the folder of a .zip as one class, so it only unpacks here.
     """
     datasets = _datasets()
+    _check_archive(path)
     name = hashlib.sha256(f"{path.absolute()} {stamp(path)}".encode()).hexdigest()[:16]
     folder = user_cache("datasets") / "unpacked" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,13 +70,22 @@ def unpack_archive(path: Path) -> Path:
                         f"{path} cannot be unpacked into {folder.parent} ({_first_sentence(error)}): get the file "
                         "again, or free space there"
                     ) from None
-                if not unpacked.is_dir():
-                    raise ValueError(f"{path} must be a .zip of images, got another format: give a folder")
                 unpacked.rename(folder)
     inside = [part for part in folder.iterdir() if part.name != "__MACOSX" and not part.name.startswith(".")]
     if len(inside) == 1 and inside[0].is_dir() and not splits_in(inside[0].name):  # the archive of one folder
         return inside[0]
     return folder
+
+
+def _check_archive(path: Path) -> None:
+    """Raise a ValueError for a file that is no whole .zip, or has a member that would be written outside of it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [PurePosixPath(name) for name in archive.namelist()]
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} must be a whole .zip, got one that cannot be read ({error}): get it again") from None
+    if outside := [str(member) for member in members if member.is_absolute() or ".." in member.parts]:
+        raise ValueError(f"{path} must hold files below its own folder, got {outside[0]!r}: pack it again")
 
 
 def list_saved_splits(path: Path) -> list[str]:

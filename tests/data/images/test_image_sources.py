@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFold
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.image_sources import find_images, is_image_source
+from diffvision.data.images.library_datasets import unpack_archive
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
 from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
@@ -813,3 +815,15 @@ def test_a_task_chooses_between_labels_and_captions(captioned):
     (captioned / "t.csv").write_text("file,caption,label\n0.png,one,cat\n1.png,two,dog\n")
     tasks = [find_folders(captioned / "t.csv", task)[0].task for task in (None, "zero_shot", "retrieval", "pairs")]
     assert tasks == ["zero_shot", "zero_shot", "retrieval", "zero_shot"]
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "outside"])
+def test_an_archive_that_is_not_whole_or_leads_out_is_refused_by_its_own_path(tmp_path, kind):
+    pytest.importorskip("datasets")
+    archive = tmp_path / "pictures.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("../evil.txt" if kind == "outside" else "cat/1.png", b"no picture")
+    archive.write_bytes(archive.read_bytes()[: {"empty": 0, "cut": 40, "outside": None}[kind]])
+    with pytest.raises(ValueError, match=f"{archive} must"):
+        unpack_archive(archive)
+    assert not (tmp_path.parent / "evil.txt").exists()
