@@ -5,13 +5,12 @@
 
 import ast
 import csv
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -219,43 +218,58 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
     tabs = table.suffix.lower() == ".tsv"
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
-    text = io.StringIO(decoded(table.read_bytes(), table), newline="")
-    if tabs:
-        reader = csv.reader(text, delimiter="\t", quoting=csv.QUOTE_NONE)
-    else:
-        reader = csv.reader(text, strict=True, delimiter=_header(table, columns)[1])
     line = 0
     try:
-        header = next(reader, [])
-        position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
-        line = reader.line_num
-        for row in filter(None, reader):
+        with _open_text(table) as file:
+            if tabs:
+                reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            else:
+                reader = csv.reader(file, strict=True, delimiter=_header(table, columns)[1])
+            header = next(reader, [])
+            position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
             line = reader.line_num
-            if any(row[len(header) :]):
-                remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
-                raise ValueError(
-                    f"{table}, line {line}: {len(row)} cells in {len(header)} columns: correct the line ({remedy})"
-                )
-            yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
+            for row in filter(None, reader):
+                line = reader.line_num
+                if any(row[len(header) :]):
+                    remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
+                    raise ValueError(
+                        f"{table}, line {line}: {len(row)} cells in {len(header)} columns: correct the line ({remedy})"
+                    )
+                yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
     except csv.Error as error:
         remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
         raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
 
 
+@contextmanager
+def _open_text(table: Path, newline: str = "") -> Iterator[TextIO]:
+    """Open a table of any size to read it line by line; ValueError with the line where it is not UTF-8."""
+    try:
+        with open(table, newline=newline, encoding="utf-8-sig") as file:
+            if "\0" in file.readline():  # UTF-16, whose letters are ASCII with zeros between them
+                decoded(table.read_bytes(), table)
+            file.seek(0)
+            yield file
+    except UnicodeDecodeError:
+        decoded(table.read_bytes(), table)
+        raise
+
+
 def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line, row) of a file with a JSON object in each line."""
     resolved: dict[str, str] | None = None
-    for line, text in enumerate(io.StringIO(decoded(table.read_bytes(), table)), start=1):
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text, object_pairs_hook=_check_object)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
-        resolved = resolved or resolve_columns(list(row), columns, table)
-        yield line, {what: row.get(name, "") for what, name in resolved.items()}
+    with _open_text(table, newline="\n") as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text, object_pairs_hook=_check_object)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
+            resolved = resolved or resolve_columns(list(row), columns, table)
+            yield line, {what: row.get(name, "") for what, name in resolved.items()}
 
 
 def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
