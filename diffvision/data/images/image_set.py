@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSo
 from diffvision.progress import track
 
 _LISTED = 10  # classes, in a description
+_END = 1 << 12  # bytes that tell most files of one size apart
 Captions = tuple[str, ...]
 
 
@@ -103,13 +105,15 @@ class ImageCollection:
         """
         rows: dict[Hashable, list[int]] = {}
         digests: dict[Hashable, Hashable] = {}
-        by_content = self.labels is None and not self.is_numbered
-        for row in track(range(len(self)), "comparing images") if by_content else range(len(self)):
-            key: Hashable = self.read.path(row) or row
-            if by_content:
-                if key not in digests:
-                    digests[key] = self._digest(row) or key
-                key = digests[key]
+        keys: list[Hashable] = [self.read.path(row) or row for row in range(len(self))]
+        if self.labels is None and not self.is_numbered:
+            suspects = _files_alike({key for key in keys if isinstance(key, str)})
+            read = [row for row, key in enumerate(keys) if key in suspects or not isinstance(key, str)]
+            for row in track(read, "comparing images"):
+                if keys[row] not in digests:
+                    digests[keys[row]] = self._digest(row) or keys[row]
+        for row, key in enumerate(keys):
+            key = digests.get(key, key)
             is_usable = self.captions is None or _is_usable(self.captions, row)
             rows.setdefault((key,) if is_usable else row, []).append(row)
         if len(rows) == len(self):
@@ -146,6 +150,27 @@ class ImageCollection:
         if self.labels is not None:
             members["cls"] = b"%d" % self.labels[row]
         return members
+
+
+def _files_alike(paths: set[str]) -> set[str]:
+    """Return the files whose size and last bytes another has too: of millions of images most share a size."""
+    alike = {path for path in paths if os.path.isfile(path)}
+    looks: tuple[Callable[[str], Hashable], ...] = (os.path.getsize, _read_end)
+    for look in looks:
+        seen = {path: look(path) for path in alike}
+        count = Counter(seen.values())
+        alike = {path for path, value in seen.items() if count[value] > 1}
+    return alike
+
+
+def _read_end(path: str) -> Hashable:
+    """Return the last bytes of a file; a file that cannot be read equals no other, and is counted when it is read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - _END))
+            return file.read()
+    except OSError:
+        return path
 
 
 def _encode(text: str) -> bytes:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
-from diffvision.data.images.image_set import ImageSet
+from diffvision.data.images.image_set import ImageCollection, ImageFiles, ImageSet
 from diffvision.data.images.image_sources import find_images, is_image_source
 from diffvision.data.images.library_datasets import unpack_archive
 from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
@@ -691,6 +691,27 @@ def test_equal_images_with_texts_beside_them_are_one_image(captioned):
         (captioned / f"{n}.png").unlink()
     expected = {n: [f"one {n}", f"two {n}"] for n in (0, 1)}
     assert captions_evaluated(find_folders(captioned)[0]) == (expected, 2)
+
+
+def test_images_that_are_alike_in_no_way_are_not_read_to_compare_them(tmp_path, monkeypatch):
+    names = [f"{number}.png" for number in range(4)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(bytes([number // 2]) * (10 + min(number, 2)))  # 2 and 3 are equal
+    read = []
+    files = ImageFiles(tmp_path, names)
+    monkeypatch.setattr(
+        ImageFiles, "__call__", lambda self, row: read.append(row) or (tmp_path / names[row]).read_bytes()
+    )
+    images = ImageCollection("here", names, files, captions=[("one",), ("two",), ("three",), ("four",)]).by_image()
+    assert (images.names, read) == (["0.png", "1.png", "2.png"], [2, 3])
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
+def test_a_table_is_read_line_by_line(captioned, form, monkeypatch):
+    rows = [{"file": f"{n}.png", "caption": f"caption {n}"} for n in range(3)]
+    table = write_rows(captioned, rows, form)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+    assert len(find_images(table)) == 3
 
 
 def test_a_row_without_a_caption_is_counted_and_its_image_keeps_the_others(captioned):
