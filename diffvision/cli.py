@@ -261,7 +261,7 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
 
 
 def _as_yaml(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Return arguments as jsonargparse reads them, which is as YAML: `--recheck` as `--recheck true`.
+    """Return arguments as jsonargparse reads them, which is as YAML: a switch `--NAME` as `--NAME true`.
 
     In YAML `# 3` and `null` are empty and `- a cat` is a list: such a text becomes a list of one.
     """

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from diffvision import __version__
-from diffvision.models.adapt import merge_dex
+from diffvision.models.merge import merge_dex
 from diffvision.nn import AttentionLayer
 
 EXAMPLES = 2  # of the inputs that are traced; the graphs take any number

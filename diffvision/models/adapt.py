@@ -17,9 +17,9 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from diffvision.models.by_layer import as_text
 from diffvision.models.clip import TextBlock
 from diffvision.models.language.decoder import LanguageModel
+from diffvision.models.merge import merge_dex
 from diffvision.nn import ATTENTION, AttentionLayer, build_attention
 from diffvision.nn.dex import set_dex_lambda, set_dex_schedule
 from diffvision.nn.linear import refuse_wrapped
@@ -115,24 +115,6 @@ def freeze_but_new(model: nn.Module, also: Sequence[str] = ()) -> None:
     for layer in layers:
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name.startswith(layer.new_parameters) or name.partition(".")[0] in also)
-
-
-def merge_dex(model: nn.Module) -> nn.Module:
-    """Replace every DEX layer by a standard one that computes the same, in place, and return the model."""
-    for parent in list(model.modules()):
-        for name, module in list(parent.named_children()):
-            if isinstance(module, AttentionLayer) and module.mergeable:
-                setattr(parent, name, module.merge())
-    if isinstance(model, LanguageModel):
-        variants = [_merge(layer.variant) for layer in model.config.layers()]
-        variant = _merge(model.config.variant)
-        by_layer = as_text(variants, variant)
-        model.config = dataclasses.replace(model.config, variant=variant, variant_by_layer=by_layer)
-    return model
-
-
-def _merge(variant: str) -> str:
-    return "standard" if ATTENTION[variant].mergeable else variant
 
 
 # ---- finding the attention -------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import torch
 from transformers import DiffLlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diffvision.models import language
-from diffvision.models.adapt import merge_dex
 from diffvision.models.convert.transformers import EXPORTED, from_hugging_face, to_hugging_face
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.modeling_diffllama_v2 import DiffLlamaV2ForCausalLM, DiffLlamaV2Model
+from diffvision.models.merge import merge_dex
 from diffvision.tokenizer_settings import USUAL_ENDS, find_end, read_config, text_settings
 
 CLASSES: dict[str, Any] = {
