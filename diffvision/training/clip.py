@@ -38,7 +38,7 @@ FEATURES = ("image_features", "text_features")
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 NEAR_DUPLICATES = 0.02  # the share of a batch from which a run says so
-LOOKS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is reported
+LOGGED_STEPS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is reported
 AT_CHANCE = 0.98  # of ln(batch)
 # Metrics of an evaluation that the progress bar shows.
 HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
@@ -117,7 +117,7 @@ class ContrastiveModule(TrainingModule):
         self.layer_decays = {"image": image_layer_decay, "text": text_layer_decay}
         self.prompts: list[str] = []
         self._has_warned = False
-        self._looks: int | None = 0  # logged steps after the warm-up; None once that is settled
+        self._logged_at_chance: int | None = 0  # logged steps after the warm-up; None once that is settled
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with tensors_only(pretrained or model), without_warning_of_random_weights(), refuse_misfit(pretrained, model):
@@ -207,10 +207,10 @@ class ContrastiveModule(TrainingModule):
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
         self.log_step(rate, loss=mean, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
         if is_logging_step(self.trainer, self.trainer.global_step):
-            self._look(batch, mean)
+            self._report_problems(batch, mean)
         return loss
 
-    def _look(self, batch: ImageTextBatch, loss: Tensor) -> None:
+    def _report_problems(self, batch: ImageTextBatch, loss: Tensor) -> None:
         """Count near-duplicate captions in the batch of all ranks; say once if many, or if nothing is learned.
 
         Args:
@@ -224,16 +224,16 @@ class ContrastiveModule(TrainingModule):
             if repeated > NEAR_DUPLICATES * pairs and not self._has_warned:
                 self._has_warned = True
                 self.print(
-                    f"{repeated} of {pairs} captions in a batch repeat another one, as false negatives: drop such pairs"
+                    f"{repeated} of {pairs} captions in a batch repeat another one; the loss counts them as negatives"
                 )
         warmup, chance = max((schedule.warmup for schedule in self.schedules()), default=0), math.log(pairs)
-        if self.loss_name != "clip" or step <= warmup or self._looks is None:
+        if self.loss_name != "clip" or step <= warmup or self._logged_at_chance is None:
             return
-        self._looks += 1
+        self._logged_at_chance += 1
         if loss <= AT_CHANCE * chance:
-            self._looks = None
-        elif self._looks >= LOOKS and step >= warmup + STEPS:
-            self._looks = None
+            self._logged_at_chance = None
+        elif self._logged_at_chance >= LOGGED_STEPS and step >= warmup + STEPS:
+            self._logged_at_chance = None
             self.print(
                 f"the towers do not learn: loss {float(loss):.3g} at step {step}, ln({pairs}) is {chance:.3g}: "
                 "check lr, locks and pairing"
