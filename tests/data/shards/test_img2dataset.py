@@ -36,7 +36,7 @@ def test_a_shard_that_was_not_finished_is_a_problem(folder):
 def test_the_guide_converts_a_list(tmp_path, monkeypatch):
     """As a .tsv, img2dataset lost the rows after the lone quotation mark."""
     parquet = pytest.importorskip("pyarrow.parquet")
-    guide = Path(__file__).parents[3] / "docs" / "guides" / "img2dataset.md"
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "cc12m.md"
     code = next(
         block for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "pyarrow" in block
     )
