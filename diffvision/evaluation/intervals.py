@@ -147,23 +147,47 @@ def bootstrap_interval(
 
     Source: Efron and Tibshirani 1993, chapter 13; Koehn 2004 for the pairing.
     """
+    return crossed_interval([first], [other], resamples=resamples, seed=seed)
+
+
+def crossed_interval(
+    first: Sequence[PerSample], other: Sequence[PerSample], *, resamples: int = RESAMPLES, seed: int = SEED
+) -> tuple[float, float]:
+    """Return the percentile interval of the difference of two models' means over seeds, on the same samples.
+
+    Seeds and units are both drawn with replacement. A drawn unit is the same for all runs, and runs of the two models
+    are drawn in pairs. It is conservative: the noise of a single run on a single unit counts up to three times.
+
+    Args:
+        first: the metric sample by sample of each of the first model's runs.
+        other: of the other model's, as many.
+        resamples: how many are drawn.
+        seed: of the draws.
+
+    Source: Owen 2007, "The pigeonhole bootstrap".
+    """
     generator = np.random.default_rng(seed)
-    a, b = first.values.double().numpy(), other.values.double().numpy()
+    runs = [*first, *other]
+    one = runs[0]
+    values = [run.values.double().numpy() for run in runs]
     counts = [
-        np.ones(len(a)) if one.weights is None else one.weights.double().numpy()
-        for one in ([first, other] if first.ratio else [first])
+        np.ones(len(values[0])) if run.weights is None else run.weights.double().numpy()
+        for run in (runs if one.ratio else runs[:1])
     ]
-    classes = np.zeros(len(a), dtype=int) if first.classes is None else first.classes.numpy()
-    means = np.zeros((2, resamples))
+    classes = np.zeros(len(values[0]), dtype=int) if one.classes is None else one.classes.numpy()
+    means = np.zeros((len(runs), resamples))
     present = np.unique(classes)
     for label in present:
         members = classes == label
-        units = np.unique(first.units.numpy()[members], return_inverse=True)[1]
-        sums = np.stack([np.bincount(units, values[members]) for values in (a, b, *counts)])
-        means += _draw_means(sums, generator, resamples) / len(present)
-    if first.exponential:
+        units = np.unique(one.units.numpy()[members], return_inverse=True)[1]
+        sums = np.stack([np.bincount(units, row[members]) for row in (*values, *counts)])
+        means += _draw_means(sums, len(runs), generator, resamples) / len(present)
+    if one.exponential:
         means = np.exp(np.minimum(means, 700))
-    low, high = np.nanquantile(means[1] - means[0], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    differences = means[len(first) :] - means[: len(first)]
+    seeds = len(first)
+    drawn = generator.multinomial(seeds, [1 / seeds] * seeds, size=resamples).T / seeds
+    low, high = np.nanquantile((drawn * differences).sum(0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -172,11 +196,11 @@ def mean_interval(samples: PerSample) -> tuple[float, float]:
     return bootstrap_interval(samples._replace(values=torch.zeros_like(samples.values)), samples)
 
 
-def _draw_means(sums: np.ndarray, generator: np.random.Generator, resamples: int) -> np.ndarray:
-    """Return both models' means over drawn units, [2, resamples].
+def _draw_means(sums: np.ndarray, runs: int, generator: np.random.Generator, resamples: int) -> np.ndarray:
+    """Return the means of all runs over drawn units, [runs, resamples].
 
     Args:
-        sums: of each unit: the two models' values, and their weights, one row if both have the same: [3 or 4, units].
+        sums: of each unit: the values of every run, and their weights, one row if all have the same: [rows, units].
             Equal units are drawn together.
     """
     kinds, repeats = np.unique(sums, axis=1, return_counts=True)
@@ -187,7 +211,7 @@ def _draw_means(sums: np.ndarray, generator: np.random.Generator, resamples: int
         draws = generator.multinomial(total, share, size=min(rows, resamples - start))
         drawn = kinds @ draws.T
         with np.errstate(invalid="ignore"):  # a draw in which nothing counts is NaN
-            means.append(drawn[:2] / drawn[2:])
+            means.append(drawn[:runs] / drawn[runs:])
     return np.concatenate(means, axis=1)
 
 

@@ -12,6 +12,7 @@ from diffvision.comparison.result import Comparison, Row
 from diffvision.evaluation.intervals import (
     Difference,
     bootstrap_interval,
+    crossed_interval,
     difference,
     mcnemar,
     welch_interval,
@@ -62,6 +63,26 @@ def test_losses_are_drawn_by_document_with_their_tokens():
         expected = np.quantile(means[1] - means[0], [0.025, 0.975])
         low, high = bootstrap_interval(*(one._replace(exponential=exponential) for one in samples))
         assert (low, high) == pytest.approx(tuple(expected), abs=0.1 * (expected[1] - expected[0]))
+
+
+def test_seeds_and_pictures_are_both_drawn():
+    """The interval over two factors, against a plain loop over drawn runs and drawn pictures."""
+    generator = np.random.default_rng(3)
+    a, b = (share + 0.1 * generator.standard_normal((5, 1)) > generator.random((5, 80)) for share in (0.4, 0.6))
+    first, other = ([each(torch.tensor(row)) for row in rows] for rows in (a, b))
+    drawn = [
+        (b[seeds][:, pictures].mean() - a[seeds][:, pictures].mean())
+        for seeds, pictures in ((generator.integers(0, 5, 5), generator.integers(0, 80, 80)) for _ in range(4000))
+    ]
+    expected = np.quantile(drawn, [0.025, 0.975])
+    low, high = crossed_interval(first, other)
+    assert (low, high) == pytest.approx(tuple(expected), abs=0.1 * (expected[1] - expected[0]))
+    alone = bootstrap_interval(first[0], other[0])
+    assert crossed_interval(first[:1] * 5, other[:1] * 5) == pytest.approx(alone)  # equal runs: pictures alone
+    weighted = [run._replace(values=run.values * 2.0, weights=torch.full((80,), 2.0), ratio=True) for run in first]
+    assert crossed_interval(
+        weighted, [run._replace(values=run.values * 2.0, weights=torch.full((80,), 2.0), ratio=True) for run in other]
+    ) == pytest.approx((low, high))
 
 
 def test_a_mean_over_classes_draws_within_each_class():

@@ -17,6 +17,7 @@ from fashion_files import write_miniature
 import arithmetic
 import cache_pruning
 import clip
+import clip_control
 import common_mode
 import controls
 import grid
@@ -645,3 +646,32 @@ def test_the_report_of_cures_has_sinks_and_masks_by_cell(tmp_path, capsys):
     assert "| plain | 0 |  |" in lines
     assert "| gate x difference | +3.00 [+1.04, +4.96] higher (p 0.04) |" in lines
     assert "V2 minus plain alone, as in clip.py: -3.00 [-4.96, -1.04] lower (p 0.013)" in lines
+
+
+@pytest.mark.parametrize(
+    ("shares", "word"),
+    [
+        ((0.1, 0.1, 0.5), "better"),
+        ((0.1, 0.5, 0.1), "not shown"),
+        ((0.3, 0.3, 0.3), "level"),
+        ((0.5, 0.5, 0.1), "not shown"),
+    ],
+)
+def test_the_control_on_emoji_states_what_its_rule_says(shares, word, tmp_path, capsys):
+    study = dataclasses.replace(clip_control.GRID, results=tmp_path)
+    for run in study.tuning():
+        shares_of = {"validation": {"image R@1": 0.1 + 0.01 * (run.rate == 1e-3) + 0.02 * (run.rate == 2e-3)}}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"diverged": "", **shares_of}))
+    assert clip_control.FAMILIES["gate"].text_settings == cures.FAMILIES["gate"].text_settings
+    clip_control.report(study)
+    assert "unfinished: no statement yet" in capsys.readouterr().out
+    generator = np.random.default_rng(0)
+    for run in study.confirming():
+        share = dict(zip(("plain", "gate", "V2"), shares, strict=True))[run.family]
+        right = np.arange(1000) < 1000 * share if word == "level" else generator.random(1000) < share
+        numbers = {"diverged": "", "pictures": 1000, "hits": np.flatnonzero(right).tolist(), "processor": "one"}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
+    clip_control.report(study)
+    assert f"V2: {word}." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="one"):
+        study.train([], None)

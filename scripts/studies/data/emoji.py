@@ -5,8 +5,8 @@
 Noto's pictures are for training and Twemoji's for testing. Where OpenMoji is given, its coloured drawings are for
 training and its outlines for testing, but for outlines that two emoji share or that are drawn so in colour too. Flags
 are left out, and so is an emoji that looks like another one in Noto's or Twemoji's style.
-A tenth of the emoji, each with its variants, is for validation: their pictures by Noto are not trained on, and no
-picture of them is in a test. Without OpenMoji their names are not trained on either.
+A share of the emoji, each with its variants, is for validation, by default a tenth: their pictures by Noto are not
+trained on, and no picture of them is in a test. Without OpenMoji their names are not trained on either.
 """
 
 import json
@@ -41,7 +41,7 @@ Pictures = Mapping[str, bytes]
 """{code of an emoji: PNG}"""
 
 
-def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
+def make_emoji(directory: str | Path, source: str | Path, seed: int = 0, validation_percent: int = 10) -> str:
     """Write emoji in several styles with their names, one style for tests only.
 
     `train` are shards; `zero_shot`, `zero_shot-subcategories`, `retrieval` and `pairs` are evaluation folders
@@ -54,6 +54,7 @@ def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
             the unpacked packages; or a folder with node_modules that holds them: FOLDER after `npm install
             --ignore-scripts --prefix FOLDER emoji-datasource-google emoji-datasource-twitter openmoji`.
         seed: determines the order of training samples and which variants are paired.
+        validation_percent: of the emoji, by a hash of their codes: a larger share holds a smaller one.
 
     Raises:
         ValueError: a package is missing; nothing that draws OpenMoji's SVG files is installed; shards exist already.
@@ -63,20 +64,21 @@ def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
     rasteriser = find_rasteriser() if "OpenMoji" in packages else None
     emoji, styles = _pictures(read_emoji(packages), packages, rasteriser)
     plain = [e for e in emoji if not e.tone]
-    trained = [("Noto", e) for e in emoji if not e.validating]
+    validating = {e.code for e in emoji if e.is_validating(validation_percent)}
+    trained = [("Noto", e) for e in emoji if e.code not in validating]
     trained += [("OpenMoji", e) for e in emoji if "OpenMoji" in styles]
     order = np.random.default_rng([seed, 30]).permutation(len(trained))
     samples: dict[str, Any] = {
         "train": write_shards(directory / "train", _training((trained[i] for i in order), styles))
     }
     for split, style in (("validation", "Noto"), ("test", "Twemoji")):
-        chosen = [e for e in emoji if e.validating == (split == "validation")]
+        chosen = [e for e in emoji if (e.code in validating) == (split == "validation")]
         rng = np.random.default_rng([seed, 31])
         samples |= _write_split(directory, split, chosen, plain, styles[style], rng)
         if _OUTLINES in styles:
             sketches = _write_captions([e for e in chosen if e.code in styles[_OUTLINES]], styles[_OUTLINES])
             samples[f"retrieval-sketch/{split}"] = write_retrieval(directory / "retrieval-sketch", split, sketches)
-    known = [e for e in plain if not e.validating]
+    known = [e for e in plain if e.code not in validating]
     samples["zero_shot-subcategories/train"] = _write_kinds(directory, "train", known, plain, styles["Noto"])
     write_about(
         directory,
@@ -88,6 +90,7 @@ def make_emoji(directory: str | Path, source: str | Path, seed: int = 0) -> str:
         background=BACKGROUND,
         size=SIZE,
         seed=seed,
+        validation_percent=validation_percent,
         samples=samples,
     )
     without = "" if _OUTLINES in styles else "; no OpenMoji in the source: one style to train on, and no outlines"
@@ -194,4 +197,5 @@ if __name__ == "__main__":
     parser.add_argument("directory")
     parser.add_argument("--source", required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--validation_percent", type=int, default=10)
     print(make_emoji(**vars(parser.parse_args())))

@@ -22,7 +22,6 @@ _REFUSED = {
 TONES = {"1F3FB": "light", "1F3FC": "medium-light", "1F3FD": "medium", "1F3FE": "medium-dark", "1F3FF": "dark"}
 _VARIANTS = {"200D", "FE0F", "2640", "2642", "27A1", *TONES}  # joiners, gender, direction and skin tones
 _ADULTS = {"1F468": "1F9D1", "1F469": "1F9D1"}  # man and woman: person
-_VALIDATION_PERCENT = 10
 _KEYWORDS = 3  # in a caption
 _WORDS = (  # names that differ in one of these words are a minimal pair
     ("gender", {"man", "woman"}),
@@ -69,11 +68,10 @@ class Emoji:
         few = [self.keywords[start : start + _KEYWORDS] for start in range(0, len(self.keywords), _KEYWORDS)]
         return [self.caption, f"{self.name}, {self.kind}", *(f"{self.kind}: {', '.join(words)}" for words in few)]
 
-    @property
-    def validating(self) -> bool:
-        """Whether it is for validation, as is all that differs from it in gender, skin tone or direction only."""
+    def is_validating(self, percent: int) -> bool:
+        """Return whether it is among the emoji for validation, together with its genders, skin tones and directions."""
         points = [_ADULTS.get(point, point) for point in self.code.split("-") if point not in _VARIANTS]
-        return held_out("-".join(points) or self.code, _VALIDATION_PERCENT)
+        return held_out("-".join(points) or self.code, percent)
 
 
 def find_packages(source: Path) -> dict[str, Path]:
