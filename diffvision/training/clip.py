@@ -425,7 +425,30 @@ def create_loss(name: str, *, rank: int, world_size: int) -> nn.Module:
 
     if name == "siglip":
         return SigLipLoss(rank=rank, world_size=world_size)
-    return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
+
+    class LocalClipLoss(ClipLoss):
+        """OpenCLIP's local loss, its features gathered by functional collectives, as OpenCLIP's main gathers them."""
+
+        def get_logits(
+            self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            if self.world_size == 1:
+                return super().get_logits(image_features, text_features, logit_scale, logit_bias)
+            by_image = logit_scale * image_features @ gather_rows(text_features).T
+            by_text = logit_scale * text_features @ gather_rows(image_features).T
+            return (by_image, by_text) if logit_bias is None else (by_image + logit_bias, by_text + logit_bias)
+
+    return LocalClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
+
+
+def gather_rows(x: Tensor) -> Tensor:
+    """Return the rows [B, D] of all ranks, [ranks * B, D], with their gradients."""
+    from torch.distributed import _functional_collectives as collectives
+
+    # The second is its name in older versions of torch.
+    gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    rows: Tensor = gather(x.contiguous(), 0, cast(Any, torch.distributed.group.WORLD))
+    return rows
 
 
 def widen(x: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ from diffvision.training.sharding import gather_weights, is_sharded, release_wei
 # Warnings of other libraries about code that is not the user's.
 IGNORED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
-    r"torch\.distributed\.nn\.functional\.all_gather is deprecated",  # about OpenCLIP's loss, at every step
     r"The \.grad attribute of a Tensor that is not a leaf",  # about Dynamo's own reading, where a model is compiled
     "You requested to overfit but enabled",  # of our loaders, whose epochs are then all the first one
     "Total length of `list` across ranks is zero",  # about our data without an evaluation

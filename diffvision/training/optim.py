@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.errors import did_you_mean
@@ -21,6 +22,7 @@ FUSED = ("cpu", "cuda")
 """Devices for which AdamW is one fused kernel."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-6}
 """AdamW's settings where neither the user nor the module has others."""
+_FUSED_PROJECTION = re.compile(r"(^|\.)(qkv\.weight|in_proj_weight)$")  # timm's, and OpenCLIP's
 _FIRST_LAYER = re.compile(r"emb|token|patch|stem|ln_pre|norm_pre|(conv|bn)\d")  # names of what comes before the blocks
 Decay = Literal["cosine", "linear"]
 
@@ -159,6 +161,11 @@ def param_groups(
         raise ValueError("no parameter is trainable, as every tower is locked: unlock one")
     if is_muon and all(falls_back for *_, falls_back in groups):
         raise ValueError("no matrix of a block is trained, which Muon would update: set optimizer.name to adamw")
+    if is_muon and (fused := [name for name, _ in model.named_parameters() if _FUSED_PROJECTION.search(name)]):
+        rank_zero_warn(
+            f"Muon takes queries, keys and values of {fused[0]} as one matrix, those of differential layers singly: "
+            "the models do not compare. The plain models of diffvision have them apart"
+        )
     # The order is part of checkpoints.
     return [groups[key] for key in (sorted(groups) if scales is None else groups)]
 

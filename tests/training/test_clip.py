@@ -1,6 +1,7 @@
 """The contrastive step: its gradients against autograd's over the whole batch, in one process and in two."""
 
 import copy
+import warnings
 
 import lightning.pytorch as pl
 import open_clip
@@ -227,7 +228,9 @@ def test_two_processes_have_the_gradients_of_one(loss, accum_freq, tmp_path):
     train(make(loss=loss), kept, precision="64-true")
     # Forked, so that the two need not import everything again; nothing else runs threads here.
     two = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "precision": "64-true"}
-    train(make(loss=loss, accum_freq=accum_freq), Saved(tmp_path), **two)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "`?torch.distributed", FutureWarning)
+        train(make(loss=loss, accum_freq=accum_freq), Saved(tmp_path), **two)
     for rank in (0, 1):
         same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
 

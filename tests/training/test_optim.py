@@ -2,9 +2,11 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -119,6 +121,14 @@ def test_muon_updates_matrices_of_blocks_and_adamw_the_rest():
     assert by_muon == {n for n in muon if min(dict(module.model.named_parameters())[n].shape) >= 4}
     with pytest.raises(ValueError, match="Muon"):
         param_groups(nn.Linear(8, 8), 0.1, is_muon=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("vit_tiny_patch16_224", True), ("diff_vit_debug", False), ("plain_vit_debug", False)]
+)
+def test_muon_warns_of_a_fused_projection(name, fused):
+    with pytest.warns(match="qkv") if fused else nullcontext():
+        param_groups(timm.create_model(name), 0.1, is_muon=True)
 
 
 def test_each_tower_has_its_own_layer_decay():
