@@ -1,4 +1,4 @@
-"""Whole attention modules, projections too, to be compared by `bench_attention.py --level module`.
+"""Whole attention modules, projections too, to be compared by `bench_attention.py`.
 
 Width 768, biases on queries, keys and values; 12 plain heads of 64, so 6 differential ones (V1) or 12 (V2, whose
 second query makes its query projection twice as wide). timm's DiffAttention gets 6 heads too, which makes its heads as
@@ -10,12 +10,13 @@ all parameters.
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_ways import Shape, by_kernel, step, too_large
 from benchmark import Way
 from diffvision.nn import AttentionLayer, DiffAttention, DiffAttentionV2
 from diffvision.ops.attention import Problem
@@ -23,8 +24,78 @@ from diffvision.ops.attention.choice import choose
 
 WIDTH, PLAIN_HEADS, HEADS = 768, 12, 6
 
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
 # A module, called with tokens [B, N, 768] -> [B, N, 768]
 Call = Callable[[Tensor], Any]
+
+
+class Shape(NamedTuple):
+    """A call of a module to be timed."""
+
+    batch: int
+    tokens: int
+    causal: bool = False
+    backward: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch} x {self.tokens}{' causal' if self.causal else ''}"
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that may attend, of all differential heads and samples."""
+        per_head = self.tokens**2
+        if self.causal:
+            per_head -= self.tokens * (self.tokens - 1) // 2
+        return self.batch * HEADS * per_head
+
+    @property
+    def map_bytes(self) -> int:
+        """Both maps of all heads, in float32."""
+        return 8 * self.batch * HEADS * self.tokens**2
+
+
+def merge_heads(out: Tensor) -> Tensor:
+    """[B, H, M, V] -> [B, M, H * V]."""
+    return out.transpose(1, 2).flatten(2)
+
+
+def too_large(map_bytes: int, device: str) -> str:
+    """Return why a way that keeps its maps, in several copies, is not tried; "" if it is."""
+    memory = torch.cuda.get_device_properties(0).total_memory if device.startswith("cuda") else 16 << 30
+    if map_bytes <= memory // 8:
+        return ""
+    return f"not tried: its maps alone would take more than {memory / 2**33:.0f} GiB in float32"
+
+
+def step(call: Callable[[], Tensor], leaves: list[Tensor], backward: bool) -> Callable[[], Any]:
+    """Return what one timing runs: the call without a graph, or the call and the gradients of all leaves."""
+    grad: list[Tensor] = []
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return call()
+
+    def both() -> tuple[Tensor | None, ...]:
+        out = call()
+        # Random, since some kernels have another path for the gradient of a sum.
+        if not grad:
+            grad.append(torch.randn_like(out, memory_format=torch.contiguous_format))
+        return torch.autograd.grad(out, leaves, grad[0], allow_unused=True)
+
+    return both if backward else forward
+
+
+def by_kernel(group: str, role: str, call: Callable[[], Any], device: str) -> list[Way]:
+    """Return a way that rests on SDPA: on CUDA once with each of its kernels forced, on a CPU as SDPA chooses."""
+    if not device.startswith("cuda"):
+        return [Way(group, role, call)]
+    return [Way(group, role, call, name, context=partial(sdpa_kernel, [kernel])) for name, kernel in KERNELS.items()]
 
 
 class MapsAttention(nn.Module):
@@ -69,7 +140,7 @@ def _way(
 
 def module_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -> list[Way]:
     """Return all modules at a shape's batch, length and `causal`, timm's plain Attention first, ours last."""
-    x = torch.randn(shape.batch, shape.keys, WIDTH, device=device, dtype=dtype, requires_grad=backward)
+    x = torch.randn(shape.batch, shape.tokens, WIDTH, device=device, dtype=dtype, requires_grad=backward)
     ways: list[Way] = []
 
     def add(group: str, role: str, module: nn.Module, call: Callable[[nn.Module], Call], kernels: bool = False) -> None:
@@ -80,7 +151,7 @@ def module_ways(shape: Shape, device: str, dtype: torch.dtype, backward: bool) -
     if reason := too_large(shape.map_bytes, device):
         ways.append(Way("maps (DiffCLIP)", "peer", None, cannot=reason))
     else:
-        add("maps (DiffCLIP)", "peer", MapsAttention(shape.keys if shape.causal else None), lambda m: m)
+        add("maps (DiffCLIP)", "peer", MapsAttention(shape.tokens if shape.causal else None), lambda m: m)
     _add_hugging_face(add, ways, shape, device, dtype)
     for variant, layer in (
         ("V1", DiffAttention(WIDTH, HEADS, lambda_init=0.8, qkv_bias=True)),
@@ -124,7 +195,7 @@ def _add_hugging_face(add: Callable[..., None], ways: list[Way], shape: Shape, d
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         ways.extend(Way(group, role, None, cannot=reason) for group, role in names.items())
         return
-    angles = torch.randn(1, shape.keys, WIDTH // PLAIN_HEADS, device=device)
+    angles = torch.randn(1, shape.tokens, WIDTH // PLAIN_HEADS, device=device)
     position = (angles.cos().to(dtype), angles.sin().to(dtype))
 
     def call(module: nn.Module) -> Call:

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import (
     Way,
@@ -44,7 +43,6 @@ from benchmark import (
 from benchmark_picture import Panel, draw
 from diffvision.models import language
 from diffvision.models.language.generation import generate
-from diffvision.nn.linear import few_rows_linear
 from diffvision.training.cross_entropy import linear_cross_entropy
 from machine import describe_machine, device_in_words, environment
 
@@ -52,21 +50,20 @@ LLAMA, DIFFLLAMA = "HF Llama", "HF DiffLlama"
 # Name -> prefix of its classes in transformers.
 PEERS = {LLAMA: "Llama", DIFFLLAMA: "DiffLlama"}
 ABSENT = "not installed"
-# Sequences and tokens of a training step; tokens of prompts; rows of the linear map.
+# Sequences and tokens of a training step; tokens of prompts.
 TRAINING = [(4, 512), (1, 2048)]
 PROMPTS = [1000, 64]
-ROWS = [1, 4, 16, 32]
 # With --quick, for the rounds of one table.
 QUICK_SECONDS = 20.0
 METHOD = """Speeds "x Llama" and "x DiffLlama" are tokens/s over that model's in the same run (higher is better): all
 models take turns within each round, and a cell is the median over rounds of the ratio in one round. Decoding's time is
 that of a call less that of a call for one token in the same round, so the prompt's pass is not in it; another table
-has the whole call. Operations are the calls of torch's that a further token makes, views included. Peak memory is
-what a training step holds beyond weights, optimiser state and batch. Quartiles and single times are in the JSON."""
+has the whole call. Peak memory is what a training step holds beyond weights, optimiser state and batch. Quartiles and
+single times are in the JSON."""
 
 
 class Setting(NamedTuple):
-    """One measurement: "training" of [batch, tokens], "decoding" after a prompt, or "linear", the product alone."""
+    """One measurement: "training" of [batch, tokens], or "decoding" after a prompt."""
 
     task: str
     batch: int
@@ -76,7 +73,7 @@ class Setting(NamedTuple):
     def title(self) -> str:
         if self.task == "training":
             return f"training, {self.batch} x {self.tokens}"
-        return f"decoding, prompt of {self.tokens}" if self.task == "decoding" else "linear map of few rows"
+        return f"decoding, prompt of {self.tokens}"
 
 
 def hugging_face(name: str, size: language.Size) -> nn.Module:
@@ -148,30 +145,8 @@ def decoding(name: str, model: nn.Module, prompt: Tensor, new: int) -> list[int]
     return tokens[0, prompt.shape[1] :].tolist()
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations of torch that are called."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def operations_a_token(name: str, model: nn.Module, prompt: Tensor) -> float:
-    """Return how many operations a further token takes: those of four tokens less those of one, over three."""
-    counts = []
-    for new in (1, 4):
-        with Operations() as counted:
-            decoding(name, model, prompt, new)
-        counts.append(counted.count)
-    return (counts[1] - counts[0]) / 3
-
-
 def ways(setting: Setting, built: Built, args: Any) -> list[Way]:
     """Return the ways of a setting: each model, when decoding for one token ("first") and for all ("whole")."""
-    if setting.task == "linear":
-        return linear_ways(language.SIZES[built.size])
     made = []
     trains = setting.task == "training"
     vocabulary = language.SIZES[built.size].vocab_size
@@ -190,16 +165,6 @@ def ways(setting: Setting, built: Built, args: Any) -> list[Way]:
                 made.append(Way(name, role, call, kernel=kernel))
         except Exception as error:
             made.append(Way(name, role, None, cannot=f"{type(error).__name__}: {error}"[:300]))
-    return made
-
-
-def linear_ways(size: language.Size) -> list[Way]:
-    """Return the product of a few rows with one weight of the MLP, as torch does it and as ours does."""
-    weight, made = torch.randn(size.mlp_dim, size.dim), []
-    for rows in ROWS:
-        x = torch.randn(rows, size.dim)
-        for kernel, call in (("F.linear", F.linear), ("few_rows_linear", few_rows_linear)):
-            made.append(Way(f"{rows} rows", "other", torch.no_grad()(partial(call, x, weight)), kernel=kernel))
     return made
 
 
@@ -235,17 +200,10 @@ def measure(setting: Setting, built: Built, args: Any) -> list[dict[str, Any]]:
         torch.cuda.empty_cache()
     entry: dict[str, Any] = {"task": setting.task, "title": setting.title, "tokens": setting.batch * setting.tokens}
     tables = [entry | {"models": results}]
-    if setting.task == "linear":
-        add_ratios(results)
-        return tables
     if setting.task == "decoding":
         whole = {name: results.get(f"{name}: whole", results.get(name)) for name in built.names}
         first = {name: results.get(f"{name}: first", results.get(name)) for name in built.names}
         alone = {name: without_first(first[name], whole[name]) for name in built.names}
-        prompt = torch.full((1, setting.tokens), 3, device=args.device)
-        for name, result in alone.items():
-            if "times_ms" in result:
-                result["operations"] = operations_a_token(name, built[name].eval(), prompt)
         title = f"{setting.title}: whole call"
         tables = [
             entry | {"tokens": args.new - 1, "models": alone},
@@ -268,27 +226,12 @@ def model_rows(entry: dict[str, Any], report: dict[str, Any]) -> list[list[str]]
             absent = "–" if report["versions"]["transformers"] else ABSENT
             row.append(f"{speed:.2f}" if speed else absent)
         row.append("{:.1f}–{:.1f}".format(*result["quartiles_ms"]) if "median_ms" in result else "–")
-        last = {"training": "peak_bytes", "decoding": "operations"}.get(entry["task"])
-        if last:
-            value = result.get(last)
-            row.append("–" if value is None else f"{value / 2**20 if last == 'peak_bytes' else value:,.0f}")
+        if entry["task"] == "training":
+            row.append(f"{result['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in result else "–")
         rows.append(row)
     if not report["versions"]["transformers"]:
         rows += [[name, *[ABSENT] * (len(rows[0]) - 1)] for name in PEERS]
     return rows
-
-
-def linear_rows(entry: dict[str, Any]) -> list[list[str]]:
-    """Return a line for each number of rows: both ways, and how much faster ours is."""
-    lines, results = [], entry["models"]
-    for count in ROWS:
-        plain, ours = (results[f"{count} rows: {way}"] for way in ("F.linear", "few_rows_linear"))
-        if not (plain.get("times_ms") and ours.get("times_ms")):
-            continue
-        times = [1e3 * statistics.median(way["times_ms"]) for way in (plain, ours)]
-        speed = statistics.median(ratios_to(plain, ours))
-        lines.append([str(count), *(f"{value:.1f}" for value in times), f"{speed:.2f}"])
-    return lines
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -298,17 +241,10 @@ def markdown(report: dict[str, Any]) -> str:
         parts.append(f"transformers {version}")
     parts.append(METHOD)
     columns = ["model", "parameters", "tokens/s", "x Llama", "x DiffLlama", "time, ms (quartiles)"]
-    last = {"training": ["peak memory, MiB"], "decoding": ["operations a token"]}
     for entry in report["tables"]:
         parts.append(f"## {entry['title'].capitalize()}")
-        if entry["task"] == "linear":
-            parts.append(
-                "A product without gradients of some rows with one weight of the MLP, as `torch` does it and as "
-                f"`nn.linear` does; {report['hardware']['threads']} thread(s)."
-            )
-            parts.append(table(["rows", "F.linear, us", "few_rows_linear, us", "times as fast"], linear_rows(entry)))
-        else:
-            parts.append(table([*columns, *last.get(entry["task"], [])], model_rows(entry, report)))
+        memory = ["peak memory, MiB"] if entry["task"] == "training" else []
+        parts.append(table([*columns, *memory], model_rows(entry, report)))
     return "\n\n".join([*parts, *remarks(report, [(entry["title"], entry["models"]) for entry in report["tables"]])])
 
 
@@ -342,8 +278,6 @@ def run(args: Any) -> dict[str, Any]:
     built = Built(args.size, args.device)
     settings = [Setting("training", *shape) for shape in TRAINING]
     settings += [Setting("decoding", 1, prompt) for prompt in PROMPTS]
-    if args.device == "cpu" and args.dtype == torch.float32:
-        settings.append(Setting("linear", 1, 1))
     report: dict[str, Any] = {"benchmark": "language", "size": args.size, "dtype": dtype, **environment(args.device)}
     if not built.installed:
         report["versions"]["transformers"] = None
@@ -355,7 +289,7 @@ def run(args: Any) -> dict[str, Any]:
         measure_all(args, name, report, measured)
     finally:
         # Also of what was measured when the run is stopped.
-        if any(entry["task"] != "linear" for entry in report["tables"]):
+        if report["tables"]:
             picture(args.output / f"{name}.png", report)
     return report
 

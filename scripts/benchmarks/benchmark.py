@@ -233,13 +233,6 @@ def matrix_product(device: str, dtype: torch.dtype) -> tuple[Way, float]:
     return Way("matrix product", "rate", lambda: a @ b), 2.0 * size**3
 
 
-def reading(device: str) -> tuple[Way, float]:
-    """Return a sum over a large array, and the bytes that it reads."""
-    size = 1 << (30 if device.startswith("cuda") else 26)
-    array = torch.ones(size, device=device, dtype=torch.float32)
-    return Way("sum", "rate", array.sum), 4.0 * size
-
-
 def arguments(description: str) -> argparse.ArgumentParser:
     """Return a parser of the options that the benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from attention_ways import KERNELS, merge_heads, step
+from attention_modules import KERNELS, merge_heads, step
 from benchmark import Way, add_ratios, arguments, in_turns, parse, write
 from diffvision.ops import diff_attention
 from diffvision.ops.attention import BACKENDS

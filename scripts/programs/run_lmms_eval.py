@@ -1,8 +1,7 @@
 """Unmodified lmms-eval on a vision-language model and files of POPE, against `diffvision evaluate-vlm`.
 
     python -m venv .venv-lmms && .venv-lmms/bin/pip install "lmms_eval==0.7.3" -e ".[hf]"
-    .venv-lmms/bin/python scripts/programs/run_lmms_eval.py                            # a miniature
-    .venv-lmms/bin/python scripts/programs/run_lmms_eval.py --model MODEL --data data/scenes-vqa/test
+    .venv-lmms/bin/python scripts/programs/run_lmms_eval.py MODEL --data data/scenes-vqa/test
 
 lmms-eval finds our models by its entry point, and the tasks, with its own metrics of POPE, in a folder that this script
 writes. Both programs ask the same questions, so every metric must be equal, also of the answers that lmms-eval logged.
@@ -83,17 +82,13 @@ def write_answers(questions: QuestionSet, samples: Path, file: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, help="a folder; by default that of lmms_miniature.py")
-    parser.add_argument("--data", nargs="+", type=Path, help="question files of POPE, or their folder")
+    parser.add_argument("model", type=Path, help="a folder")
+    parser.add_argument("--data", nargs="+", type=Path, required=True, help="question files of POPE, or their folder")
     parser.add_argument("--tokens", type=int, default=8, help="most tokens of an answer")
     parser.add_argument("--work", type=Path, default=Path("runs/programs/lmms_eval"), help="an empty or new folder")
     args = parser.parse_args()
     print(versions("lmms_eval", "torch", "transformers", "diffvision"), flush=True)
     shown = Shown(args.work.resolve())
-    if args.model is None:
-        made = Path(__file__).with_name("lmms_miniature.py").resolve()
-        shown.run("miniature", [sys.executable, str(made), "miniature"], only="step")
-        args.model, args.data = shown.folder / "miniature" / "model", [shown.folder / "miniature" / "test"]
     model, data = str(args.model.resolve()), [str(path.resolve()) for path in args.data]
     sets = read_sets(data, tasks=["pope"])
     for questions in sets:

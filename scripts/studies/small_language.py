@@ -8,25 +8,15 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.documents import TextMember
-from diffvision.data.text.tokenize import documents_of
-from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models.language import LanguageModel
-from diffvision.ops.attention.choice import attention_backend
 from diffvision.training.optim import param_groups
 
-VOCABULARY, LENGTH, BATCH = 1024, 256, 4
-TRAIN_TOKENS, VALIDATION_TOKENS = 8_000_000, 32_768
 COOLDOWN = 0.2  # of a length
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "clip_norm": 1.0}
 
@@ -57,58 +47,6 @@ class Trained(NamedTuple):
     norm: float
 
 
-# ---- data ----------------------------------------------------------------------------------------------------------
-
-
-def make_data(source: Path, file: Path) -> None:
-    """Tokenise what `data/text.py` wrote, documents in random order, and write one file."""
-    texts = {
-        split: list(documents_of(ShardSet(source / split), TextMember("txt"))) for split in ("train", "validation")
-    }
-    for number, documents in enumerate(texts.values()):
-        np.random.default_rng(number).shuffle(documents)
-    tokenizer = train_tokenizer(texts["train"][:50_000], VOCABULARY)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(file.with_suffix(".tokenizer.json"))
-    content = {}
-    for split, wanted in (("train", TRAIN_TOKENS), ("validation", VALIDATION_TOKENS + 1)):
-        tokens: list[int] = []
-        characters = 0
-        for text in texts[split]:
-            tokens += [*tokenizer.encode(text), tokenizer.eos_id]
-            characters += len(text)
-            if len(tokens) >= wanted:
-                break
-        print(f"{split}: {len(tokens):,} tokens, {characters / len(tokens):.2f} characters each")
-        content[split] = torch.tensor(tokens[:wanted], dtype=torch.int16)
-    torch.save(content, file)
-
-
-class Data:
-    """What `make_data` wrote."""
-
-    def __init__(self, file: Path) -> None:
-        content = torch.load(file, weights_only=True)
-        self.train: Tensor = content["train"]
-        self.validation: Tensor = content["validation"][: VALIDATION_TOKENS + 1]
-
-    def batches(self, seed: int) -> Iterator[Tensor]:
-        """Yield batches [B, N + 1] of windows of the training text in random order, none of them twice."""
-        count = (len(self.train) - 1) // LENGTH
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) * LENGTH
-        for starts in order[: count // BATCH * BATCH].view(-1, BATCH):
-            yield torch.stack([self.train[start : start + LENGTH + 1] for start in starts]).long()
-
-    def loss(self, model: nn.Module) -> float:
-        """Return a model's loss on the validation text, nats a token."""
-        windows = torch.stack(
-            [self.validation[i : i + LENGTH + 1] for i in range(0, len(self.validation) - LENGTH, LENGTH)]
-        )
-        with torch.no_grad():
-            losses = [loss_of(model, batch.long()).item() * len(batch) for batch in windows.split(16)]
-        return sum(losses) / len(windows)
-
-
 class Batches(Protocol):
     """What a model is trained on and validated on."""
 
@@ -117,9 +55,6 @@ class Batches(Protocol):
 
     def loss(self, model: nn.Module) -> float:
         """Return a model's loss on the validation data."""
-
-
-# ---- training ------------------------------------------------------------------------------------------------------
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
@@ -151,17 +86,6 @@ def training_step(
     norm = nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["clip_norm"])
     optimizer.step()
     return loss.item(), norm.item()
-
-
-def flops_of_step(model: LanguageModel) -> int:
-    """Return the FLOPs of a training step: three forward passes, 2 a multiply-add.
-
-    Maps are counted densely, and subtracted before they multiply the values, so that V1 counts as many as plain
-    attention. What the backend that trains costs is seen in its seconds.
-    """
-    with attention_backend("eager"), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.zeros(1, LENGTH, dtype=torch.int64))
-    return 3 * BATCH * int(counter.get_total_flops())
 
 
 def fit(

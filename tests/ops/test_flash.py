@@ -1,6 +1,6 @@
 """The flash-attn backend. No library runs without a GPU: functions that bind each call to the signatures of released
-packages (scripts/flash_signatures.py), with their refusals, stand in, so that layout, pairing, widening and pieces are
-compared with the formula; what is installed is tested where it is."""
+packages (`tests/assets/flash_signatures.json`), with their refusals, stand in, so that layout, pairing, widening and
+pieces are compared with the formula; what is installed is tested where it is."""
 
 import inspect
 import json

@@ -13,17 +13,15 @@ import pytest
 import torch
 
 import attention_modules
-import attention_ways
 import bench_attention
 import bench_data
 import bench_images
 import bench_language
 import bench_models
-import bench_programs
 import bench_step
 import benchmark
 import machine
-from attention_ways import Shape, inputs_of
+from attention_modules import Shape
 from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_shards
 from diffvision.nn import DiffAttention
@@ -39,7 +37,6 @@ def _small(monkeypatch):
     monkeypatch.setattr(benchmark, "_repeats", lambda *_: 1)
     way = benchmark.Way("small", "rate", lambda: torch.ones(8, 8) @ torch.ones(8, 8))
     monkeypatch.setattr(bench_attention, "matrix_product", lambda *_: (way, 1024.0))
-    monkeypatch.setattr(bench_attention, "reading", lambda *_: (way, 256.0))
 
 
 def written(folder: Path, name: str, printed: str) -> dict:
@@ -53,16 +50,11 @@ def written(folder: Path, name: str, printed: str) -> dict:
     return report
 
 
-@pytest.mark.quick("op")
-@pytest.mark.parametrize("level", ["op", "module"])
-def test_attention(level, monkeypatch, tmp_path, capsys):
-    shapes = [Shape("tiny", 1, 6, 6, 5, 5, 64, True)]
-    if level == "op":
-        shapes += [Shape("grouped", 1, 2, 1, 5, 5, 8, True), Shape("decode", 1, 1, 1, 1, 9, 8, backward=False)]
-    monkeypatch.setitem(bench_attention.SHAPES, ("cpu", level), shapes)
+def test_attention(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(bench_attention.SHAPES, "cpu", [Shape(1, 5, causal=True)])
     monkeypatch.setattr(attention_modules.importlib.util, "find_spec", lambda name: None)
-    assert bench_attention.main([*SMALL, "--level", level, "--output", str(tmp_path)]) == 0
-    report = written(tmp_path, f"attention-cpu-float32-{level}", capsys.readouterr().out)
+    assert bench_attention.main([*SMALL, "--output", str(tmp_path)]) == 0
+    report = written(tmp_path, "attention-cpu-float32-module", capsys.readouterr().out)
     timed = report["shapes"][0]["passes"]["forward and backward"]
     assert timed["ways"][timed["baseline"]]["ratio"] == 1.0
     assert timed["floor"] > 0
@@ -87,38 +79,9 @@ def test_language(installed, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(bench_language.importlib.util, "find_spec", lambda name: None)
     assert bench_language.main([*SMALL, "--size", "debug", "--new", "8", "--output", str(tmp_path)]) == 0
     report = written(tmp_path, "language-cpu-float32", capsys.readouterr().out)
-    assert [entry["task"] for entry in report["tables"]] == ["training", "decoding", "whole call", "linear"]
+    assert [entry["task"] for entry in report["tables"]] == ["training", "decoding", "whole call"]
     assert report["baseline"] == ("HF Llama" if installed else "transformer-debug")
     assert report["tables"][0]["models"]["diff-debug"]["ratio"] > 0
-
-
-@pytest.mark.slow
-def test_steps_and_waits_of_an_unmodified_program(tmp_path):
-    """Four batches that take 50 ms each to come, and four steps."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import time, torch\n"
-        "weight = torch.nn.Parameter(torch.ones(1))\n"
-        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
-        "class Slow(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 8\n"
-        "    def __getitem__(self, index): time.sleep(0.025); return torch.ones(1)\n"
-        "for batch in torch.utils.data.DataLoader(Slow(), batch_size=2):\n"
-        "    (weight * batch).sum().backward(); optimizer.step()\n"
-    )
-    noted = bench_programs.Programs(tmp_path, 2, 0).noted([str(program)])
-    assert len(noted["steps"]) == len(noted["waits"]) == 4
-    assert all(wait >= 0.05 for wait in noted["waits"])
-    assert np.all(np.diff(noted["steps"]) >= 0.05)
-
-
-def test_programs_are_compared_round_by_round():
-    took = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 3.0, 4.0]}
-    results = {name: [bench_programs.Took(one, one / 4) for one in seconds] for name, seconds in took.items()}
-    assert bench_programs.rows(results, 8).splitlines()[2:] == [
-        "| ours | 2.0000 | 0.5000 | 4 | 1.00 | 1.00 to 1.00 |",
-        "| theirs | 3.0000 | 0.7500 | 3 | 1.50 | 1.00 to 2.00 |",
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -160,29 +123,6 @@ def test_step(shards, monkeypatch, capsys):
     assert "a save takes" in capsys.readouterr().out
 
 
-SHAPES = [
-    Shape("V1", 2, 3, 3, 7, 7, 8),
-    Shape("V1 causal, grouped", 2, 4, 2, 7, 7, 8, causal=True),
-    Shape("V2 causal", 2, 4, 4, 7, 7, 8, causal=True, variant="v2"),
-    Shape("V2 grouped", 1, 4, 2, 5, 5, 8, variant="v2"),
-    Shape("decode", 2, 2, 2, 1, 9, 8, causal=True),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_every_formulation_computes_the_same(shape):
-    inputs = inputs_of(shape, "cpu", torch.float64, grad=False)
-    causal = shape.causal and shape.queries > 1
-    expected = attention_ways.ours(*inputs, causal=causal, backend="eager")
-    swapped = inputs._replace(q=attention_ways.half_split(inputs.q), k=attention_ways.half_split(inputs.k))
-    compared = [way for way, variants in attention_ways.PEERS.values() if shape.variant in variants]
-    assert len(compared) >= 3
-    for way in compared:
-        given = swapped if way is attention_ways.wide_calls else inputs
-        # lambda is float32
-        torch.testing.assert_close(way(*given, causal=causal), expected, atol=1e-6, rtol=1e-5)
-
-
 def test_the_maps_module_computes_our_layer():
     layer = DiffAttention(attention_modules.WIDTH, attention_modules.HEADS, lambda_init=0.8, qkv_bias=True)
     module = attention_modules.MapsAttention(causal_length=5)
@@ -216,5 +156,5 @@ def test_ratios_are_medians_over_rounds_and_a_failing_way_disturbs_no_other():
 
 
 def test_commands_are_recorded_without_folders():
-    given = ["/somewhere/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "ViT 197"]
-    assert machine.command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes 'ViT 197'"
+    given = ["/somewhere/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "8 x 197"]
+    assert machine.command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes '8 x 197'"

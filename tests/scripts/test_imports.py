@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-# These run in an environment of another program or within its test suite; conversions.py registers a model with timm,
-# and notebooks.py needs the docs extra and is run by .ci/nightly.
+# These run in an environment of another program; notebooks.py needs the docs extra and is run by .ci/nightly.
 LEFT_OUT = {
     "openclip_data.py",
-    "transformers_suite.py",
     "cpu_ranks.py",
-    "conversions.py",
     "notebooks.py",
     "run_kvpress.py",
-    "run_kvpress_v2.py",
-    "kvpress_diffllama.py",
     "run_vllm_v2.py",
 }
 PATHS = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in LEFT_OUT]

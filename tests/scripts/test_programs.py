@@ -1,12 +1,8 @@
 """What the scripts that run other people's programs make for them."""
 
-import runpy
-import sys
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import open_clip
-import pytest
 import timm
 import torch
 
@@ -31,14 +27,6 @@ def test_digits_get_the_names_of_imagenet(tmp_path: Path):
     prompts = prompts_of(EvaluationFolder(tmp_path / "named/zero_shot"))
     assert list(prompts.classnames) == list(open_clip.IMAGENET_CLASSNAMES)
     assert len(prompts.templates) == len(open_clip.OPENAI_IMAGENET_TEMPLATES)
-
-
-def test_presses_need_as_many_tokens_as_their_text_has(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvpress", MagicMock())
-    drawn = runpy.run_path(str(Path(openclip_inputs.__file__).with_name("run_kvpress_v2.py")))["drawn"]
-    assert drawn(296).unique().numel() == 296
-    with pytest.raises(SystemExit, match="a vocabulary of 101: give one of"):
-        drawn(101)
 
 
 def test_a_classifier_becomes_an_image_tower(tmp_path: Path):

@@ -1,12 +1,10 @@
 """Studies on a few samples: a run has all its numbers, and a report calls nothing better that it cannot."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,67 +12,15 @@ import scipy.stats
 import torch
 from fashion_files import write_miniature
 
-import arithmetic
-import cache_pruning
 import clip
 import clip_control
-import common_mode
-import controls
+import cures
 import grid
-import language_grid
-import scaling
 import seeds
 import small_language
 import vision
-from common_mode import COLOURS, FACTORS, Data
-from diffvision.data.datasets.arithmetic import make_arithmetic
-from diffvision.nn import ATTENTION
+from diffvision.models import language
 from grid import Difference, Grid, Run, best_rate, contrasts, holm
-
-_SPEC = importlib.util.spec_from_file_location("cures", Path(clip.__file__).with_name("cures.py"))
-cures = importlib.util.module_from_spec(_SPEC)  # a benchmark and a picture have the same name
-_SPEC.loader.exec_module(cures)
-CONTROLS = {name: ATTENTION.pop(name) for name in ("v1_without_difference", "v1_free", "v1_without_factor")}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _controls():
-    """Have the variants of the study `controls` in these tests alone: tests of attention run over the table."""
-    ATTENTION.update(CONTROLS)
-    yield
-    for name in CONTROLS:
-        del ATTENTION[name]
-
-
-@pytest.fixture
-def file(tmp_path):
-    """Scenes of random pixels."""
-    values = list(itertools.product(*FACTORS.values()))[::7]
-    truth = [
-        {
-            "garments": [{"kind": kind, "colour": colour}],
-            "background": background,
-            "count": 1 + number % 3,
-            "layout": ("middle", "top left")[number % 2],
-        }
-        for number, (kind, colour, background) in enumerate(values + values)
-    ]
-    names = ("single/train", "single/validation", "single/test", "colours/validation", "colours/test")
-    names += ("several/validation", "several/test")
-    images = {name: torch.randint(0, 256, (len(truth), 3, 48, 48), dtype=torch.uint8) for name in names}
-    torch.save({"images": images, "truth": dict.fromkeys(names, truth), "mean": 0.5, "std": 0.3}, tmp_path / "data.pt")
-    return tmp_path / "data.pt"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "row_sum"), [("plain", 1.0), ("V1 0.8", 0.2), ("DINT 0.8", 1.0), ("VCA", None)])
-def test_a_run_of_the_common_mode(family, row_sum, file):
-    numbers = common_mode.train(Run(family, 1e-4, 1), Data(file), epochs=1)
-    assert not numbers["diverged"]
-    assert set(common_mode.PRIMARY) <= set(numbers["test"])
-    assert all(set(row) == {"mean component", *FACTORS, "layout", "count"} for row in numbers["layers"])
-    assert len(numbers["layers"]) == 4
-    assert numbers["row sums"] == ([] if row_sum is None else [pytest.approx(row_sum, abs=0.15)] * 4)
 
 
 def made(folder, **metrics):
@@ -132,17 +78,6 @@ def test_a_run_that_is_done_is_not_trained_again(tmp_path):
     assert trained == [Run("plain", 1e-3, 100)]
     with pytest.raises(SystemExit, match="no learning rate is chosen yet"):
         Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,), 1).confirming()
-
-
-def test_what_is_no_share_is_printed_as_it_is(tmp_path):
-    runs = Grid(tmp_path, ("plain", "other"), (1e-3,), ("right",), (1, 2), epochs=1, digits={"loss": 3})
-    for run in [*runs.tuning(), *(Run(family, 1e-3, seed) for family in runs.families for seed in runs.seeds)]:
-        loss = 2.5 if run.family == "plain" else 2.4 + run.seed / 1000
-        numbers = {"diverged": "", "seconds": 1, "validation": {"right": 0.5}, "test": {"right": 0.5, "loss": loss}}
-        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
-    table = runs.table(["right", "loss"])
-    assert "| plain | 50.0 ± 0.0 |  | 2.500 ± 0.000 |  |" in table
-    assert "| 2.401 ± 0.001 | -0.099 [-0.105, -0.092] lower" in table
 
 
 def test_a_family_may_have_fewer_seeds_and_another_ones_rate(tmp_path):
@@ -263,229 +198,29 @@ def test_calibration_error():
     assert vision.calibration_error(logits, torch.tensor([1, 1, 0, 1])) == pytest.approx(0.5 * 0.25)
 
 
-def test_captions_name_a_share_of_what_is_there(file):
-    data = Data(file)
-    named = [any(f" {colour} " in caption for colour in COLOURS) for caption in data.captions.distinct]
-    assert 0 < sum(named) < len(named)
+class Counting:
+    """Text in which each token is the one before it, plus one."""
+
+    def batches(self, seed):
+        draw = torch.Generator().manual_seed(seed)
+        while True:
+            yield (torch.randint(64, (2, 1), generator=draw) + torch.arange(17)) % 64
+
+    def loss(self, model):
+        with torch.no_grad():
+            return small_language.loss_of(model, next(self.batches(0))).item()
 
 
-@pytest.fixture
-def tokens(tmp_path):
-    """Text in which each token is the one before it, plus one or two."""
-    steps = torch.randint(1, 3, (300_000,), generator=torch.Generator().manual_seed(0))
-    text = (steps.cumsum(0) % 64).to(torch.int16)
-    torch.save({"train": text[:-5000], "validation": text[-4097:]}, tmp_path / "tokens.pt")
-    return tmp_path / "tokens.pt"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("study", [scaling, controls], ids=["scaling", "controls"])
-def test_a_study_of_language_models_in_its_quick_form(study, tokens, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(language_grid, "RATES", (1e-3, 4e-3))
-    monkeypatch.setattr(controls, "LENGTHS", (128, 256))
-    whole = dataclasses.replace(getattr(study, "STUDY", language_grid.Study()), budgets=(2e11, 4e11), tuned_budget=2e11)
-
-    def run(what, *arguments):
-        measure = getattr(study, "measure", lambda model, data: {})
-        arguments = [what, "--quick", f"--data={tokens}", "--images=.", *arguments]
-        language_grid.run_study(whole, None, study.report, study.draw, measure, arguments)
-
-    for what in ("tune", "train"):
-        run(what, "--part", "1", "2")
-        run(what)
-    run("speed")
-    capsys.readouterr()
-    run("report")
-    printed = capsys.readouterr().out
-    runs = {"scaling": 3 * 3 + 3 * 3 * 2, "controls": 8 * 3 + 8 * 2}[study.__name__]
-    assert f"{runs} runs; {runs} are done, 0 diverged" in printed
-    assert printed.count("| V1 |") == {"scaling": 1 + 2 + 3 + 1 + 3, "controls": 1 + 1 + 3}[study.__name__]
-    assert "nan" not in printed
-    # Of a token, one of two follows.
-    trained = whole.quick().trained()
-    assert all(0.69 < point["loss"] < 7.5 for numbers in trained for point in numbers["points"])
-    if study is controls:
-        by_family = {numbers["family"]: numbers for numbers in trained}
-        assert by_family["V1, lambda 0"]["lambda"] == [0, 0]
-        assert by_family["plain"]["lambda"] == []
-        assert all(0 < metrics["entropy"] <= 1 for metrics in by_family["V1"]["contexts"].values())
-        assert all(0 <= metrics["answer mass"] < 0.2 for metrics in by_family["V1"]["contexts"].values())
-    assert (tmp_path / f"{study.__name__}-quick.svg").is_file()
-
-
-def test_a_branch_leaves_its_trunk_as_it_was(tokens):
+def test_a_branch_leaves_its_trunk_as_it_was():
     def train(lengths):
         torch.manual_seed(0)
-        model = language_grid.FAMILIES["V2"].create("0.1M")
-        trained = small_language.fit(model, small_language.Data(tokens), rate=1e-3, warmup=2, lengths=lengths, seed=1)
+        model = language.create("diffv2-debug")
+        trained = small_language.fit(model, Counting(), rate=1e-3, warmup=2, lengths=lengths, seed=1)
         return trained.branches[-1], model.state_dict()
 
     (alone, weights), (branched, others) = train([6]), train([2, 6])
     assert alone == branched
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-@pytest.mark.parametrize("size", language_grid.SIZES)
-def test_models_of_a_size_have_equal_parameters(size):
-    counts = [family.parameters(size) for family in language_grid.FAMILIES.values()]
-    assert max(counts) / min(counts) < 1.01
-
-
-def point(family, size, seed, loss, budget=1e12):
-    tokens = budget / 6 / size
-    return dict(zip(("family", "size", "seed", "loss"), (family, f"{size}", seed, loss), strict=True)) | {
-        "parameters": size,
-        "tokens": tokens,
-        "budget": budget,
-    }
-
-
-def test_the_best_size_is_a_parabolas_vertex_unless_it_is_the_smallest_or_the_largest():
-    sizes = [1e5, 3e5, 8e5, 2e6]
-    points = [point("plain", n, seed, seed + math.log(n / 5e5) ** 2) for n in sizes for seed in (1, 2)]
-    best = scaling.best_of(points, "plain", 1e12)
-    assert (best.size, best.losses, best.bound) == (pytest.approx(5e5), pytest.approx({1: 1, 2: 2}), "")
-    # One that is far off has no say.
-    points[0]["loss"] = points[1]["loss"] = 99
-    assert scaling.best_of(points, "plain", 1e12).size == pytest.approx(5e5)
-    falling = [point("plain", n, 1, -n) for n in sizes]
-    assert scaling.best_of(falling, "plain", 1e12) == (2e6, {1: -2e6}, "≥")
-    rising = [point("plain", n, 1, n) for n in sizes]
-    assert scaling.best_of(rising, "plain", 1e12) == (1e5, {1: 1e5}, "≤")
-    assert "≤ 0.10M" in "\n".join(scaling.loss_table(rising))
-
-
-def test_how_much_of_x_gives_an_equal_loss():
-    # The second needs half of the tokens, and the first twice as many as the second.
-    tokens = [1e6, 2e6, 4e6]
-    losses, better = [5 - math.log(n) / 10 for n in tokens], [5 - math.log(2 * n) / 10 for n in tokens]
-    assert scaling.ratio_of(tokens, losses, tokens, better) == pytest.approx(0.5)
-    assert scaling.ratio_of(tokens, better, tokens, losses) == pytest.approx(2)
-    # The better one has no loss as high as the other's last.
-    assert math.isnan(scaling.ratio_of(tokens, losses, tokens, [1, 0.9, 0.8]))
-    assert scaling.interval([math.nan, 0.5]) == "out of range"
-    assert scaling.interval([0.5, 0.5]) == "0.50 [0.50, 0.50]"
-
-
-def test_the_fit_finds_the_multipliers_that_made_its_points():
-    generator, points = np.random.default_rng(0), []
-    for family, multiplier in (("plain", 1.0), ("V1", 0.8), ("V2", 1.3)):
-        for n, seed, budget in itertools.product((1e5, 3e5, 8e5, 2e6), (1, 2, 3), language_grid.Study().budgets):
-            tokens = budget / 6 / n
-            loss = (1 + 30 * (multiplier * n) ** -0.3 + 60 * tokens**-0.28) * math.exp(generator.normal() * 1e-3)
-            points.append(point(family, n, seed, loss, budget))
-    best, error = scaling.fit_multipliers(points, 1)
-    assert best == pytest.approx([0.8, 1.3], rel=0.03)
-    assert error < 2e-3
-    assert scaling.needed(np.array([0.8, 0.9])) == ["0.80", "0.90"]
-    assert scaling.needed(np.array([20.08, 0.9])) == ["not identified"] * 2
-
-
-def test_the_lowest_run_of_a_seed_may_be_of_another_size():
-    losses = {("plain", 1e5): (3, 5), ("plain", 3e5): (4, 2), ("V1", 1e5): (4, 3), ("V1", 3e5): (9, 9)}
-    points = [point(f, n, seed, loss) for (f, n), of in losses.items() for seed, loss in enumerate(of)]
-    assert "V1 +1.000 [+1.000, +1.000] higher" in scaling.lowest_runs(points)
-
-
-def test_parts_of_v1_are_what_their_names_say():
-    torch.manual_seed(0)
-    x = torch.randn(1, 5, 64)
-    layers = {
-        family: controls.FAMILIES[family].create("0.1M").blocks[0].attn
-        for family in ("V1", "V1, lambda 0", "V1, free lambda", "V1, no factor")
-    }
-    weights = layers["V1"].state_dict()
-    for layer in layers.values():
-        layer.load_state_dict({name: weights[name] for name in layer.state_dict() if name in weights}, strict=False)
-    with torch.no_grad():
-        layers["V1, free lambda"].lambda_scalar.copy_(layers["V1"].compute_lambda())
-    outputs = {family: layer(x) for family, layer in layers.items()}
-    torch.testing.assert_close(outputs["V1, free lambda"], outputs["V1"])
-    torch.testing.assert_close(outputs["V1, no factor"] * (1 - layers["V1"].lambda_init), outputs["V1"])
-    # With vectors and lambda_init of zero V1's lambda is zero, and its factor 1.
-    layers["V1"].lambda_init = 0.0
-    for vector in (layers["V1"].lambda_q1, layers["V1"].lambda_q2):
-        vector.data.zero_()
-    torch.testing.assert_close(outputs["V1, lambda 0"] / (1 - 0.2), layers["V1"](x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory):
-    """The file of the study of arithmetic, of few problems."""
-    folder = tmp_path_factory.mktemp("arithmetic")
-    make_arithmetic(folder, documents=160, steps=2, distractors=2, highest=30, evaluated=2)
-    arithmetic.make_data(folder, folder / "data.pt")
-    return folder / "data.pt"
-
-
-def test_the_loss_of_worded_problems_is_that_of_their_solutions(problems):
-    data = arithmetic.Data(problems)
-    tokens, learned = next(data.batches(seed=1))
-    row = data.tokenizer.decode(tokens[0][learned[0]].tolist())
-    assert row.partition("\n####")[0].count(" = ") >= 1
-    assert row.endswith(data.tokenizer.eos)
-    assert "?" not in row
-    torch.manual_seed(0)
-    model = language_grid.FAMILIES["V2"].create("0.03M")
-    with torch.no_grad():
-        loss = arithmetic.loss_of(model, (tokens, learned))
-        logs = model(tokens).log_softmax(-1)
-    terms = [
-        -logs[number, place - 1, tokens[number, place]]
-        for number, place in itertools.product(range(tokens.shape[0]), range(1, tokens.shape[1]))
-        if learned[number, place]
-    ]
-    torch.testing.assert_close(loss, torch.stack(terms).mean())
-    order = [tuple(row.tolist()) for batch, _ in data.batches(seed=2) for row in batch]
-    assert len({tuple(token for token in row if token) for row in order}) == 160
-
-
-@pytest.mark.nightly
-def test_the_study_of_arithmetic_in_its_quick_form(problems, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(arithmetic, "SIZE", "0.03M")
-    monkeypatch.setattr(arithmetic, "QUICK_PROBLEMS", 64)
-    for what in ("tune", "train"):
-        arithmetic.main([what, "--quick", f"--data={problems}", "--part", "1", "2"])
-        arithmetic.main([what, "--quick", f"--data={problems}"])
-    capsys.readouterr()
-    arithmetic.main(["grid", "--quick"])
-    assert "12 runs, 12 are done; 0.0 core-hours are left" in capsys.readouterr().out
-    arithmetic.main(["report", "--quick", "--images=."])
-    printed = capsys.readouterr().out
-    assert "12 runs; 12 are done, 0 diverged" in printed
-    assert "| at its best learning rate | accuracy | from plain | more steps | from plain |" in printed
-    assert printed.count("\n| 5 |") == 3
-    assert "nan" not in printed
-    assert (tmp_path / "arithmetic.svg").is_file()
-    quick = arithmetic.GRID.quick()
-    for run in quick.confirming():
-        test = quick.numbers(run)["test"]
-        assert sum(test[kind] for kind in ("accuracy", *arithmetic.KINDS[1:])) == pytest.approx(1, abs=1e-3)
-        assert {"among 0", "among 8", "3 steps, 8 distractors", "more steps", "wrong first step"} <= set(test)
-
-
-def test_tables_of_pruned_caches(capsys):
-    metrics = {"nll/full": 2.0, "needle_agnostic/full": 0.9, "needle_aware/full": 0.8, "largest_ratio/snap": 0.75}
-    metrics |= {"k95/0/48": 12.34, "gini/0/48": 0.5}
-    for ratio, rise in (("0.5", -0.001), ("0.75", 0.01), ("0.9", 0.2)):
-        metrics |= {f"nll_rise/snap/{ratio}": rise, f"needle_agnostic/snap/{ratio}": 0.25}
-        metrics |= {f"needle_aware/snap/{ratio}": 1.0}
-    cache_pruning.report({"plain-0": metrics})
-    printed = capsys.readouterr().out
-    assert "−" not in printed  # one seed has no intervals
-    assert "| plain, 0 | 12.3 | 0.500 |" in printed
-    assert "plain: loss 2.000, needles 90% (later), 80% (before)" in printed
-    assert "| snap | -0.001 | +0.010 | +0.200 | 25 | 25 | 25 | 100 | 100 | 100 | 0.75 |" in printed
-    names = [each for contrast in cache_pruning.CONTRASTS for each in contrast]
-    others = {key.replace("snap", name): value for name in names for key, value in metrics.items() if "snap" in key}
-    seeds = [metrics | others | {"nll_rise/diff/0.5": rise, "needle_aware/diff/0.9": rise} for rise in (0.0, 0.1)]
-    cache_pruning.report({"plain-0": metrics, "plain-1": metrics, "V1-0": seeds[0], "V1-1": seeds[1]})
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| V1, diff − sum |"))
-    assert row.split(" | ")[1] == "+0.051 [-0.584, +0.686]"  # 0.05 + 0.001, and 12.706 standard errors of 0.05
-    assert row.split(" | ")[-1] == "-95 [-159, -31] |"
-    assert "| plain, diff" not in row
 
 
 def test_the_rates_that_were_tried(tmp_path):

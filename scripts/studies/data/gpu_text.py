@@ -87,6 +87,8 @@ def write(source: str, file: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", help="as --source of text.py, the folder of packages first")
+    parser.add_argument(
+        "source", help="the folder of packages, then NAME or NAME=PATH of others, with commas between them"
+    )
     parser.add_argument("file", type=Path)
     write(**vars(parser.parse_args()))

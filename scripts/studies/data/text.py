@@ -1,15 +1,11 @@
-"""English from packages that anyone can install, as plain text; dictionaries, handbooks and manuals.
-
-    python scripts/studies/data/text.py data/text --source packages,stdlib
+"""English from packages that anyone can install: dictionaries, handbooks and manuals, read by `gpu_text.py`.
 
 `SOURCES` has a row for each package. How markup becomes text is in `markup` and `dictionaries`. Nothing is downloaded:
 a folder is searched for what `apt-get install` or `dpkg-deb -x` has put there.
 """
 
-import hashlib
 import os
 import sysconfig
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,14 +13,8 @@ from pathlib import Path
 
 import markup
 from dictionaries import dictd_entries, wordnet_entries
-from diffvision.data.datasets.stdlib import Corpus, library_documents, split_of
-from diffvision.data.shards.sample import BadSource
+from diffvision.data.datasets.stdlib import Corpus, library_documents
 from diffvision.data.shards.sources import natural
-from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_shards
-from diffvision.progress import track
-
-_PER_SHARD = 10_000
-_SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -123,107 +113,14 @@ SOURCES: dict[str, Source] = {
         _pages(markup.html, ".html", but=("bookindex.html", "index.html")),
         "PostgreSQL",
     ),
-    "debian-handbook": Source(
-        "debian-handbook",
-        "usr/share/doc/debian-handbook/html/en-US",
-        _pages(markup.html, ".html", but=("ix01.html", "index.html")),
-        "CC-BY-SA-3.0 or GPL-2.0-or-later",
-    ),
     "rust-doc": Source(
         "rust-doc",
         "usr/share/doc/rust-doc/html",
         _books("book", "reference", "nomicon", "rust-by-example", "embedded-book", "edition-guide", "rustc", "rustdoc"),
         "MIT or Apache-2.0",
     ),
-    "libreoffice-help": Source(
-        "libreoffice-help-en-us",
-        "usr/share/libreoffice/help/en-US/text",
-        _pages(markup.html, ".html"),
-        "MPL-2.0",
-    ),
     "stdlib": Source("", "", _library, "PSF-2.0"),
 }
-
-
-@dataclass
-class _Counts:
-    documents: int = 0
-    bytes: int = 0
-    repeated: int = 0
-
-
-def make_text(directory: str | Path, source: str) -> str:
-    """Write English from packages as plain text: dictionaries, handbooks and manuals.
-
-    `train` and `validation` are shards of documents, and about.json has the licences.
-
-    A dictionary's document is a word with all its meanings. A document's split follows from its name, without that of
-    its source: a word is in the same split in all dictionaries, a module in the same as in `stdlib`. Texts that were
-    there already are left out. Documents are in the order of their hash, so all shards have text of all sources.
-
-    Args:
-        directory: the folder to write.
-        source: items with commas between them: a folder, for all that is known in it; NAME=PATH, for one source; or
-            NAME, for one that is installed. "stdlib" is the library of the running Python. A folder is what this
-            makes: `apt-get download dict-gcide wordnet-base python3.11-doc linux-doc-6.1 && for d in *.deb; do dpkg-deb
-            -x $d packages; done`.
-
-    Raises:
-        ValueError: the directory has shards already, or a source is not known or not there.
-    """
-    directory = Path(directory)
-    for split in _SPLITS:
-        refuse_existing(directory / split)
-    texts: dict[str, list[tuple[bytes, str, str]]] = {split: [] for split in _SPLITS}
-    counts, hashes = {}, set()
-    for name, path in resolve(source).items():
-        counted = counts[name] = _Counts()
-        for document, text in track(SOURCES[name].read(path), f"reading {name}"):
-            text = text.rstrip() + "\n"
-            digest = hashlib.sha256(text.encode()).digest()
-            if digest in hashes:
-                counted.repeated += 1
-            elif text.strip():
-                hashes.add(digest)
-                counted.documents += 1
-                counted.bytes += len(text.encode())
-                texts[split_of(document)].append((digest, name, text))
-        if not counted.documents:
-            raise ValueError(f"source {name}: {path} has no documents; {_how_to_get(name)}")
-    sizes = {split: sum(len(text.encode()) for _, _, text in texts[split]) for split in _SPLITS}
-    for split in _SPLITS:
-        if not texts[split]:
-            raise BadSource(f"none of the documents in {source} is for {split}, which their names decide: give more")
-    for split in _SPLITS:
-        write_shards(
-            directory / split, track(_samples(texts[split]), f"writing {split}", len(texts[split])), _PER_SHARD
-        )
-    described = {
-        name: {
-            "package": SOURCES[name].package or "the running Python",
-            "licence": SOURCES[name].licence,
-            **vars(counted),
-        }
-        for name, counted in counts.items()
-    }
-    write_about(
-        directory,
-        source=", ".join(counts),
-        licence="; ".join(f"{name}: {SOURCES[name].licence}" for name in counts),
-        sources=described,
-        splits={split: {"documents": len(texts[split]), "bytes": sizes[split]} for split in _SPLITS},
-    )
-    lines = [f"{len(texts[s]):,} documents of {sizes[s] / 1e6:.1f} MB in {s}" for s in _SPLITS]
-    table = [
-        f"  {name:<16} {c.documents:>8,} documents {c.bytes / 1e6:>6.1f} MB   {SOURCES[name].licence}"
-        for name, c in counts.items()
-    ]
-    return "\n".join([", ".join(lines), *table])
-
-
-def _samples(documents: list[tuple[bytes, str, str]]) -> Iterator[Sample]:
-    for number, (_, source, text) in enumerate(sorted(documents)):
-        yield {"__key__": f"{number:07d}-{source}", "txt": text}
 
 
 def resolve(items: str) -> dict[str, Path]:
@@ -270,10 +167,3 @@ def _how_to_get(name: str = "gcide") -> str:
         f"`apt-get install {package}` and {name}, "
         f"or `apt-get download {package} && dpkg-deb -x {package}_*.deb FOLDER` and {name}=FOLDER"
     )
-
-
-if __name__ == "__main__":
-    parser = ArgumentParser(description=make_text.__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--source", required=True)
-    print(make_text(**vars(parser.parse_args())))
