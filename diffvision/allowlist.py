@@ -6,6 +6,7 @@ for the parsers of the process; a prefix of `--allow` holds for its own command 
 """
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -88,15 +89,10 @@ def _is_within(path: str, prefixes: Iterable[str]) -> bool:
 
 def _split_allowed(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without `--allow`, and its prefixes: never from a file, which could allow itself."""
-    rest: list[str] = []
-    prefixes: list[str] = []
-    words = iter(args)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag == FLAG:
-            prefixes.append((value if equals else next(words, "")).rstrip("."))
-        else:
-            rest.append(word)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(FLAG, action="append", nargs="?", const="", default=[])
+    known, rest = parser.parse_known_args(args)
+    prefixes = [prefix.rstrip(".") for prefix in known.allow]
     for prefix in prefixes:
         if not all(part.isidentifier() for part in prefix.split(".")) or prefix.partition(".")[0] == "jsonargparse":
             raise Mistake(f"{FLAG} must be a package or module to trust, such as mypackage.models, got {prefix!r}")

@@ -11,7 +11,6 @@ _MIN_RATIO = 0.6  # less similar names are not suggested
 _PATH = re.compile(r"[\w./][\w./ -]*")  # neither a URL, a pattern, NAME=PATH nor a list
 # The parts of jsonargparse's messages that are read; all others stay as they are.
 _KEY = re.compile(r'Parser key "([^"]+)":')
-_EXPECTED = re.compile(r"Expected (?:an? )?(.+?)(?:\. Got value: .*)?")
 _VALUE = re.compile(r"(?:Got|Given) value: (.*)")
 NAMED = re.compile(r"--[\w.-]+|(?<=['\"])[\w.-]+(?=['\"])")
 """An option or another name in a message."""
@@ -78,7 +77,8 @@ def read_message(message: str) -> Problem:
     lines = [line for line in _folded(message) if not line.endswith(":")] or [message]
     depth = max(map(_indentation, lines))
     reasons = list(dict.fromkeys(_KEY.sub("", line).strip(" -") for line in lines if _indentation(line) == depth))
-    kinds = [match[1] for match in map(_EXPECTED.fullmatch, reasons) if match]
+    expected = [reason.removeprefix("Expected ") for reason in reasons if reason.startswith("Expected ")]
+    kinds = [kind.partition(". Got value: ")[0].removeprefix("an ").removeprefix("a ") for kind in expected]
     found = _VALUE.search(message)
     if found and len(kinds) == len(reasons):
         literals = [value for kind in kinds if kind.startswith(_LITERAL) for value in _values(kind)]

@@ -20,8 +20,6 @@ def generate_text(
     tokenizer: str | None = None,
     device: str = "auto",
     compile: bool = False,
-    compress: str | None = None,
-    compress_ratio: float | None = None,
 ) -> str:
     """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
@@ -41,23 +39,18 @@ def generate_text(
             the weights, or the one of their training.
         device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
         compile: compile the decoding step; pays for long texts.
-        compress: prune the prompt's keys and values by a method: window, random, knorm, h2o, snap, tova or
-            snap_value, and of differential models also diff, diff_value, map1 or sum.
-        compress_ratio: the share of the prompt's tokens that are dropped, 0 to below 1; with compress 0.5 by default.
 
     Returns:
         The continuation.
 
     Raises:
         ValueError: an empty prompt, one too long for the model, a model of images or of transformers', a
-            tokenizer that is not the model's, a method that reads what the model does not have, or a setting out of its
-            range.
+            tokenizer that is not the model's, or a setting out of its range.
         FileNotFoundError: no such model, or no tokenizer.
     """
     import torch
 
     from diffvision.evaluation.distributed import resolve_device
-    from diffvision.evaluation.language.pruning import METHODS, Compress
     from diffvision.models.language.generation import Sampling, generate
     from diffvision.models.threads import few_threads
     from diffvision.opening import open_model
@@ -69,13 +62,6 @@ def generate_text(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises before the model is loaded
-    if compress is None and compress_ratio is not None:
-        raise ValueError(f"compress_ratio must come with compress, a method of pruning, got {compress_ratio} alone")
-    pruning = None
-    if compress is not None:
-        if compress not in METHODS:
-            raise ValueError(f"compress must be one of {', '.join(METHODS)}, got {compress!r}")
-        pruning = Compress(compress, 0.5 if compress_ratio is None else compress_ratio)
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
     if opened.host != "language":
@@ -100,7 +86,6 @@ def generate_text(
             generator=torch.Generator(device).manual_seed(seed),
             on_token=lambda _, token: printer.add(token),
             compile=compile,
-            compress=pruning,
         )
     return printer.end()
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser
 
 from diffvision.allowlist import refusal
-from diffvision.errors import NAMED, Mistake, Problem, did_you_mean, read_message, see_help
+from diffvision.errors import NAMED, Mistake, Problem, did_you_mean, nearest, read_message, see_help
 
 
 class OneLineErrors:
@@ -41,7 +41,15 @@ class OneLineErrors:
         inside = f"--{problem.setting}." if problem.setting else "--"
         known = [option.removeprefix(inside) for option in options if option.startswith(inside)]
         *_, unknown = [name.removeprefix("--") for name in NAMED.findall(problem.text)] or [""]
-        return "" if unknown in ("", *known) else did_you_mean(unknown, known).replace("mean ", f"mean {inside}")
+        if unknown in ("", *known):
+            return ""
+        # A section that is mistyped, such as trainr.max_epochs, is told before a setting that ends alike.
+        sections = dict.fromkeys(name.partition(".")[0] for name in known)
+        section, dot, rest = unknown.partition(".")
+        if section not in sections and (near := nearest(section, sections, min_ratio=0.7)):
+            whole = f"{near[0]}{dot}{rest}"
+            return f"; did you mean {inside}{whole if whole in known else near[0]}?"
+        return did_you_mean(unknown, known).replace("mean ", f"mean {inside}")
 
 
 class Parser(OneLineErrors, ArgumentParser):

@@ -37,24 +37,6 @@ def entry_points(table: str) -> dict[str, metadata.EntryPoint]:
     return found
 
 
-def load(table: str, name: str) -> Any:
-    """Import what an entry point of `entry_points(table)` names.
-
-    Raises:
-        ValueError: there is none of that name, or it cannot be imported.
-    """
-    if name not in entry_points(table):
-        raise ValueError(f"no package adds {name!r} to {table}: install one that does")
-    entry = entry_points(table)[name]
-    try:
-        return entry.load()
-    except Exception as error:
-        raise ValueError(
-            f"{name!r} of {table} cannot be imported: repair or uninstall {_package(entry)} "
-            f"({entry.value}: {type(error).__name__}: {error})"
-        ) from error
-
-
 def _package(entry: metadata.EntryPoint) -> str:
     return "a package" if entry.dist is None else entry.dist.name
 
@@ -74,11 +56,19 @@ class PluginTable(MutableMapping[str, Row], Generic[Row]):
 
     def __getitem__(self, name: str) -> Row:
         if name not in self._rows:
-            value = self._added()[name].value
-            row: Any = load(self.name, name)
+            entry = self._added()[name]
+            try:
+                row: Any = entry.load()
+            except Exception as error:
+                raise ValueError(
+                    f"{name!r} of {self.name} cannot be imported: repair or uninstall {_package(entry)} "
+                    f"({entry.value}: {type(error).__name__}: {error})"
+                ) from error
             fits = issubclass(row, self.kind) if isinstance(row, type) else isinstance(row, self.kind)
             if not fits:
-                raise ValueError(f"{name!r} of {self.name} must be of class {self.kind.__name__}: correct {value}")
+                raise ValueError(
+                    f"{name!r} of {self.name} must be of class {self.kind.__name__}: correct {entry.value}"
+                )
             self._rows[name] = row
         return self._rows[name]
 

@@ -4,14 +4,12 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 ASSETS = Path(__file__).parent / "assets"
 GPU_BYTES = 4 << 30  # of a GPU's memory for a test
@@ -61,14 +59,6 @@ def _interruptible():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _blank_curves(monkeypatch):
-    """The picture that a run ends with is blank, which saves a second a run; test_summary draws it."""
-    summary = sys.modules.get("diffvision.training.summary")
-    if summary is not None:
-        monkeypatch.setattr(summary, "run_overview", lambda curves: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(autouse=True)

@@ -198,7 +198,7 @@ def test_the_vision_language_recipes_train_in_two_stages_are_evaluated_and_expor
         columns = (run / "metrics.csv").read_text().splitlines()[0].split(",")
         assert {"train/loss", "train/grad_norm", "lambda", "val/loss", "val/perplexity"} <= set(columns)
         assert {p.requires_grad for p in cli.model.model.language_model.parameters()} == {stage == "debug"}
-    assert "evaluate it: diffvision evaluate-vlm" in capsys.readouterr().out
+    assert "evaluate it: diffvision validate" in capsys.readouterr().out
     given = ["--data", f"{data}/test", "--tasks", "pope,chair,vqa", "--output", "answers"]
     assert main(["evaluate-vlm", str(run), *given]) == 0
     assert main(["export", str(run), "vlm"]) == 0

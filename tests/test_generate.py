@@ -129,24 +129,3 @@ def test_a_setting_that_this_machine_has_not_is_one_error(settings, message, che
 @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
 def test_any_seed_that_torch_takes(seed, checkpoint, capsys):
     assert generate_text(checkpoint, prompt="the cat", max_new_tokens=3, seed=seed, device="auto") is not None
-
-
-def test_no_cuda_is_one_error(checkpoint, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device 'cuda' is not here"):
-        generate_text(checkpoint, prompt="a", device="cuda")
-
-
-def test_a_pruned_prompt(checkpoint, capsys):
-    settings = {"prompt": "the cat says: naïve", "max_new_tokens": 9, "temperature": 0.0}
-    plain = generate_text(checkpoint, **settings)
-    assert generate_text(checkpoint, **settings, compress="diff", compress_ratio=0.0) == plain
-    assert generate_text(checkpoint, **settings, compress="diff", compress_ratio=0.9)
-    capsys.readouterr()
-    with pytest.raises(ValueError, match="ratio"):
-        generate_text(checkpoint, **settings, compress="diff", compress_ratio=1.0)
-    with pytest.raises(ValueError, match="compress_ratio"):
-        generate_text(checkpoint, **settings, compress_ratio=0.5)
-    with pytest.raises(ValueError, match=r"compress .*'best'"):
-        generate_text(checkpoint, **settings, compress="best")
-    assert capsys.readouterr().out == ""

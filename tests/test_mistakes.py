@@ -42,6 +42,9 @@ OF_THE_LINE = {
     "convert x out": "to",
     "fit CLIP --trainer.acelerator cpu": "--trainer.accelerator?",
     "fit CLIP --modle.loss clip": "--model.loss?",
+    "fit CLIP --trainr.max_epocs 3": "--trainer?",
+    "fit CLIP --trainr x": "--trainer?",
+    "fit CLIP --sed_everything 3": "--seed_everything?",
     "fit CLIP --lr 1": "--model.optimizer.lr?",
     "fit --confg x": "--config?",
     "validate --config clip/debug.yaml --ckptpath x": "--ckpt_path?",
@@ -88,6 +91,9 @@ OF_THE_LINE = {
     "fit --config broken.yaml": "broken.yaml, line 3",
     "fit --config list.yaml": "list.yaml",
     "fit --config misspelt.yaml": "--trainer.max_epochs?",
+    "fit --config section.yaml": "--model.class_path?",
+    "fit --config top.yaml": "--seed_everything?",
+    "fit CLIP --config key.yaml": "--data.class_path?",
     "fit CLIP --config many.yaml": "trainer.max_epochs must be int or null, got 'many'",
     "fit --config class.yaml": "StepGuard?",
 }
@@ -101,10 +107,10 @@ OF_THE_INPUT = {
     "models diff_vit_bse": "diff_vit_base",
     "models --filter nope*": "'nope*'",
     "fit --config clip/debug.yaml": "diffvision data make digits data/digits",
-    "fit CLIP --trainer.accelerator gpu": "trainer.accelerator",
+    "fit CLIP --trainer.accelerator gpu": "trainer.accelerator gpu",
     "fit CLIP --trainer.accelerator cup": "cpu",
-    "fit CLIP --trainer.strategy ddpp": "ddp?",
-    "fit CLIP --trainer.devices x": "devices",
+    "fit CLIP --trainer.strategy ddpp": "trainer.strategy ddpp",
+    "fit CLIP --trainer.devices x": "trainer.devices x",
     "fit CLIP --model.model DiffCLIP-ViT-B16": "DiffCLIP-ViT-B-16",
     "fit CLIP --model.pretrained last.ckpt": "last.ckpt",
     "fit CLIP --data.evaluations [nowhere]": "nowhere",
@@ -142,6 +148,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "broken.yaml").write_text("model:\n  class_path: ContrastiveModule\n init_args: [\n")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "misspelt.yaml").write_text("trainer:\n  max_epocs: 3\n")
+    (tmp_path / "section.yaml").write_text("modle:\n  class_path: ContrastiveModule\n")
+    (tmp_path / "top.yaml").write_text("seed_everythng: 3\n")
+    (tmp_path / "key.yaml").write_text("data:\n  class_pth: ImageTextData\n")
     (tmp_path / "many.yaml").write_text("trainer:\n  max_epochs: many\n")
     (tmp_path / "class.yaml").write_text("trainer:\n  callbacks:\n  - class_path: StepGaurd\n")
     (tmp_path / "words.txt").write_text("some words\n")

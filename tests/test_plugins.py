@@ -85,81 +85,48 @@ def run(root: Path, program: str) -> str:
     return done.stdout
 
 
-def test_variant_of_a_plugin_works_in_timm(tmp_path):
+def test_a_plugin_works_where_it_is_named(tmp_path):
+    """Its variant in timm, its dataset in `data make` and its tasks in both evaluations, with few imports before."""
     install(tmp_path)
-    program = """
-import sys, timm, torch, diffvision
-from diffvision.nn import ATTENTION, build_attention
-assert "tiny_plugin" not in sys.modules and "halved" in ATTENTION and list(ATTENTION)[-1] == "halved"
-model = timm.create_model("diff_vit_debug", variant_by_layer="1*halved", num_classes=3)
-layer = model.blocks[0].attn
-assert type(layer) is sys.modules["tiny_plugin"].Halved and type(layer) is ATTENTION["halved"]
-assert type(build_attention("halved", 64, 2)) is type(layer)
-print(*model(torch.rand(2, *model.default_cfg["input_size"])).shape)
-"""
-    assert run(tmp_path, program).split() == ["2", "3"]
-
-
-def test_dataset_of_a_plugin_has_its_own_options(tmp_path):
-    install(tmp_path)
-    program = """
-import os, sys; os.chdir(FOLDER)
-from diffvision.cli import main
-assert main(["data", "make", "--help"]) == 0
-assert main(["data", "make", "squares", "out", "--side", "3"]) == 2
-assert "tiny_plugin" not in sys.modules
-assert main(["data", "make", "squares", "out", "--seed", "3"]) == 0
-"""
-    printed = run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
-    assert "squares         Write nothing but a note." in printed
-    assert (tmp_path / "out/squares.txt").read_text() == "3"
-
-
-def test_task_of_a_plugin_runs_in_evaluate_where_it_is_named(tmp_path):
-    """And the evaluation of images imports neither it nor language models."""
-    install(tmp_path)
+    (tmp_path / "a.txt").write_text("some words and more")
     program = """
 import os, sys; os.chdir(FOLDER)
 from diffvision.cli import main
 assert main(["data", "make", "digits", "digits", "--copies", "1"]) == 0
 common = ["evaluate", "CLIP-debug", "--data", "digits/zero_shot", "--num_workers", "0", "--output"]
 assert main([*common, "default.json"]) == 0
-with open("modules.txt", "w") as file:
-    file.write("\\n".join(sys.modules))
+unused = ("tiny_plugin", "diffvision.evaluation.language", "diffvision.models.language", "diffvision.data.text")
+assert not [name for name in sys.modules if name.startswith((*unused, "diffvision.opening.texts"))]
+assert main(["data", "make", "--help"]) == 0
+assert main(["data", "make", "squares", "out", "--side", "3"]) == 2
+import timm, torch
+from diffvision.nn import ATTENTION, build_attention
+assert "halved" in ATTENTION and list(ATTENTION)[-1] == "halved"
+assert "tiny_plugin" not in sys.modules
+assert main(["data", "make", "squares", "out", "--seed", "3"]) == 0
 assert main([*common, "named.json", "--tasks", "count,zero_shot"]) == 0
 assert main([*common, "unknown.json", "--tasks", "counts"]) == 1
-"""
-    run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
-    records = json.loads((tmp_path / "named.json").read_text())
-    assert {record["task"]: list(record["metrics"]) for record in records}["image_count"] == ["images"]
-    assert [record["task"] for record in json.loads((tmp_path / "default.json").read_text())] == [
-        "zeroshot_classification"
-    ]
-    modules = (tmp_path / "modules.txt").read_text().splitlines()
-    assert "diffvision.evaluation.suite" in modules
-    unused = (
-        *("tiny_plugin", "diffvision.evaluation.language", "diffvision.models.language"),
-        *("diffvision.data.text", "diffvision.opening.texts"),
-    )
-    assert [name for name in modules if name.startswith(unused)] == []
 
+model = timm.create_model("diff_vit_debug", variant_by_layer="1*halved", num_classes=3)
+layer = model.blocks[0].attn
+assert type(layer) is sys.modules["tiny_plugin"].Halved and type(layer) is ATTENTION["halved"]
+assert type(build_attention("halved", 64, 2)) is type(layer)
+assert model(torch.rand(2, *model.default_cfg["input_size"])).shape == (2, 3)
 
-def test_task_of_a_plugin_runs_in_evaluate_language(tmp_path):
-    install(tmp_path)
-    (tmp_path / "a.txt").write_text("some words and more")
-    program = """
-import os; os.chdir(FOLDER)
-from diffvision.cli import main
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 tokenizer = train_tokenizer(["some words and more"], 300)
 language.save(language.create("diff-debug", vocab_size=tokenizer.vocab_size), "model", tokenizer)
-common = ["evaluate-language", "model", "--tasks", "length", "--data", "a.txt", "--output", "out", "--device", "cpu"]
+common = ["evaluate-language", "model", "--tasks", "length", "--data", "a.txt", "--output", "texts", "--device", "cpu"]
 assert main(common) == 0
 """
-    run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
-    metrics = json.loads((tmp_path / "out" / "length.json").read_text())["models"]["model"]
-    assert metrics["tokens"] > 2
+    printed = run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
+    assert "squares         Write nothing but a note." in printed
+    assert (tmp_path / "out/squares.txt").read_text() == "3"
+    named, default = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("named", "default"))
+    assert {record["task"]: list(record["metrics"]) for record in named}["image_count"] == ["images"]
+    assert [record["task"] for record in default] == ["zeroshot_classification"]
+    assert json.loads((tmp_path / "texts/length.json").read_text())["models"]["model"]["tokens"] > 2
 
 
 def test_table_has_the_rows_of_the_library_and_of_plugins(installed):

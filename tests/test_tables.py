@@ -66,13 +66,6 @@ def test_commands_with_tables_print_json(tmp_path, capsys):
     assert count["problems"] == ["says '2', but there are 1 shards"]
 
 
-def test_the_doctor_in_json(capsys):
-    report = printed(["doctor", "--json"], capsys)
-    assert report["ready"]
-    assert report["packages"]["torch"]["extra"] is None
-    assert {row["attention"] for row in report["backends"]} >= {"ViT-B/16 at 224, V1"}
-
-
 def test_help_names_json_where_it_is(capsys):
     for name in cli.TABLES:
         with pytest.raises(SystemExit):

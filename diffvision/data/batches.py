@@ -14,7 +14,6 @@ class ImageTextBatch(TypedDict):
 
     image: Tensor  # [B, 3, height, width] float
     text: Tensor  # [B, context length] int64
-    digest: NotRequired[Tensor]  # [B] int64, equal for captions that have the same `diffvision.words`
 
 
 class TokenBatch(TypedDict):

@@ -41,7 +41,7 @@ def evaluate(
     Several models have a column each; `diffvision compare` adds intervals of their differences. Under torchrun the
     images are shared among the processes.
 
-        metrics = diffvision.evaluate("runs/clip_debug/version_0/checkpoints/best.ckpt", "data/digits")
+        metrics = diffvision.evaluate("runs/CLIP-debug/version_0/checkpoints/best.ckpt", "data/digits")
         metrics["zero_shot/digits/acc1"]
 
     Args:

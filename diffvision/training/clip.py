@@ -28,7 +28,6 @@ from diffvision.opening.image_models import refuse_code, refuse_misfit, without_
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan
-from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
 from diffvision.training.module import TrainingModule, mark_batch_dynamic, plain
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
 from diffvision.training.progress import follow
@@ -37,11 +36,9 @@ from diffvision.training.sharding import gather_weights, release_weights, to_who
 FEATURES = ("image_features", "text_features")
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-NEAR_DUPLICATES = 0.02  # the share of a batch from which a run says so
-LOGGED_STEPS, STEPS = 5, 50  # logged steps, and steps, after the warm-up until a loss at chance is reported
-AT_CHANCE = 0.98  # of ln(batch)
-# Metrics of an evaluation that the progress bar shows.
-HEADLINES = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")
+SHOWN = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")  # metrics that the progress bar shows
+HEADLINE = "headline"
+"""The name by which a callback monitors the first metric of the first evaluation, such as zero_shot/digits/acc1."""
 
 
 class ContrastiveModule(TrainingModule):
@@ -116,8 +113,7 @@ class ContrastiveModule(TrainingModule):
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         self.layer_decays = {"image": image_layer_decay, "text": text_layer_decay}
         self.prompts: list[str] = []
-        self._has_warned = False
-        self._logged_at_chance: int | None = 0  # logged steps after the warm-up; None once that is settled
+        self._headline = ""  # the first metric of the first evaluation, logged under the name "headline" too
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with tensors_only(pretrained or model), without_warning_of_random_weights(), refuse_misfit(pretrained, model):
@@ -151,11 +147,19 @@ class ContrastiveModule(TrainingModule):
             compile_in_place(self.model)
 
     def setup(self, stage: str) -> None:
-        """Create the loss, which depends on the number of ranks."""
-        super().setup(stage)
-        self._make_losses()
+        """Create the loss, which depends on the number of ranks, and plan the evaluations of a fit.
 
-    def _make_losses(self) -> None:
+        Raises:
+            ValueError: a folder cannot be evaluated.
+        """
+        super().setup(stage)
+        data = getattr(self.trainer, "datamodule", None)
+        if stage == "fit" and isinstance(data, ImageTextData) and (found := data.folders_by_path):
+            self.prompts = check_prompts(
+                plan([one for folders in found for one in folders], None, Options()), Options()
+            )
+            folder, names = plan(found[0], None, Options())[0]
+            self._headline = f"{names[0]}/{folder.name}/{EVALUATIONS[names[0]].metrics[0]}"
         self.loss = create_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
         self.batch_loss = create_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 
@@ -176,7 +180,7 @@ class ContrastiveModule(TrainingModule):
         """Return a loader's batch as a dictionary, its captions as token ids."""
         if isinstance(batch, EvaluationFolder):
             return batch
-        if not self.in_fabric and self.trainer.predicting:
+        if self.trainer.predicting:
             return self.tokenize(named(batch, self.keys))
         batch = self.tokenize(super().as_read(batch))
         if batch["text"].ndim != 2:
@@ -190,9 +194,7 @@ class ContrastiveModule(TrainingModule):
         return batch | {"text": self.tokenizer(list(text))} if is_captions(text) else batch
 
     def training_step(self, batch: ImageTextBatch, batch_idx: int) -> Tensor:
-        """Make an optimizer step; return the batch's loss on this rank. With Fabric the step is left to the loop."""
-        if self.in_fabric:
-            return self._differentiable_loss(self.as_read(batch))
+        """Make an optimizer step; return the batch's loss on this rank."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         rate = self.rate
@@ -206,49 +208,6 @@ class ContrastiveModule(TrainingModule):
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
         self.log_step(rate, loss=mean, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
-        if is_logging_step(self.trainer, self.trainer.global_step):
-            self._report_problems(batch, mean)
-        return loss
-
-    def _report_problems(self, batch: ImageTextBatch, loss: Tensor) -> None:
-        """Count near-duplicate captions in the batch of all ranks; say once if many, or if nothing is learned.
-
-        Args:
-            batch: of this rank.
-            loss: mean over ranks.
-        """
-        pairs, step = len(batch["image"]) * self.trainer.world_size, self.trainer.global_step
-        if "digest" in batch:
-            repeated = pairs - len(cast(Tensor, self.all_gather(batch["digest"])).unique())
-            self.log("train/near_duplicates", torch.tensor(float(repeated)))
-            if repeated > NEAR_DUPLICATES * pairs and not self._has_warned:
-                self._has_warned = True
-                self.print(
-                    f"{repeated} of {pairs} captions in a batch repeat another one; the loss counts them as negatives"
-                )
-        warmup, chance = max((schedule.warmup for schedule in self.schedules()), default=0), math.log(pairs)
-        if self.loss_name != "clip" or step <= warmup or self._logged_at_chance is None:
-            return
-        self._logged_at_chance += 1
-        if loss <= AT_CHANCE * chance:
-            self._logged_at_chance = None
-        elif self._logged_at_chance >= LOGGED_STEPS and step >= warmup + STEPS:
-            self._logged_at_chance = None
-            self.print(
-                f"the towers do not learn: loss {float(loss):.3g} at step {step}, ln({pairs}) is {chance:.3g}: "
-                "check lr, locks and pairing"
-            )
-
-    def _differentiable_loss(self, batch: ImageTextBatch) -> Tensor:
-        """Return the batch's loss on this rank with its graph, for a loop without a Trainer."""
-        if self.accum_freq > 1:
-            raise ValueError(f"accum_freq must be 1 without Lightning's Trainer, got {self.accum_freq}")
-        if not hasattr(self, "loss"):
-            self._make_losses()
-        with torch.no_grad():  # before this step, as after the last one
-            self.model.logit_scale.clamp_(0, math.log(100))
-        loss: Tensor = self.loss_of(self.model(batch["image"], batch["text"]))
-        self.log("train/loss", loss.detach())
         return loss
 
     def backward_whole(self, batch: ImageTextBatch) -> Tensor:
@@ -323,26 +282,6 @@ class ContrastiveModule(TrainingModule):
             )
         return super().configure_callbacks()
 
-    def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of the evaluation folders, in the order of the folders.
-
-        Raises:
-            ValueError: a folder cannot be evaluated.
-        """
-        if not isinstance(data, ImageTextData):
-            return None
-        if not (found := data.folders_by_path):
-            return []
-        every = plan([folder for folders in found for folder in folders], None, Options())
-        self.prompts = check_prompts(every, Options())
-        of_first = plan(found[0], None, Options())
-        return [
-            f"{name}/{folder.name}/{metric}"
-            for folder, names in [*of_first, *every]
-            for name in names
-            for metric in EVALUATIONS[name].metrics
-        ]
-
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # pairs, and their summed loss
         gather_weights(self.model)
@@ -369,11 +308,10 @@ class ContrastiveModule(TrainingModule):
             precision=PRECISIONS.get(str(self.trainer.precision), "fp32"),
             progress=follow(self.trainer),
         )
+        metrics |= {HEADLINE: metrics[self._headline]} if self._headline in metrics else {}
         for key, value in metrics.items():
             # Every rank has the same value; sync_dist only tells Lightning so.
-            self.log(
-                key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(HEADLINES), add_dataloader_idx=False
-            )
+            self.log(key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(SHOWN), add_dataloader_idx=False)
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss of the pairs, if there were any."""

@@ -27,8 +27,6 @@ class EMA(EMAWeightAveraging):
         decay: float = 0.999,
         update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None,
-        update_starting_at_epoch: int | None = None,
-        device: str | None = None,
     ) -> None:
         """Set when the weights are averaged.
 
@@ -36,19 +34,15 @@ class EMA(EMAWeightAveraging):
             decay: weight of the previous average, from 0 to 1.
             update_every_n_steps: optimizer steps between updates; 0: update at ends of epochs only.
             update_starting_at_step: the first step (from 0) that updates.
-            update_starting_at_epoch: update at the ends of epochs too, from this one on; null: never.
-            device: where the averages are kept; by default the training device.
         """
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA's decay must be from 0 to 1, such as 0.999, got {decay}")
         super().__init__(
-            device=device,
             decay=decay,
             update_every_n_steps=update_every_n_steps,
             update_starting_at_step=update_starting_at_step,
-            update_starting_at_epoch=update_starting_at_epoch,
         )
-        self.decay, self.on_training_device = decay, device is None
+        self.decay = decay
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the averages before a fit; raise ValueError if the strategy shards the weights."""
@@ -61,8 +55,7 @@ class EMA(EMAWeightAveraging):
         if stage == "fit":
             (averages,) = (value for value in vars(self).values() if isinstance(value, AveragedModel))
             Averages.take_over(averages, self.decay)
-            if self.on_training_device:
-                averages.module.to(trainer.strategy.root_device)
+            averages.module.to(trainer.strategy.root_device)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

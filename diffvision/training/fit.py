@@ -18,56 +18,29 @@ from typing import Any, cast, get_args
 import lightning.pytorch as pl
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from diffvision.allowlist import limit_imports
-from diffvision.analysis.curves import METRICS
-
-# Those without a use are imported so that a configuration may name them in short: `class_path: ContrastiveModule`.
-from diffvision.data.conversations import VisionLanguageData  # noqa: F401
 from diffvision.data.datasets import check_paths
-from diffvision.data.images.image_data import ImageLabelData, ImageTextData  # noqa: F401
-from diffvision.data.text.module import TextData  # noqa: F401
+from diffvision.data.images.image_data import ImageLabelData
 from diffvision.errors import Mistake, Problem, did_you_mean
 from diffvision.models.threads import few_threads
 from diffvision.models.weight_files import refuse_urls
 from diffvision.parsers import OneLineErrors
-from diffvision.training.callbacks import (  # noqa: F401
-    DataReport,
-    LambdaAnnealing,
-    LambdaMonitor,
-    LambdaWarmup,
-    Throughput,
-    TrainOnlyNew,
-)
 from diffvision.training.classification import ClassificationModule
-from diffvision.training.clip import ContrastiveModule  # noqa: F401
 from diffvision.training.compilation import explain_failures
-from diffvision.training.ema import EMA  # noqa: F401
-from diffvision.training.fault_tolerance import (
-    LastCheckpoint,  # noqa: F401
-    Ranks,
-    Resume,
-    StepGuard,  # noqa: F401
-    lightning_internals,
-    protect,
-    refuse_link,
-)
-from diffvision.training.language import LanguageModule  # noqa: F401
-from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
+from diffvision.training.fault_tolerance import Ranks, Resume, lightning_internals, protect
+from diffvision.training.module import IGNORED_WARNINGS
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, make_table
-from diffvision.training.vision_language import VisionLanguageModule  # noqa: F401
 
-HYPERPARAMETERS = "hparams.yaml"  # that CSVLogger and TensorBoardLogger write
 LINKED = ("transform", "eval_transform", "tokenizer", "num_classes")  # what a model gives to its data
 RUNS = "runs"
 TRAINER_DEFAULTS = {
@@ -75,8 +48,9 @@ TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,  # a validation step is a whole evaluation
     "use_distributed_sampler": False,  # our loaders divide themselves over ranks, exactly
     "enable_model_summary": False,  # RunSummary has a line
-    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": RUNS, "name": "fit"}},
+    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": RUNS}},
 }
+UNNAMED = "lightning_logs"  # what Lightning's loggers call a run by default
 CLASSES = {
     "model": pl.LightningModule,
     "data": pl.LightningDataModule,
@@ -100,6 +74,9 @@ LOGGERS = (
 )
 
 
+for _package in map(import_module, ("diffvision.data", "diffvision.training")):
+    for _name in _package.__all__:  # so that a configuration may name it in short: `class_path: ContrastiveModule`
+        getattr(_package, _name)
 _load_yaml = get_loader("yaml")
 
 
@@ -114,12 +91,12 @@ set_loader("yaml", _read_yaml, exceptions=(yaml.YAMLError,))
 class Parser(OneLineErrors, LightningArgumentParser):
     """Lightning's parser, which answers a mistake in one line.
 
-    Loggers whose `save_dir` is the default write to the trainer's `default_root_dir`. The configuration that a run
-    saves keeps both as they were given, so that it can be run again in another directory.
+    Loggers whose `save_dir` is the default write to the trainer's `default_root_dir`, and a run without a name has its
+    model's. The configuration that a run saves keeps both as they were given, so that it can be run again elsewhere.
     """
 
     def instantiate_classes(self, cfg: Any, **settings: Any) -> Any:
-        return super().instantiate_classes(_in_root(cfg), **settings)
+        return super().instantiate_classes(_with_directories(cfg), **settings)
 
     def options(self) -> list[str]:
         """Return the options of the parser, and the settings of our modules and data, the most common first."""
@@ -130,7 +107,8 @@ class Parser(OneLineErrors, LightningArgumentParser):
             if cls.__module__.startswith("diffvision.")
             for name in _settings_of(cls)
         )
-        return [*super().options(), *(name for name, _ in ours.most_common())]
+        named = [f"--{owner}.{key}" for owner in MEANT for key in ("class_path", "init_args")]
+        return [*super().options(), *(name for name, _ in ours.most_common()), *named]
 
     def advice(self, problem: Problem, options: Iterable[str]) -> str:
         """Return what may have been meant, also where a name or a path is given for a class."""
@@ -154,17 +132,6 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(cls)
 
 
-class SaveConfig(SaveConfigCallback):
-    """Lightning's; none of the files that are written in the logger's directory may be a link to another file."""
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        directory = trainer.log_dir  # a collective: the first rank broadcasts it
-        if trainer.is_global_zero and directory is not None:
-            for name in (self.config_filename, HYPERPARAMETERS, METRICS):
-                refuse_link(Path(directory, name))
-        super().setup(trainer, pl_module, stage)
-
-
 class FitCLI(LightningCLI):
     """LightningCLI with any module and data module; the model's transforms, tokenizer and classes go to its data.
 
@@ -185,7 +152,6 @@ class FitCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
                 seed_everything_default=0,
-                save_config_callback=SaveConfig,
                 save_config_kwargs={"overwrite": True},
                 trainer_defaults=TRAINER_DEFAULTS,
                 parser_class=Parser,
@@ -253,19 +219,19 @@ class FitCLI(LightningCLI):
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config["trainer"]["enable_progress_bar"] is not False and not has_bar:
             callbacks.append(ProgressLine())
-        trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
+        try:
+            trainer = super().instantiate_trainer(callbacks=[*callbacks, RunSummary()], **kwargs)
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            names = ("accelerator", "devices", "strategy")
+            given = ", ".join(f"trainer.{name} {config['trainer'][name]}" for name in names)
+            raise ValueError(f"{' '.join(str(error).split())} ({given})") from error
         _check_processes(trainer)
         return trainer
 
     def before_fit(self) -> None:
-        """Refuse data that are not there, and what the module would refuse, before the run has a directory."""
+        """Refuse data that are not there before the run has a directory."""
         given = (self.config["fit"].get("data") or {}).get("init_args") or {}
         check_paths({f"data.{name}": given.get(name) for name in ("train", "evaluations", "evaluation")})
-        if isinstance(self.model, TrainingModule):
-            callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the module says it again
-                self.model.set_monitors(callbacks, self.datamodule)
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
         """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""
@@ -312,17 +278,12 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def _check_processes(trainer: pl.Trainer) -> None:
-    """Refuse a number of processes under which each would train alone, or that this machine cannot run."""
+    """Refuse a number of processes under which each would train alone: Lightning compares them on several devices."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if trainer.world_size != started:
         raise ValueError(
-            f"torchrun started {started} processes, but trainer.devices x num_nodes are {trainer.world_size}: set "
+            f"trainer.devices x num_nodes must be torchrun's {started} processes, got {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}"
-        )
-    cores = os.cpu_count() or 1
-    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
-        raise ValueError(
-            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: set it to {cores} or less"
         )
 
 
@@ -342,17 +303,27 @@ def _get_class(config: Any) -> Any:
     return getattr(sys.modules[module], name)
 
 
-def _in_root(config: Any) -> Any:
-    """Return a configuration whose loggers write to the trainer's default_root_dir, unless they name a directory."""
+def _with_directories(config: Any) -> Any:
+    """Return a configuration whose loggers have a directory: the trainer's, and the model's name, by default."""
     config = config.clone()
     subcommand = config.get("subcommand")
-    trainer = (config[subcommand] if subcommand else config)["trainer"]
-    loggers = trainer["logger"]
+    chosen = config[subcommand] if subcommand else config
+    root, loggers = chosen["trainer"]["default_root_dir"], chosen["trainer"]["logger"]
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         settings = logger.get("init_args", {}) if isinstance(logger, Namespace) else {}
-        if settings.get("save_dir") == RUNS and trainer["default_root_dir"] is not None:
-            settings["save_dir"] = os.path.expanduser(trainer["default_root_dir"])
+        if settings.get("save_dir") == RUNS and root is not None:
+            settings["save_dir"] = os.path.expanduser(root)
+        if settings.get("name") == UNNAMED:
+            settings["name"] = _name_run(chosen.get("model"))
     return config
+
+
+def _name_run(model: Any) -> str:
+    """Return the name of a module's model as a folder's: of local-dir:runs/adapted the last part, "fit" of none."""
+    name = model["init_args"].get("model") if model is not None else None
+    if not isinstance(name, str):
+        return "fit"
+    return Path(name).name if ":" in name and "/" in name else name.rpartition(":")[2].replace("/", "-")
 
 
 def _refuse_nulls(name: str, given: Any) -> None:
@@ -416,20 +387,5 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
     try:
         with explain_failures():
             return FitCLI(resolve_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        text = _refusal(" ".join(str(error).split()))
-        if text is None and not isinstance(error, MisconfigurationException):
-            raise
-        raise ValueError(text or " ".join(str(error).split())) from error
-
-
-def _refusal(message: str) -> str | None:
-    """Return a message that names the setting and a remedy, for those of Lightning's that do not; None for others."""
-    if "No supported gpu backend found" in message:
-        return "trainer.accelerator is gpu, and PyTorch finds no GPU on this machine: set it to cpu or auto"
-    if message.startswith("`devices` selected with"):
-        return f"trainer.devices: {message}"
-    if match := re.match(r"You selected an invalid strategy name: `strategy='(.*?)'`", message):
-        names = [*StrategyRegistry.available_strategies(), *(cls.__name__ for cls in _subclasses(Strategy))]
-        return f"trainer.strategy is {match[1]!r}, and Lightning has none of that name{did_you_mean(match[1], names)}"
-    return None
+    except MisconfigurationException as error:
+        raise ValueError(" ".join(str(error).split())) from error

@@ -56,19 +56,18 @@ def fit(
 ) -> FitResult:
     """Train as `diffvision fit` does, from a configuration and what differs from it.
 
-        run = diffvision.fit("clip/debug.yaml", model="CLIP-debug", data="data/digits", max_epochs=3)
-        diffvision.evaluate(run.checkpoint, "data/digits")
+        run = diffvision.fit("vision/debug.yaml", data="photos", max_epochs=5)
+        diffvision.evaluate(run.checkpoint, "photos", tasks="classification")
 
     Args:
         config: a recipe such as "clip/debug.yaml", the path of a YAML file, or several, of which later ones win.
         model: the model's name at its host, such as "DiffCLIP-ViT-B-16"; or settings of the LightningModule,
             such as {"model": "CLIP-debug", "optimizer": {"lr": 1e-3}}.
-        data: training data instead of the configuration's: whatever `train` of its DataModule takes, or a folder that
-            has shards in `train` inside, such as those of `diffvision data make`. Or settings of the DataModule, such
-            as {"train": "shards", "batch_size": 256}, which leave the configuration's other data as they are.
-        evaluation: what to evaluate on. If `data` is a path, the default is what that folder holds for it (evaluation
-            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation, which leaves no
-            checkpoint to be chosen by a metric.
+        data: training data instead of the configuration's: whatever `train` of its DataModule takes. Or settings of
+            the DataModule, such as {"train": "shards", "batch_size": 256}, which leave the configuration's other data
+            as they are.
+        evaluation: what to evaluate on. If `data` is a path, the default is its images in `val` or `test`, and nothing
+            where it has none; [] for no evaluation, which leaves no checkpoint to be chosen by a metric.
         callbacks: Lightning callbacks, besides those of the configuration.
         allow: packages whose classes the configuration may name, as `--allow`.
         **settings: seed_everything, ckpt_path, resume ("auto", "must") and resume_ranks as options of the command; all
@@ -79,11 +78,9 @@ def fit(
     Raises:
         FileNotFoundError: there is no such recipe or file.
         ValueError: a setting is unknown or has a wrong value, or the data cannot be used.
-        TypeError: a value that a configuration cannot hold, such as a module that is built already; a callback that is
-            none.
+        TypeError: a value that a configuration cannot hold, such as a module that is built already.
         KeyboardInterrupt: the run was interrupted; it has saved a checkpoint, from which resume="auto" resumes.
     """
-    _check_callbacks(callbacks)
     configs = [config] if isinstance(config, str | Path) else list(config)
     words = [f"--config={path}" for path in configs]
     if model is not None:
@@ -103,15 +100,6 @@ def fit(
             raise
         raise KeyboardInterrupt("the run was interrupted and has saved a checkpoint") from None
     return _result(done.trainer, done.model, done.datamodule)
-
-
-def _check_callbacks(callbacks: Any) -> None:
-    import lightning.pytorch as pl
-
-    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    wrong = [type(callback).__name__ for callback in given if not isinstance(callback, pl.Callback)]
-    if wrong or given is not callbacks:
-        raise TypeError(f"callbacks must be a list of Lightning callbacks, got {', '.join(wrong) or 'one of them'}")
 
 
 def options(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -143,8 +131,8 @@ def _as_json(key: str, value: Any) -> str:
 
 def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | Path]) -> list[str]:
     """Return the options of training data and of an evaluation."""
-    words: list[str] = []
     content = _content(configs)
+    words: list[str] = []
     if isinstance(data, Mapping):
         words += options({"data": data})
     elif data is not None:
@@ -153,21 +141,16 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
             raise TypeError(f"data must be a path or settings, got {kind}: Lightning's Trainer(...).fit takes objects")
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
         check_paths({"data": sources})
-        train = [str(Path(source, "train")) if _has_train_shards(Path(source)) else source for source in sources]
-        words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
-        evaluation = _evaluation_in(data, _class_of(content)) if evaluation is None else evaluation
+        words += options({"data.init_args.train": sources[0] if isinstance(data, str | Path) else sources})
+        if evaluation is None:
+            evaluation = [one for one in sources if _has_evaluation(one, _class_of(content))][:1]
     if evaluation is None:
         return words
     paths = [str(evaluation)] if isinstance(evaluation, str | Path) else [str(path) for path in evaluation]
-    return words + _evaluation_options(paths, content)
-
-
-def _evaluation_options(paths: list[str], content: Mapping[str, Any]) -> list[str]:
-    """Return the options of an evaluation; without one, of callbacks that do not monitor it."""
     if _class_of(content) == "ImageTextData":  # it takes a list, the others one source or null
-        words = options({"data.init_args.evaluations": paths})
+        words += options({"data.init_args.evaluations": paths})
     else:
-        words = options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
+        words += options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
     callbacks = content.get("trainer", {}).get("callbacks") or []
     without = [callback for callback in callbacks if not _needs_evaluation(callback)]
     return words if paths or without == callbacks else words + options({"trainer.callbacks": without})
@@ -181,42 +164,19 @@ def _needs_evaluation(callback: Any) -> bool:
     return str(settings.get("monitor", "")).partition("/")[0] in ("headline", "val", *TASKS)
 
 
-def _evaluation_in(source: Any, data_class: str) -> list[str]:
-    """Return what lies in a folder of training data to evaluate on; empty if there is nothing."""
-    if not isinstance(source, str | Path):
-        return []
-    folder = Path(source)
-    if data_class == "TextData":
-        return [str(folder / name) for name in ("validation", "test") if (folder / name).is_dir()][:1]
-    from diffvision.data.images.folders import find_folders
+def _has_evaluation(source: str, data_class: str) -> bool:
+    """Return whether images have a split to evaluate on."""
     from diffvision.data.images.image_sources import is_image_source, open_source
 
-    if _has_train_shards(folder):
-        try:
-            folders = [one for one in find_folders(folder) if "test" in one.splits]
-        except ValueError:  # there are none
-            return []
-        if data_class == "ImageTextData":
-            return [str(folder)] * bool(folders)  # as one path, in which zero-shot comes first to choose checkpoints by
-        return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
     reads: Any = "labels" if data_class == "ImageLabelData" else "captions"
-    has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source, reads=reads).splits)
-    return [str(source)] if has_split else []
-
-
-def _has_train_shards(folder: Path) -> bool:
-    """Return whether a folder is laid out as those of `diffvision data make`, with shards in `train`."""
-    from diffvision.data.images.image_sources import is_image_source
-
-    inside = folder / "train"
-    return inside.is_dir() and not is_image_source(inside)
+    return is_image_source(source) and bool({"validation", "test"} & set(open_source(source, reads=reads).splits))
 
 
 def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
     """Return the `data` and `trainer` of the configurations; of several, the later ones' come first."""
     content: dict[str, Any] = {}
     for config in configs:
-        content |= read_mapping(Path(config) if Path(config).is_file() else recipe(str(config)))[1]
+        content |= read_mapping(Path(config) if Path(config).is_file() else recipe(str(config)))
     return content
 
 

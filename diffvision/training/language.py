@@ -12,7 +12,6 @@ from torch import Tensor
 
 from diffvision import ops
 from diffvision.data.batches import TokenBatch
-from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check
@@ -181,21 +180,9 @@ class LanguageModule(NextTokenModule):
         elif self.z_loss:
             self.log("train/z_loss", excess)
 
-    def _mean_loss(self, batch: TokenBatch) -> Tensor:
-        """Return the mean loss, with the teacher, which `setup` opens where there is a Trainer."""
-        if self.distill is not None and self._teacher is None:
-            self._teacher = self._open_teacher(self.distill, batch["tokens"].shape[1] - 1)
-        return super()._mean_loss(batch)
-
     @property
     def _share(self) -> int:
         return self.model.config.max_length
-
-    def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of TextData's evaluation, if it has one."""
-        if not isinstance(data, TextData):
-            return None
-        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""

@@ -28,7 +28,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from diffvision.data.batches import named
-from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.compilation import COMPILING_NOTICE
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
@@ -49,8 +48,8 @@ IGNORED_WARNINGS = (
     r"Found \d+ module\(s\) in eval mode at the start of training",  # parts that are not trained
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
-HEADLINE = "headline"
-"""A callback's monitor that stands for the first metric of the first evaluation, such as zero_shot/digits/acc1."""
+
+NOT_YET_EVALUATED = r"`ModelCheckpoint\(monitor=.*\)` could not find"  # in a run that ends before its first evaluation
 
 
 class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
@@ -106,22 +105,10 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         shard(self.model, mesh["data_parallel"], self.computing)
 
     @property
-    def lr(self) -> float:
-        """Highest learning rate, which Lightning's `Tuner.lr_find` reads and sets."""
-        return self.settings.lr
-
-    @lr.setter
-    def lr(self, lr: float) -> None:
-        self.settings = replace(self.settings, lr=lr)
-        self.hparams["optimizer"] = plain(asdict(self.settings))
-        for scheduler in self.schedules():
-            scheduler.set_lr(lr)
-
-    @property
     def attached_trainer(self) -> pl.Trainer | None:
-        """The module's Trainer; None where it has none, or is in a loop of Fabric's."""
+        """The module's Trainer, or None."""
         with suppress(RuntimeError):
-            return None if self.in_fabric else self.trainer
+            return self.trainer
         return None
 
     def schedules(self) -> list[WarmupDecay]:
@@ -156,15 +143,12 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
 
         It is the first hook, so it silences warnings about other libraries' code, too.
-
-        Raises:
-            ValueError: a callback monitors a metric that validation will not log.
         """
         for message in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        if self.fitting:
-            callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
-            self.set_monitors(callbacks, getattr(self.trainer, "datamodule", None))
+        data = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "evaluation", None) or getattr(data, "evaluations", None):
+            warnings.filterwarnings("ignore", message=NOT_YET_EVALUATED)
         guards = lightning_internals.find_callbacks(self.trainer, StepGuard)
         if guards and not self.fitting:
             return []
@@ -174,35 +158,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
         guard.of_module = True
         return [guard]
-
-    def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics that validation on a DataModule logs, its headline first; None where it is not ours."""
-        return None
-
-    def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
-        """Set monitors that are `HEADLINE`, and refuse what validation will not log: it would fail after an epoch."""
-        metrics = self.validation_metrics(data)
-        stages = {*EVALUATIONS}
-        if all(type(part).__module__.partition(".")[0] in ("diffvision", "lightning") for part in (self, *callbacks)):
-            stages.add("val")  # which others may log to
-        for callback in callbacks:
-            parts = str(getattr(callback, "monitor", None) or "").split("/")
-            if parts == [HEADLINE] and metrics:
-                callback.monitor = metrics[0]
-                mode = "min" if metrics[0].endswith("loss") else "max"
-                if callback.mode != mode:
-                    raise ValueError(
-                        f"{type(callback).__name__}.mode must be {mode} for {metrics[0]}, got {callback.mode}"
-                    )
-            # Each kind of sample has metrics besides, such as composition/digits/acc/swapped.
-            elif parts == [HEADLINE] or (
-                metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
-            ):
-                settings = [f"data.{name}, or " for name in ("evaluations", "evaluation") if hasattr(data, name)]
-                remedy = f"{HEADLINE}, here {metrics[0]}" if metrics else f"{''.join(settings[:1])}its monitor"
-                raise ValueError(
-                    f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: set {remedy}"
-                )
 
     def as_read(self, batch: Any) -> Any:
         """Return a loader's batch as the steps read it, or raise ValueError if a key is missing."""
@@ -249,15 +204,13 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             yield f"{stage}/", f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
 
     @property
-    def rate(self) -> float | None:
-        """The highest learning rate of this step; None in Fabric."""
-        return None if self.in_fabric else max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
+    def rate(self) -> float:
+        """The highest learning rate of this step."""
+        return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
     def sum_if_read(self, sums: Tensor) -> Tensor:
         """Sum numbers of this step in place over ranks, if they are read; otherwise no rank waits for another."""
         trainer = self.trainer
-        if self.in_fabric:  # whose loop says neither when it logs nor on how many ranks
-            return sums
         if self._is_read_at_every_step or lightning_internals.is_shared_step(trainer, trainer.global_step + 1):
             return self._sum_over_ranks(sums)
         return sums
@@ -273,30 +226,20 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             torch.distributed.all_reduce(sums)
         return sums
 
-    def log_step(self, rate: float | None, **values: Tensor) -> None:
+    def log_step(self, rate: float, **values: Tensor) -> None:
         """Log a step's learning rate, from the CPU, and numbers from the device, with no wait for these.
 
         Lightning reads what is logged for a progress bar at every step. Ours needs nothing for it: it takes the
         numbers from the logs.
         """
-        if rate is not None:
-            self.log("train/lr", torch.tensor(rate), prog_bar=True)
-        trainer = self.attached_trainer
-        read = trainer is not None and not isinstance(trainer.progress_bar_callback, ProgressLine)
+        self.log("train/lr", torch.tensor(rate), prog_bar=True)
+        read = not isinstance(self.trainer.progress_bar_callback, ProgressLine)
         for name, value in values.items():
             self.log(f"train/{name}", value, prog_bar=read)
 
     def log_means(self, values: dict[str, float], prog_bar: bool = True) -> None:
         """Log values that are equal on all ranks, by names that say which loader they are of."""
         self.log_dict(values, prog_bar=prog_bar, sync_dist=True, add_dataloader_idx=False)
-
-    @property
-    def in_fabric(self) -> bool:
-        """Whether Lightning's Fabric has set the module up, for a loop of the user's own without a Trainer.
-
-        `training_step` then returns a loss to call `fabric.backward` with, and leaves everything else to that loop.
-        """
-        return self.fabric is not None
 
     @property
     def fitting(self) -> bool:

@@ -79,8 +79,6 @@ class NextTokenModule(TrainingModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
-        if self.in_fabric:
-            return self._mean_loss(self.as_read(batch))
         loss, nll, count = self.sums(batch)
         nats, excess, predictions = self.sum_if_read(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
         self.log_step(self.rate, loss=nats / predictions.clamp(min=1))
@@ -89,12 +87,6 @@ class NextTokenModule(TrainingModule):
             return loss / count
         self._predictions = count if self._predictions is None else self._predictions + count
         return loss / self._share
-
-    def _mean_loss(self, batch: Any) -> Tensor:
-        """Return the mean loss of a batch's predictions on this rank, for a loop without a Trainer."""
-        loss, nll, count = self.sums(batch)
-        self.log("train/loss", nll.detach() / count.clamp(min=1))
-        return loss / count.clamp(min=1)
 
     @property
     def _share(self) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from diffvision.progress import in_notebook
+from diffvision.progress import in_notebook, track
 from diffvision.training.fault_tolerance import watch_signals
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_shared_step
 from diffvision.training.schedule import total_steps
@@ -49,20 +48,14 @@ class ProgressLine(TQDMProgressBar):
         if self._is_printing:
             self.disable()
 
+    def init_train_tqdm(self) -> Tqdm:
+        bar = super().init_train_tqdm()
+        bar.leave = False  # the epochs' lines stay
+        return bar
+
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """Return the metrics of the last logging step, evaluation or epoch."""
         return self._metrics
-
-    def on_train_start(self, *args: Any) -> None:
-        super().on_train_start(*args)
-        if self.is_enabled:
-            sys.stderr = StreamAbove(sys.stderr, self.train_progress_bar)
-
-    def on_train_end(self, *args: Any) -> None:
-        self._close()
-
-    def on_exception(self, *args: Any) -> None:
-        self._close()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         super().on_train_epoch_start(trainer, *args)
@@ -74,7 +67,7 @@ class ProgressLine(TQDMProgressBar):
         logs = is_logging_step(trainer, trainer.global_step)
         if logs:
             self._read(trainer)
-        if not self._is_due():
+        if time.monotonic() - self._shown < (self.seconds if self._is_printing else REDRAWN):
             return
         if not self._is_printing:
             self._shown = time.monotonic()
@@ -93,40 +86,6 @@ class ProgressLine(TQDMProgressBar):
         super().on_train_epoch_end(trainer, pl_module)
         if (self.is_enabled or self._is_printing) and not getattr(trainer, "overfit_batches", 0):
             self._print_line(trainer)
-
-    def init_train_tqdm(self) -> Tqdm:
-        bar = super().init_train_tqdm()
-        bar.leave = False  # the epochs' lines stay
-        return bar
-
-    def init_validation_tqdm(self) -> Tqdm:
-        """Return the bar of an evaluation, which within a fit is drawn in place of the training's."""
-        with suppress(TypeError):  # there is no training
-            self.train_progress_bar.clear()
-        return Tqdm(disable=self.is_disabled, leave=False, position=0, dynamic_ncols=True, file=sys.stdout)
-
-    init_test_tqdm = init_validation_tqdm
-
-    def show_evaluation(self, what: str, done: int, total: int) -> None:
-        """Show how many batches of an evaluation folder are done."""
-        if not self._is_due():
-            return
-        self._shown = time.monotonic()
-        if self._is_printing:
-            print(f"evaluating {what}: {done}/{total} batches", flush=True)
-            return
-        bar = self.test_progress_bar if self.trainer.testing else self.val_progress_bar
-        bar.total, bar.n = total, done
-        bar.set_description(f"evaluating {what}")
-
-    def _close(self) -> None:
-        if isinstance(sys.stderr, StreamAbove):
-            sys.stderr = sys.stderr.stream
-        with suppress(TypeError):  # there is no bar yet
-            self.train_progress_bar.close()
-
-    def _is_due(self) -> bool:
-        return time.monotonic() - self._shown >= (self.seconds if self._is_printing else REDRAWN)
 
     def _read(self, trainer: pl.Trainer) -> None:
         logged = trainer.callback_metrics
@@ -149,41 +108,21 @@ class ProgressLine(TQDMProgressBar):
             self.print(line)
 
 
-class StreamAbove:
-    """A stream that writes above a bar, each text on lines of its own."""
-
-    def __init__(self, stream: Any, bar: Tqdm) -> None:
-        self.stream, self._bar = stream, bar
-
-    def write(self, text: str) -> int:
-        if text != "\n":
-            self._bar.clear()
-            self.stream.write(text.removesuffix("\n") + "\n")
-            self.stream.flush()
-            self._bar.refresh()
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
 def describe_epoch(trainer: pl.Trainer) -> str:
     """Return the current epoch, counted from 1, of how many: "epoch 2/6"."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
     return f"epoch {trainer.current_epoch + 1}" + ("" if epochs is None else f"/{epochs}")
 
 
-def follow(trainer: pl.Trainer) -> Callable[[Any, str], Iterator[Any]]:
+def follow(trainer: pl.Trainer) -> Callable[[Any, str], Iterable[Any]]:
     """Return the function through which an evaluation in a run passes its batches.
 
-    Between two of them the run acts on signals, and its bar shows how many are done.
+    Between two of them the run acts on signals, and in a terminal a bar shows how many are done.
     """
-    line = trainer.progress_bar_callback
+    is_shown = isinstance(trainer.progress_bar_callback, ProgressLine) and trainer.is_global_zero
 
-    def through(batches: Any, description: str) -> Iterator[Any]:
-        for number, batch in enumerate(watch_signals(trainer, batches)):
-            yield batch
-            if isinstance(line, ProgressLine):
-                line.show_evaluation(description, number + 1, len(batches))
+    def through(batches: Any, description: str) -> Iterable[Any]:
+        watched = watch_signals(trainer, batches)
+        return track(watched, f"evaluating {description}", len(batches)) if is_shown else watched
 
     return through

@@ -4,7 +4,7 @@ A recipe is a file of configs/, which lies next to the package in a clone and in
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,37 +55,19 @@ def resolve_recipes(args: Sequence[str]) -> list[str]:
 
 
 def _configuration(value: str) -> str:
-    """Return the path of a configuration, or the YAML that a pipe holds, as of `<(...)`; YAML itself stays.
-
-    A pipe can be read only once, and a configuration is read more often. The new line before its YAML tells it from a
-    path and from a flag.
-    """
-    if "\n" in value:
+    """Return the path of a configuration, which is read to check it; YAML itself stays."""
+    is_yaml = re.search("[:{]", value) and not value.endswith((".yaml", ".yml", ".json"))
+    if "\n" in value or value == "null" or is_yaml:
         return value
-    if _is(Path.is_fifo, value):
-        return f"\n{read_mapping(Path(value))[0]}"
-    is_file = _is(Path.is_file, value)
-    is_yaml = value == "null" or re.search("[:{]", value)
-    if not is_file and is_yaml and Path(value).suffix not in (".yaml", ".yml", ".json"):
-        return value
-    path = Path(value) if is_file else recipe(value)
+    path = Path(value) if Path(value).is_file() else recipe(value)
     read_mapping(path)
     return str(path)
 
 
-def _is(kind: Callable[[Path], bool], value: str) -> bool:
-    """Return whether a value is the path of something of a kind; YAML itself may be too long for a path."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; an error names the file and the line, as a parser's does not."""
     try:
-        return kind(Path(value))
-    except (OSError, ValueError):
-        return False
-
-
-def read_mapping(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text of a YAML file and its content; an error names the file and the line, as a parser's does not."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line} is not YAML: {error.problem or error}") from None
@@ -98,7 +80,7 @@ def read_mapping(path: Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(content, dict):
         kind = "an empty file" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path} must be a configuration with lines such as 'model: ...', got {kind}")
-    return text, content
+    return content
 
 
 def _folder() -> Path:

@@ -6,7 +6,6 @@ Its settings are `OptimizerSettings`, in `optim`.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,11 +68,6 @@ class WarmupDecay(LambdaLR):
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each group at the current step."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
-
-    def set_lr(self, lr: float) -> None:
-        """Make `lr` the highest learning rate from the next step on; a group keeps its share of it."""
-        self.base_lrs = [base * lr / self.settings.lr for base in self.base_lrs]
-        self.settings = replace(self.settings, lr=lr)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}

@@ -1,49 +1,31 @@
-"""What a run prints: its model in one line at the start; its metrics, checkpoints and the next command at the end.
-
-The end is also kept in the run's directory, as summary.txt, with a picture of all curves, curves.png.
-"""
+"""What a run prints: its model in one line at the start; its metrics, checkpoints and the next command at the end."""
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
-from diffvision.analysis.curves import read_metrics
-from diffvision.analysis.figures import png, run_overview
-from diffvision.data.images.folders import find_folders
-from diffvision.data.text.tokens import are_conversations
-from diffvision.evaluation.output_files import write_bytes
-from diffvision.training.classification import ClassificationModule
-from diffvision.training.clip import ContrastiveModule
+from diffvision.training.clip import HEADLINE, ContrastiveModule
 from diffvision.training.fault_tolerance import LastCheckpoint
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
-from diffvision.training.language import LanguageModule
-from diffvision.training.vision_language import VisionLanguageModule
 
-SUMMARY, CURVES = "summary.txt", "curves.png"
-OF_TRAINING = ("train/", "data/", "lambda")  # how the names of metrics begin that are no evaluation's
+OF_TRAINING = ("train/", "data/", "lambda", HEADLINE)  # how the names of metrics begin that are no evaluation's
 
 
 class RunSummary(pl.Callback):
-    """Prints the model before training, and afterwards metrics, checkpoints and the command to evaluate the best one.
-
-    With Lightning's CSVLogger all this is kept in summary.txt, and the curves in curves.png.
-    """
+    """Prints the model before training, and afterwards metrics, checkpoints and the command to evaluate the best."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()
@@ -56,9 +38,9 @@ class RunSummary(pl.Callback):
         pl_module.print("\n".join([describe_run(trainer, pl_module) + resumed, *prompts]))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the metrics, the checkpoints and the next command, and keep them with the curves."""
+        """Print the metrics, the checkpoints and the next command."""
         # Lightning may compute both with all ranks, so every rank asks for them.
-        logged, paths = trainer.callback_metrics, "\n".join(list_checkpoints(trainer, pl_module))
+        logged, paths = trainer.callback_metrics, list_checkpoints(trainer, pl_module)
         if not trainer.is_global_zero:
             return
         step, seconds = trainer.global_step, round(time.monotonic() - self._start)
@@ -67,28 +49,9 @@ class RunSummary(pl.Callback):
         if step == self._first_step:
             trained = f"already at step {step:,}: nothing was trained"
         metrics = {name: float(value) for name, value in logged.items() if not name.startswith(OF_TRAINING)}
-        has_average = bool(find_callbacks(trainer, WeightAveraging))
-        parts: list[str | Table] = [trained]
-        if metrics:
-            parts.append(make_table(metrics, "last evaluation" + ", averaged weights (EMA)" * has_average))
-        parts += [paths] * bool(paths)
-        Console(highlight=False).print(*parts, sep="\n", soft_wrap=True)
-        write_summary(trainer, [describe_run(trainer, pl_module), *parts])
-
-
-def write_summary(trainer: pl.Trainer, parts: list[str | Table]) -> None:
-    """Write a run's last words and its curves into its directory; a failure is a warning, since the run is done."""
-    logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
-    if logger is None or "://" in logger.log_dir:
-        return
-    directory, text = Path(logger.log_dir), io.StringIO()
-    Console(file=text, width=100, soft_wrap=True, force_jupyter=False).print(*parts, sep="\n")
-    try:
-        logger.save()  # rows that are not in the file yet
-        write_bytes(directory / SUMMARY, text.getvalue().encode())
-        write_bytes(directory / CURVES, png(run_overview(read_metrics(directory))))
-    except Exception as error:  # a library's, while it draws, may be of any class
-        warnings.warn(f"{directory / CURVES} could not be written: {error}", stacklevel=2)
+        averaged = ", averaged weights (EMA)" if find_callbacks(trainer, WeightAveraging) else ""
+        table = [make_table(metrics, f"last evaluation{averaged}")] if metrics else []
+        Console(highlight=False).print(trained, *table, *paths, sep="\n", soft_wrap=True)
 
 
 def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
@@ -139,36 +102,12 @@ def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoi
     """Return the command that evaluates a checkpoint on the data of the run's validation; every rank calls it."""
     directory = trainer.log_dir  # a collective
     data: Any = getattr(trainer, "datamodule", None)
-    folders = getattr(data, "evaluations", None) or getattr(data, "evaluation", None) or []
-    folders = [folders] if isinstance(folders, str) else list(folders)
-    arguments = [checkpoint, "--data", ",".join(folders) or "FOLDER"]
     if isinstance(module, ContrastiveModule):
-        return ["diffvision", "evaluate", *arguments]
-    if isinstance(module, ClassificationModule) and folders and all(_is_labelled(folder) for folder in folders):
-        return ["diffvision", "evaluate", *arguments, "--tasks", "classification"]
-    if isinstance(module, LanguageModule) and folders and all(_is_text(folder) for folder in folders):
-        return ["diffvision", "evaluate-language", *arguments, "--tasks", "perplexity"]
-    if isinstance(module, VisionLanguageModule):
-        tests = [Path(folder).parent / "test" for folder in folders]  # as `data make scenes-vqa` has them
-        test = next((str(folder) for folder in tests if folder.is_dir()), "FOLDER")
-        return ["diffvision", "evaluate-vlm", checkpoint, "--data", test]
+        return ["diffvision", "evaluate", checkpoint, "--data", ",".join(getattr(data, "evaluations", ())) or "FOLDER"]
     config = _relative(str(Path(directory or ".", "config.yaml")))
     packages = {type(part).__module__.partition(".")[0] for part in (module, data) if part is not None}
     allowed = [word for package in sorted(packages - {"diffvision"}) for word in ("--allow", package)]
     return ["diffvision", "validate", "--config", config, "--ckpt_path", checkpoint, *allowed]
-
-
-def _is_text(path: str) -> bool:
-    """Return whether a path on the disk holds text all of whose tokens count, as `evaluate-language` counts them."""
-    return Path(path).exists() and not are_conversations(path)
-
-
-def _is_labelled(path: str) -> bool:
-    """Return whether a path holds images with labels, in an evaluation folder or as they lie on the disk."""
-    try:
-        return all(folder.task == "zero_shot" for folder in find_folders(path, "zero_shot"))
-    except (ValueError, OSError):
-        return False
 
 
 def _relative(path: str) -> str:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.data.batches import VisionLanguageBatch
-from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.architecture import KEY, architecture
 from diffvision.models.weight_files import FOLDER
@@ -26,6 +25,8 @@ from diffvision.training.optim import OptimizerSettings, param_groups
 
 PARTS = {"tower": "vision_tower", "projector": "multi_modal_projector", "language_model": "language_model"}
 """Name of a part in `train` -> the model's attribute."""
+BARE_HEADS = ("diffllama", "diffllama_v2", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+"""Kinds of language models whose logits are the decoder's states times a weight: no bias, scale or cap."""
 LLAVA = OptimizerSettings(lr=2e-5, weight_decay=0.0)
 
 
@@ -147,7 +148,7 @@ class VisionLanguageModule(NextTokenModule):
             self._start_from(pretrained)
             self.sources = [pretrained]
         self._set_trained_parts(grad_checkpointing)
-        self.reads_logits = not has_bare_head(self.model.language_model)
+        self.reads_logits = self.model.language_model.config.model_type not in BARE_HEADS
         if compile:
             compile_in_place(self.model.vision_tower, dynamic=True)  # images and tokens differ from batch to batch
             compile_in_place(self.model.language_model.base_model, dynamic=True)
@@ -266,12 +267,6 @@ class VisionLanguageModule(NextTokenModule):
         settings = self.settings
         return param_groups(self.model, settings.weight_decay, scales=scales or None, is_muon=settings.is_muon)
 
-    def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of VisionLanguageData's evaluation, if it has one."""
-        if not isinstance(data, VisionLanguageData):
-            return None
-        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
-
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
         from diffvision.models.vision_language import check_record
@@ -326,64 +321,24 @@ def _open(source: str) -> tuple[Any, dict[str, Any]]:
     return model, {}
 
 
-@torch.no_grad()
-def has_bare_head(language_model: Any) -> bool:
-    """Return whether the logits are the decoder's states times the output projection: no bias, scale, cap or adapter.
-
-    The model is run on two tokens, with known numbers in place of the projection's output. On the meta device, where
-    there are no numbers, the projection alone is looked at.
-    """
-    head = language_model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        return False
-    if head.weight.is_meta:
-        return True
-    seen: dict[str, Tensor] = {}
-    known = torch.linspace(-100, 100, head.out_features).to(head.weight)
-
-    def replace(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        seen["read"] = inputs[0]
-        return known.expand_as(output)
-
-    def keep(decoder: nn.Module, inputs: Any, output: Any) -> None:
-        seen["hidden"] = output.last_hidden_state
-
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
-    modes = {module: module.training for module in language_model.modules()}
-    hooks = head.register_forward_hook(replace), language_model.base_model.register_forward_hook(keep)
-    try:
-        logits = language_model.eval()(tokens, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-    is_same = seen.keys() == {"read", "hidden"} and torch.equal(seen["read"], seen["hidden"])
-    return is_same and torch.equal(logits.to(known), known.expand_as(logits))
-
-
 def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
-    """Add LoRA's adapters to a language model, and freeze all but them."""
+    """Add LoRA's adapters to the decoder of a language model, and freeze all but them."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError(f"lora needs PEFT: pip install peft, or leave lora out ({error})") from error
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    decoder: Any = language_model.base_model
     try:
         settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
-        inject_adapter_in_model(settings, language_model)
+        inject_adapter_in_model(settings, decoder)
     except ValueError as error:
         raise ValueError(f"lora is {lora}, which the language model cannot have: {error}") from error
-    for name, layer in language_model.named_modules():
+    for name, layer in decoder.named_modules():
         if not isinstance(base := getattr(layer, "base_layer", None), nn.Linear | None):
             raise ValueError(
-                f"lora.targets has {name}, a {type(base).__name__}: name nn.Linear layers alone, to merge them"
+                f"lora.targets must name nn.Linear layers, to merge them, got {name}, {type(base).__name__}"
             )
-    head: Any = language_model.get_output_embeddings()  # type: ignore[operator]
-    if hasattr(head, "base_layer") and head.weight is language_model.get_input_embeddings().weight:  # type: ignore[operator]
-        raise ValueError(
-            f"lora.targets must leave out the output projection where its weight is the embedding's, got {lora.targets}"
-        )
     for name, parameter in language_model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

@@ -3,7 +3,7 @@
     python -m venv .venv-clip-benchmark
     .venv-clip-benchmark/bin/pip install clip_benchmark requests "numpy<2.4" -e .
     python scripts/programs/compare_clip_benchmark.py --python .venv-clip-benchmark/bin/python \
-        --data data/digits --model DiffCLIP-debug --checkpoint runs/clip_debug/version_0/checkpoints/final.ckpt
+        --data data/digits --model DiffCLIP-debug --checkpoint runs/DiffCLIP-debug/version_0/checkpoints/final.ckpt
 
 CLIP_benchmark has a separate environment, since it needs numpy below 2.4. It runs on the CPU without autocast,
 through `diffvision.run`, which only registers our models' names. Prints a Markdown table; exit status 1 if any count

@@ -3,11 +3,11 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from training_fits import trainer
 
-from diffvision.data import ImageLabelData
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -39,12 +39,6 @@ class Images(pl.LightningDataModule):
 def make(**settings):
     torch.manual_seed(0)
     return ClassificationModule("diff_vit_debug", num_classes=10, **{"optimizer": SETTINGS} | settings)
-
-
-def trainer(*callbacks, **settings):
-    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return pl.Trainer(**defaults | quiet | settings, use_distributed_sampler=False, callbacks=list(callbacks))
 
 
 @pytest.mark.forks
@@ -123,11 +117,3 @@ def test_transforms_fit_the_model():
     module = make(augmentation={"scale": (0.5, 1.0), "re_prob": 1.0, "hflip": 0.0})
     image = Image.new("RGB", (40, 30), "red")
     assert module.transform(image).shape == module.eval_transform(image).shape == (3, 32, 32)
-
-
-def test_without_an_evaluation_a_recipes_checkpoint_saves_nothing():
-    data = ImageLabelData("photos", 1)
-    with pytest.warns(UserWarning, match="nothing is evaluated"):
-        make().set_monitors([ModelCheckpoint(monitor="val/acc1", mode="max"), ModelCheckpoint()], data)
-    with pytest.raises(ValueError, match="EarlyStopping monitors val/acc1"):
-        make().set_monitors([EarlyStopping("val/acc1", mode="max")], data)

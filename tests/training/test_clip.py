@@ -7,12 +7,13 @@ import lightning.pytorch as pl
 import open_clip
 import pytest
 import torch
+import training_fits
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
+from training_fits import Gradients, same
 
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.training import clip
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -42,20 +43,8 @@ class Pairs(pl.LightningDataModule):
         return DataLoader([row for s in starts for row in rows[s : s + local]], batch_size=local)
 
 
-class Gradients(pl.Callback):
-    """Keeps a copy of the first step's gradients."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if trainer.global_step == 0:
-            self.seen = {n: p.grad.clone() for n, p in pl_module.model.named_parameters()}
-
-
 def train(module, *callbacks, data=None, **settings):
-    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(**defaults | quiet | settings, callbacks=list(callbacks))
-    trainer.fit(module, datamodule=data or Pairs())
-    return trainer
+    return training_fits.train(module, *callbacks, data=data or Pairs(), **settings)
 
 
 def make(name="DiffCLIP-debug", **settings):
@@ -72,13 +61,6 @@ def gradients(precision="64-true", **settings):
     return kept.seen
 
 
-def same(a, b):
-    """Equal up to lambda, which is computed in float32 in a float64 model too."""
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.quick("3-clip", "2-siglip")
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -86,29 +68,6 @@ def test_chunked_gradients_are_those_of_the_whole_batch(loss, chunks):
     whole = gradients(loss=loss)
     assert all(g.abs().sum() > 0 for g in whole.values() if g.ndim > 1)
     same(whole, gradients(loss=loss, accum_freq=chunks))
-
-
-def test_near_duplicates_are_counted_and_told_once_as_are_towers_that_do_not_learn(capsys, monkeypatch):
-    class Digests(Pairs):
-        def train_dataloader(self):
-            rows = super().train_dataloader().dataset
-            rows = [row | {"digest": torch.tensor(number % 6)} for number, row in enumerate(rows)]
-            return DataLoader(rows, batch_size=8)
-
-    monkeypatch.setattr(clip, "STEPS", 6)
-    stuck = make("DiffCLIP-debug-0.2", optimizer=OptimizerSettings(lr=1e-12, warmup_steps=1))
-    trainer = train(stuck, data=Digests(), max_steps=8, log_every_n_steps=1)
-    out = capsys.readouterr().out
-    assert trainer.callback_metrics["train/near_duplicates"] == 2
-    assert out.count("2 of 8 captions in a batch repeat another one") == 1
-    assert out.count("the towers do not learn") == 1
-    assert "at step 7, ln(8) is 2.08" in out
-    learning = make("DiffCLIP-debug-0.2", optimizer=OptimizerSettings(lr=1e-3, warmup_steps=1))
-    trainer = train(learning, data=Pairs(batches=1), max_steps=12, max_epochs=-1, log_every_n_steps=1)
-    out = capsys.readouterr().out
-    assert "towers" not in out
-    assert "captions in a batch" not in out
-    assert "train/near_duplicates" not in trainer.callback_metrics
 
 
 class RandomState(pl.Callback):
@@ -209,17 +168,6 @@ def test_bad_settings_are_named():
         make(preprocess={"men": [0.5] * 3})
 
 
-class Saved(pl.Callback):
-    """Writes the first step's reduced gradients, once from each rank, for the parent process to read."""
-
-    def __init__(self, directory):
-        self.directory = directory
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        gradients = {n: p.grad for n, p in pl_module.model.named_parameters()}
-        torch.save(gradients, self.directory / f"{trainer.global_rank}.pt")
-
-
 @pytest.mark.quick("clip-2")
 @pytest.mark.forks
 @pytest.mark.parametrize(("loss", "accum_freq"), [("clip", 1), ("clip", 2), ("siglip", 2)])
@@ -230,7 +178,7 @@ def test_two_processes_have_the_gradients_of_one(loss, accum_freq, tmp_path):
     two = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "precision": "64-true"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "`?torch.distributed", FutureWarning)
-        train(make(loss=loss, accum_freq=accum_freq), Saved(tmp_path), **two)
+        train(make(loss=loss, accum_freq=accum_freq), Gradients(tmp_path), **two)
     for rank in (0, 1):
         same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
 

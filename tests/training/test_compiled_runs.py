@@ -1,16 +1,16 @@
 """Whole runs with torch.compile against eager ones: weights, and how many graphs they make."""
 
 import os
-import socket
 
 import lightning.pytorch as pl
 import pytest
 import timm
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import multiprocessing, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
+from training_fits import in_two, same
 
 from diffvision.data.datasets.digits import make_digits
 from diffvision.training.callbacks import LambdaMonitor
@@ -102,26 +102,15 @@ def backend(request, monkeypatch):
     torch.compiler.reset()
 
 
-def same(a, b, **tolerance):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.parametrize(
     ("kind", "model", "trainer", "graphs"),
     [
-        pytest.param(
-            "vit", {}, {"accumulate_grad_batches": 2}, 2, marks=pytest.mark.nightly
-        ),  # training, and validation of any batch size
         ("vit", {"grad_checkpointing": True}, {"val_check_interval": 1}, 2),
         # Chunks of 3 and 2 pairs, each without and with gradients; validation.
         pytest.param("clip", {"accum_freq": 3}, {"val_check_interval": 1}, 5, marks=pytest.mark.nightly),
         ("clip", {"accum_freq": 8}, {}, 3),  # chunks of one pair, without and with gradients; validation
-        pytest.param("clip", {"grad_checkpointing": True}, {}, 2, marks=pytest.mark.nightly),
         # Training, and validation of 4 and of 3 sequences.
         ("language", {}, {"accumulate_grad_batches": 2, "val_check_interval": 1}, 3),
-        pytest.param("language", {"grad_checkpointing": True}, {}, 3, marks=pytest.mark.nightly),
         # One sequence of documents a batch, of which some tokens are not learned; three batches a step.
         pytest.param("packed", {}, {"accumulate_grad_batches": 3, "size": 1}, 3, marks=pytest.mark.nightly),
     ],
@@ -166,18 +155,16 @@ def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_
         same(resumed, whole, rtol=0, atol=0)
 
 
-def _one_of_two(rank, port, kind, model, trainer, directory):
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+def two_processes(kind, model, trainer, directory):
     settings = {"devices": 2, "strategy": "ddp", "limit_val_batches": 0} | trainer
     weights, _, graphs = train(kind, directory / "two", model=model, **settings)
-    torch.save((weights, graphs), directory / f"{rank}.pt")
+    torch.save((weights, graphs), directory / f"{os.environ['LOCAL_RANK']}.pt")
 
 
 @pytest.mark.forks
 @pytest.mark.parametrize(
     ("kind", "trainer"),
     [
-        pytest.param("vit", {}, marks=pytest.mark.nightly),
         ("clip", {}),
         pytest.param("language", {}, marks=pytest.mark.nightly),
         ("vit", {"size": 2, "accumulate_grad_batches": 3}),  # a batch of one on each rank
@@ -187,10 +174,7 @@ def _one_of_two(rank, port, kind, model, trainer, directory):
 def test_two_compiled_processes_are_one(backend, kind, trainer, tmp_path):
     model = {"compile": True, "grad_checkpointing": kind == "clip"}
     expected, _, _ = train(kind, tmp_path / "one", model=model | {"compile": False}, limit_val_batches=0, **trainer)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.start_processes(_one_of_two, (port, kind, model, trainer, tmp_path), nprocs=2, start_method="fork")
+    in_two(two_processes, kind, model, trainer, tmp_path)
     for rank in (0, 1):
         weights, graphs = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert graphs == 1

@@ -1,10 +1,6 @@
 """Recipes by name, in a clone and in a wheel, and configuration files that are none."""
 
-import os
-import threading
-
 import pytest
-import yaml
 
 from diffvision.training import recipes
 
@@ -102,15 +98,3 @@ def test_yaml_itself_may_be_longer_than_a_path():
 def test_a_word_that_names_no_file_is_no_configuration(value):
     with pytest.raises(FileNotFoundError, match=f"no configuration file {value or repr(value)}:"):
         recipes.resolve_recipes(["fit", "--config", value])
-
-
-def test_a_pipe_is_read_once(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    text = "---\nseed_everything: 7\n"
-    writer = threading.Thread(target=pipe.write_text, args=(text,))
-    writer.start()
-    words = recipes.resolve_recipes(["fit", "--config", str(pipe), "--print_config"])
-    writer.join()
-    assert recipes.resolve_recipes(words) == words == ["fit", "--config", f"\n{text}", "--print_config"]
-    assert yaml.safe_load(words[2]) == {"seed_everything": 7}

@@ -6,11 +6,8 @@ import lightning.pytorch as pl
 import open_clip
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,13 +125,6 @@ def test_another_loader_trains_and_validates_with_every_default(kind, tuples):
     assert set(seen.batches[0]) == set(PARTS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dry_run_takes_one_step(kind):
-    made = trainer(fast_dev_run=True)
-    made.fit(make(kind), loader(kind), loader(kind))
-    assert made.global_step == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -152,12 +142,6 @@ def test_the_schedule_is_as_long_as_the_run(settings, steps):
     made = trainer(*settings.pop("callbacks", []), **settings)
     made.fit(make("vision"), loader("vision"))
     assert made.global_step == made.lr_scheduler_configs[0].scheduler.total == steps
-
-
-def test_several_loaders_count_as_lightning_counts_them():
-    made = trainer(max_epochs=1)
-    made.fit(make("vision"), CombinedLoader(loader("vision"), "min_size"))
-    assert made.global_step == made.lr_scheduler_configs[0].scheduler.total == 4
 
 
 def test_captions_may_be_strings():
@@ -274,23 +258,6 @@ def test_what_contrastive_training_does_by_other_settings_is_named(settings, our
     trainer(**settings).validate(make("clip"), loader("clip"), verbose=False)  # where it makes no difference
 
 
-@pytest.mark.quick("vision")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_learning_rate_is_looked_for_and_set(kind, tmp_path):
-    module = make(kind)
-    tuned = Tuner(trainer(max_epochs=20, default_root_dir=tmp_path)).lr_find(module, loader(kind), num_training=20)
-    assert module.lr == module.settings.lr == module.hparams["optimizer"]["lr"] == tuned.suggestion() != 5e-4
-
-
-def test_a_learning_rate_tuned_at_the_start_of_a_fit_is_the_schedules(tmp_path):
-    made = trainer(LearningRateFinder(num_training_steps=15), max_epochs=5, default_root_dir=tmp_path)
-    module = make("vision")
-    made.fit(module, loader("vision"))
-    scheduler = made.lr_scheduler_configs[0].scheduler
-    assert scheduler.base_lrs == [module.lr] * len(scheduler.base_lrs)
-    assert scheduler.settings.lr == module.lr != 5e-4
-
-
 # --- validate, test, predict ---
 
 
@@ -346,41 +313,6 @@ def test_predictions_of_text_are_log_probabilities_of_its_tokens():
     torch.testing.assert_close(apart[:, :7], whole[:, :7])
     (loss,) = trainer().validate(module, loader("language"), verbose=False)
     assert loss["val/loss"] == pytest.approx(-whole.mean().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "documents"])
-def test_in_a_loop_with_fabric_training_step_returns_the_loss_of_a_trainer(kind):
-    """Its gradients are those of the first step; the loop makes the steps."""
-    documents = (torch.arange(17) > 7).long().expand(SAMPLES, -1)
-    data = DataLoader(TensorDataset(TOKENS, documents), batch_size=4) if kind == "documents" else loader(kind, 4, True)
-    name = "language" if kind == "documents" else kind
-    fitted = make(name, optimizer={"warmup_steps": 1})
-    trainer(seen := Seen(), max_steps=1).fit(fitted, data)
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.launch()
-    module = make(name)
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    losses = []
-    for number, batch in enumerate(fabric.setup_dataloaders(data)):
-        loss = model.training_step(batch, number)
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        if number == 0:
-            gradients = {n: p.grad for n, p in module.model.named_parameters() if p.grad is not None}
-            for parameter, gradient in seen.gradients.items():
-                torch.testing.assert_close(gradients[parameter], gradient, msg=parameter)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(float(fitted.trainer.callback_metrics["train/loss"]), rel=1e-4)
-
-
-def test_chunks_of_a_batch_need_a_trainer():
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.launch()
-    model = fabric.setup(make("clip", accum_freq=2))
-    with pytest.raises(ValueError, match="accum_freq"):
-        model.training_step((IMAGES, CAPTIONS), 0)
 
 
 # --- hyperparameters ---
@@ -441,17 +373,6 @@ def test_an_earlier_checkpoint_loads_with_its_arguments(tmp_path):
         tmp_path / "old.ckpt", weights_only=True, model="diff-debug", model_args={"vocab_size": 100}
     )
     assert torch.equal(loaded.model.embed.weight, module.model.embed.weight)
-
-
-def test_a_subclass_keeps_objects_out_of_its_checkpoint(tmp_path):
-    class Distilled(ClassificationModule):
-        def __init__(self, teacher: torch.nn.Module):
-            super().__init__("diff_vit_debug", num_classes=3)
-            self.__dict__["teacher"] = teacher
-
-    path = saved(Distilled(torch.nn.Linear(2, 2)), tmp_path / "x.ckpt")
-    loaded = Distilled.load_from_checkpoint(path, weights_only=True, teacher=torch.nn.Linear(2, 2))
-    assert loaded.num_classes == 3
 
 
 # --- our data, and the command line ---
@@ -609,11 +530,3 @@ def test_one_trainer_fits_validates_and_tests_without_a_message_about_callbacks(
     made.fit(make("vision", optimizer={"clip_norm": 0.5}), loader("vision"))
     assert [c.clip_norm for c in made.callbacks if isinstance(c, StepGuard)] == [0.5]
     assert "override existing callbacks" not in caplog.text
-
-
-def test_a_guard_given_to_the_trainer_is_replaced_with_a_message(caplog):
-    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
-    made = trainer(StepGuard(clip_norm=3.0))
-    made.fit(make("vision"), loader("vision"))
-    assert [c.clip_norm for c in made.callbacks if isinstance(c, StepGuard)] == [None]
-    assert "override existing callbacks" in caplog.text

@@ -3,9 +3,11 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from PIL import Image
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from training_fits import Gradients, same
 
 import diffvision
 from diffvision.cli import main
@@ -32,6 +34,10 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["a red star, a blue ring"], 258).save(folder / "tokenizer.json")
     return str(folder)
+
+
+def train(module, *callbacks, data=None, **settings):
+    return training_fits.train(module, *callbacks, data=data or Rows(), **settings)
 
 
 def make(tokenizer=None, name="vlm-debug", **settings):
@@ -78,25 +84,6 @@ class Rows(pl.LightningDataModule):
         return DataLoader(self.rows[self.trainer.global_rank :: self.trainer.world_size], 3, collate_fn=self.collate)
 
 
-def train(module, *callbacks, data=None, **settings):
-    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    trainer = pl.Trainer(
-        **defaults | quiet | {"limit_val_batches": 0, "use_distributed_sampler": False} | settings,
-        callbacks=[*callbacks],
-    )
-    trainer.fit(module, datamodule=data or Rows())
-    return trainer
-
-
-class Gradients(pl.Callback):
-    """Keeps a copy of the first step's gradients."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if trainer.global_step == 0:
-            self.seen = {n: p.grad.clone() for n, p in pl_module.model.named_parameters() if p.grad is not None}
-
-
 def expected_gradients():
     """Of the mean over all learned tokens, from transformers' logits of each row alone, without padding."""
     model = make().model.double()
@@ -109,12 +96,6 @@ def expected_gradients():
         count += int(learned.sum())
     (nats / count).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, nats / count
-
-
-def same(a, b, rtol=1e-6, atol=1e-8):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # --- the loss ---
@@ -173,21 +154,6 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     torch.testing.assert_close(nats, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(-scores.sum(), expected, rtol=1e-5, atol=0)
     assert count == learned.sum()
-
-
-def test_adapters_of_the_output_projection_are_trained(tmp_path):
-    name = hugging_face(tmp_path, "llama")
-    module = make(language=name, language_args=None, lora=Lora(r=2, targets=["q_proj", "lm_head"]))
-    train(module, max_steps=3)
-    changed = {n for n, p in module.model.named_parameters() if "lora_B" in n and p.any()}
-    assert {n.split(".")[-4] for n in changed} == {"q_proj", "lm_head"}
-
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_adapters_of_a_tied_projection_are_refused(tmp_path):
-    name = hugging_face(tmp_path, "llama", tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="targets"):
-        make(language=name, language_args=None, lora=Lora(targets=["lm_head"]))
 
 
 def test_validation_weighs_tokens():
@@ -391,7 +357,7 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
         ({"language_lr": 0.0}, "language_lr is 0.0: it must"),
         ({"train": "projector", "lora": Lora()}, "lora is set, and train is 'proj"),
         ({"lora": {"targets": ["nothing"]}}, "lora is Lora"),
-        ({"lora": {"targets": ["embed_tokens"]}}, "lora.targets has model.embed_tokens"),
+        ({"lora": {"targets": ["embed_tokens"]}}, "lora.targets.*embed_tokens"),
         ({"loss_chunk": 0}, "loss_chunk is 0"),
         ({"name": "vlm-9q"}, "model 'vlm-9q'"),
     ):
@@ -408,16 +374,6 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
 # --- two processes ---
 
 
-class Saved(Gradients):
-    """Writes them, from each rank, for the parent process to read."""
-
-    def __init__(self, directory):
-        self.directory = directory
-
-    def on_fit_end(self, trainer, pl_module):
-        torch.save(self.seen, self.directory / f"{trainer.global_rank}.pt")
-
-
 @pytest.mark.forks
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -428,7 +384,7 @@ def test_ddp_has_the_gradients_and_the_validation_of_one_process(settings, tmp_p
     validated = {"limit_val_batches": 1.0, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "precision": "64-true"}
     kept, data = Gradients(), Rows(batch_size=4)
     one = train(make(**settings), kept, data=data, **validated)
-    both = train(make(**settings), Saved(tmp_path), data=data, devices=2, strategy="ddp_fork", **validated)
+    both = train(make(**settings), Gradients(tmp_path), data=data, devices=2, strategy="ddp_fork", **validated)
     for rank in (0, 1):
         same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True))
     for key in ("val/loss", "val/tokens", "train/loss"):

@@ -248,8 +248,7 @@ class ImageText(_ImageKind):
         """Join decoded samples into a batch."""
         images = default_collate([item["image"] for item in items])
         texts = [item["text"] for item in items]
-        digests = torch.tensor([digest(text) for text in texts])
-        return {"image": images, "text": self.tokenizer(texts), "digest": digests}
+        return {"image": images, "text": self.tokenizer(texts)}
 
 
 def digest(caption: str) -> int:

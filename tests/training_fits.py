@@ -1,0 +1,63 @@
+"""What tests of training share: a quiet Trainer, the gradients of its first step, and two processes."""
+
+import os
+import socket
+
+import lightning.pytorch as pl
+import torch
+from torch import multiprocessing
+
+
+def trainer(*callbacks, **settings):
+    """Return a Trainer of one step on a CPU, without files or bars."""
+    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    defaults |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return pl.Trainer(**defaults | {"use_distributed_sampler": False} | settings, callbacks=list(callbacks))
+
+
+def train(module, *callbacks, data, **settings):
+    """Fit a module, by default without validation; return the trainer."""
+    made = trainer(*callbacks, **{"limit_val_batches": 0} | settings)
+    made.fit(module, datamodule=data)
+    return made
+
+
+class Gradients(pl.Callback):
+    """Keeps the gradients of the first step; with a directory writes them, from each rank, for the parent process."""
+
+    def __init__(self, directory=None):
+        self.directory = directory
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            gradients = {n: p.grad for n, p in pl_module.model.named_parameters() if p.grad is not None}
+            self.seen = {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in gradients.items()}
+            if self.directory is not None:
+                torch.save(self.seen, self.directory / f"{trainer.global_rank}.pt")
+
+
+def same(a, b, rtol=1e-6, atol=1e-8):
+    """Compare tensors by name, up to what is computed in float32 in a float64 model too."""
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def in_two(function, *args):
+    """Call a function in two forked processes of one group, for a Trainer with two devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Daemons: if the two should wait for each other for ever, they end with this process.
+    two = multiprocessing.start_processes(
+        _one_of_two, (port, function, args), nprocs=2, join=False, daemon=True, start_method="fork"
+    )
+    assert any(two.join(timeout=600) for _ in range(2))  # a join returns when the first one ends
+
+
+def _one_of_two(rank, port, function, args):
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    function(*args)
+    torch.distributed.barrier()  # a process that ends while the other still talks to it can abort that one
+    torch.distributed.destroy_process_group()
