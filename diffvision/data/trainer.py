@@ -45,16 +45,6 @@ class LoaderData(pl.LightningDataModule):
         """Return what `val_dataloader` does."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> Any:
-        """Return what `val_dataloader` does.
-
-        Raises:
-            ValueError: there is no evaluation.
-        """
-        if self.evaluation is None:
-            raise ValueError("there is nothing to predict on: set evaluation, or give predict a loader")
-        return self.val_dataloader()
-
     def read_training(self, source: SampleSource, kind: SampleKind) -> ShardLoader:
         """Return training batches, from the trainer's current epoch on."""
         rank, world_size = self.rank_and_world_size()

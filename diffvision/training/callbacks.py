@@ -23,6 +23,7 @@ from diffvision.training.sharding import gather_weights, release_weights
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
+LAMBDA_SAMPLES = 16  # of a batch, over which the mean of lambda is where it depends on the token
 KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # fields of a report that are saved
 
 
@@ -31,14 +32,6 @@ class LambdaMonitor(pl.Callback):
 
     Where lambda depends on the token (V2) it is the mean over the first few samples of the step's batch on this rank.
     """
-
-    def __init__(self, samples: int = 16) -> None:
-        """Set how many samples the mean is over.
-
-        Args:
-            samples: number of samples of a batch to average over, if lambda depends on the token.
-        """
-        self.samples = samples
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -49,7 +42,7 @@ class LambdaMonitor(pl.Callback):
         from diffvision.analysis.lambdas import layer_lambdas
 
         model: Any = pl_module.model
-        few = {key: batch[key][: self.samples] for key in ("image", "text") if key in batch}
+        few = {key: batch[key][:LAMBDA_SAMPLES] for key in ("image", "text") if key in batch}
         if "tokens" in batch:
             few["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
             if "image" in batch:  # a vision-language model's, whose images are in the tokens

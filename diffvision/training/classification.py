@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from diffvision.data.batches import ImageLabelBatch, named
+from diffvision.data.batches import ImageLabelBatch
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.names import unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
@@ -101,25 +101,6 @@ class ClassificationModule(TrainingModule):
         """Return logits [B, num_classes]."""
         return self.model(image)
 
-    def as_read(self, batch: Any) -> Any:
-        """Return a loader's batch as a dictionary, its labels checked."""
-        if self.trainer.predicting:
-            return named(batch, self.keys)  # labels are not needed
-        batch = super().as_read(batch)
-        self.check_labels(batch["label"])
-        return batch
-
-    def check_labels(self, label: Any) -> None:
-        """Raise ValueError for a label that is not a class of the model; labels on a GPU are not checked."""
-        if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
-            return
-        outside = label[(label < 0) | (label >= self.num_classes)]
-        if len(outside):
-            raise ValueError(
-                f"a batch has label {outside[0].item()}, but the model's classes are 0 to {self.num_classes - 1}: "
-                "set num_classes to the data's, or correct it"
-            )
-
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
         image, target = batch["image"], batch["label"]
         smoothing = self.label_smoothing
@@ -154,10 +135,6 @@ class ClassificationModule(TrainingModule):
                 del means["acc5"]
             self.log_means({f"{stage}{name}{loader}": value for name, value in means.items()})
             self.log_means({f"{stage}samples{loader}": samples}, prog_bar=False)
-
-    def predict_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return the probabilities of the classes, float [B, num_classes]."""
-        return self(batch["image"]).float().softmax(dim=-1)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, without decay where the timm model excludes them from it."""

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from diffvision.data.batches import ImageTextBatch, named
+from diffvision.data.batches import ImageTextBatch
 from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.image_data import ImageTextData
@@ -180,18 +180,13 @@ class ContrastiveModule(TrainingModule):
         """Return a loader's batch as a dictionary, its captions as token ids."""
         if isinstance(batch, EvaluationFolder):
             return batch
-        if self.trainer.predicting:
-            return self.tokenize(named(batch, self.keys))
-        batch = self.tokenize(super().as_read(batch))
+        batch = super().as_read(batch)
+        if is_captions(batch["text"]):
+            batch["text"] = self.tokenizer(list(batch["text"]))
         if batch["text"].ndim != 2:
             shape = list(batch["text"].shape)
             raise ValueError(f"a batch's text must be strings, or token ids [B, L], got the shape {shape}")
         return batch
-
-    def tokenize(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with captions as token ids."""
-        text = batch.get("text")
-        return batch | {"text": self.tokenizer(list(text))} if is_captions(text) else batch
 
     def training_step(self, batch: ImageTextBatch, batch_idx: int) -> Tensor:
         """Make an optimizer step; return the batch's loss on this rank."""
@@ -319,21 +314,6 @@ class ContrastiveModule(TrainingModule):
         for stage, loader, (pairs, loss) in self.all_sums():
             if pairs:
                 self.log_means({f"{stage}loss{loader}": loss / pairs})
-
-    def predict_step(
-        self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0
-    ) -> dict[str, Tensor]:
-        """Return normalised features of images, or of images and captions: `image_features`, `text_features` [B, D].
-
-        Labels and other values that come with the images are ignored. A validation batch of `ImageTextData` is an
-        evaluation folder: the result has the features of this rank's share of its images.
-        """
-        if isinstance(batch, EvaluationFolder):
-            batches = batch.batches(self.eval_transform, rank=self.global_rank, world_size=self.trainer.world_size)
-            return {FEATURES[0]: torch.cat([self(part["image"].to(self.device))[FEATURES[0]] for part in batches])}
-        text = batch.get("text")
-        out = self(batch.get("image"), text if isinstance(text, Tensor) and text.ndim == 2 else None)
-        return {name: out[name] for name in FEATURES if name in out}
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""

@@ -22,26 +22,15 @@ class EMA(EMAWeightAveraging):
     device, an update does not wait for it, and sharded weights are refused.
     """
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        update_every_n_steps: int = 1,
-        update_starting_at_step: int | None = None,
-    ) -> None:
-        """Set when the weights are averaged.
+    def __init__(self, decay: float = 0.999) -> None:
+        """Set how long the average remembers.
 
         Args:
             decay: weight of the previous average, from 0 to 1.
-            update_every_n_steps: optimizer steps between updates; 0: update at ends of epochs only.
-            update_starting_at_step: the first step (from 0) that updates.
         """
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA's decay must be from 0 to 1, such as 0.999, got {decay}")
-        super().__init__(
-            decay=decay,
-            update_every_n_steps=update_every_n_steps,
-            update_starting_at_step=update_starting_at_step,
-        )
+        super().__init__(decay=decay)
         self.decay = decay
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -58,7 +58,6 @@ class LanguageModule(NextTokenModule):
         pretrained: str | None = None,
         optimizer: OptimizerSettings = PAPER_3B,
         z_loss: float = 0.0,
-        loss_chunk: int = 1024,
         distill: Distillation | None = None,
         grad_checkpointing: bool = False,
         compile: bool = False,
@@ -75,7 +74,6 @@ class LanguageModule(NextTokenModule):
                 differ only in max_length and rotary_theta.
             optimizer: it and its schedule; or a dictionary of what differs from the defaults.
             z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0: no penalty.
-            loss_chunk: tokens whose logits are in memory together.
             distill: a teacher whose logits are learned besides the data's tokens, for training only; or a dictionary.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the blocks, in place.
@@ -85,12 +83,10 @@ class LanguageModule(NextTokenModule):
         """
         distill = Distillation(**distill) if isinstance(distill, dict) else distill
         super().__init__(locals() | {"distill": asdict(distill) if distill else None}, PAPER_3B)
-        if loss_chunk < 1:
-            raise ValueError(f"loss_chunk must be 1 or more, such as 1024, got {loss_chunk}")
         if z_loss < 0:
             raise ValueError(f"z_loss must be 0 or more, such as 1e-4, got {z_loss}")
         self.name, self.tokenizer = model, tokenizer
-        self.z_loss, self.loss_chunk, self.distill = z_loss, loss_chunk, distill
+        self.z_loss, self.distill = z_loss, distill
         self._teacher: Teacher | None = None
         try:
             if model.startswith(FOLDER):

@@ -33,7 +33,7 @@ from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
 from diffvision.training.progress import ProgressLine
 from diffvision.training.schedule import WarmupDecay
-from diffvision.training.sharding import gather_weights, is_sharded, release_weights, restore_moments, shard
+from diffvision.training.sharding import is_sharded, restore_moments, shard
 
 # Warnings of other libraries about code that is not the user's.
 IGNORED_WARNINGS = (
@@ -178,12 +178,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end()
 
-    def on_predict_epoch_start(self) -> None:
-        gather_weights(self.model)
-
-    def on_predict_epoch_end(self) -> None:
-        release_weights(self.model)
-
     def begin_sums(self, size: int) -> None:
         """Begin an evaluation with `size` sums for each of its loaders."""
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
@@ -243,7 +237,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     @property
     def fitting(self) -> bool:
-        """Whether the trainer fits, rather than validates, tests or predicts."""
+        """Whether the trainer fits, rather than validates or tests."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:

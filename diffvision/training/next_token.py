@@ -1,4 +1,4 @@
-"""What modules that predict the next token share: the loss over the predictions of a step, validation, prediction.
+"""What modules that predict the next token share: the loss over the predictions of a step, and validation.
 
 The loss itself is in `cross_entropy`; the modules are in `language` and `vision_language`.
 """
@@ -28,13 +28,12 @@ class NextTokenModule(TrainingModule):
 
     Attributes:
         model: has `hidden`, the input of the output projection, and `head_weight`, the weight of that projection.
-        loss_chunk: tokens whose logits are in memory together.
         reads_logits: whether `read` returns logits, as the model's are more than hidden states times `head_weight`.
         z_loss: weight of the penalty log(Z)^2, for training only.
     """
 
     computing: ClassVar = ("hidden",)
-    loss_chunk = 1024
+    loss_chunk = 1024  # tokens whose logits are in memory together
     reads_logits = False
     z_loss = 0.0
     _predictions: Tensor | None = None  # of this rank, in the batches of a step
@@ -60,7 +59,8 @@ class NextTokenModule(TrainingModule):
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
         states, targets = self.read(batch)
         if self.reads_logits:
-            loss = _cross_entropy(states.flatten(0, 1), targets.flatten(), "sum")
+            logits = states.flatten(0, 1).to(torch.promote_types(states.dtype, torch.float32))
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
             return loss, loss.detach(), (targets != IGNORED).sum()
         loss, nll = linear_cross_entropy(
             states.flatten(0, 1),
@@ -129,19 +129,6 @@ class NextTokenModule(TrainingModule):
             self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
             self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return log-probabilities of a batch's tokens [B, L + 1] after the first, in float32: [B, L].
-
-        They are 0 for tokens that are not predicted: the first of a document, and those that are not learned.
-        """
-        states, targets = self.read(batch)
-        pieces = zip(states.flatten(0, 1).split(self.loss_chunk), targets.flatten().split(self.loss_chunk), strict=True)
-        scores = [
-            -_cross_entropy(part if self.reads_logits else part @ self.head_weight.t(), target, "none")
-            for part, target in pieces
-        ]
-        return torch.cat(scores).view_as(targets)
-
     def _in_step(self, working: bool) -> bool:
         """Return whether any rank has a batch to validate.
 
@@ -158,11 +145,6 @@ class NextTokenModule(TrainingModule):
         """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
         with torch.inference_mode(False), torch.no_grad():
             yield
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=IGNORED)
 
 
 def shift(batch: TokenBatch | VisionLanguageBatch) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ from diffvision.training.fault_tolerance import watch_signals
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_shared_step
 from diffvision.training.schedule import total_steps
 
-REDRAWN = 0.25  # seconds between two drawings of the bar
+REDRAWN, PRINTED = 0.25, 10.0  # seconds between two drawings of the bar, and between two lines in a file
 MINOR = ("lr", "logit_scale", "lambda", "data_wait")  # on the bar where there is room, and not in printed lines
 ON_DEVICE = ("train/loss", "train/logit_scale")  # shown although Lightning does not read them at every step
 
@@ -24,18 +24,12 @@ ON_DEVICE = ("train/loss", "train/logit_scale")  # shown although Lightning does
 class ProgressLine(TQDMProgressBar):
     """Lightning's progress bar, with the metrics of the last logging step: reading others would wait for the GPU.
 
-    Each epoch leaves a line with its metrics. In a file there is no bar, but a line every `seconds` on logging steps,
-    after each validation and at the end of each epoch.
+    Each epoch leaves a line with its metrics. In a file there is no bar, but a line every ten seconds on logging steps,
+    and at the end of each epoch.
     """
 
-    def __init__(self, seconds: float = 10.0) -> None:
-        """Set how often a line is printed.
-
-        Args:
-            seconds: between two lines where the output is neither a terminal nor a notebook.
-        """
+    def __init__(self) -> None:
         super().__init__()
-        self.seconds = seconds
         self._metrics: dict[str, str] = {}
         self._of_step: dict[str, Any] = {}  # numbers that are those of all ranks together
         self._shown, self._is_printing = 0.0, False
@@ -67,7 +61,7 @@ class ProgressLine(TQDMProgressBar):
         logs = is_logging_step(trainer, trainer.global_step)
         if logs:
             self._read(trainer)
-        if time.monotonic() - self._shown < (self.seconds if self._is_printing else REDRAWN):
+        if time.monotonic() - self._shown < (PRINTED if self._is_printing else REDRAWN):
             return
         if not self._is_printing:
             self._shown = time.monotonic()

@@ -78,10 +78,7 @@ class VisionLanguageModule(NextTokenModule):
         train: str | list[str] = "all",
         optimizer: OptimizerSettings = LLAVA,
         projector_lr: float | None = None,
-        tower_lr: float | None = None,
-        language_lr: float | None = None,
         lora: Lora | None = None,
-        loss_chunk: int = 1024,
         grad_checkpointing: bool = False,
         compile: bool = False,
     ) -> None:
@@ -100,11 +97,8 @@ class VisionLanguageModule(NextTokenModule):
             pretrained: the run, checkpoint or folder of an earlier stage to start from; of the same model.
             train: "all", "projector", or a list of parts: tower, projector, language_model.
             optimizer: it and its schedule; or a dictionary of what differs from the defaults, which are LLaVA-1.5's.
-            projector_lr: highest learning rate of the projector; null: the optimizer's, as for the next two.
-            tower_lr: that of the image tower.
-            language_lr: that of the language model.
+            projector_lr: highest learning rate of the projector; null: the optimizer's.
             lora: train adapters of the language model instead of its weights; or a dictionary of its settings.
-            loss_chunk: tokens whose logits are in memory together.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the tower and the language model's decoder, in place.
 
@@ -114,19 +108,10 @@ class VisionLanguageModule(NextTokenModule):
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         super().__init__(locals() | {"lora": asdict(lora) if lora else None}, LLAVA)
         register_diffllama_v2("VisionLanguageModule")
-        if loss_chunk < 1:
-            raise ValueError(f"loss_chunk is {loss_chunk}: give the number of tokens, 1 or more, such as 1024")
-        self.tokenizer, self.lora, self.loss_chunk = tokenizer, lora, loss_chunk
+        self.tokenizer, self.lora, self.projector_lr = tokenizer, lora, projector_lr
         self.trained = _parts(train)
-        self.rates: dict[str, float | None] = {
-            "projector": projector_lr,
-            "tower": tower_lr,
-            "language_model": language_lr,
-        }
-        for part, rate in self.rates.items():
-            if rate is not None and (rate <= 0 or part not in self.trained):
-                why = "it must be above 0" if rate <= 0 else f"train leaves {part} out, so leave its rate out"
-                raise ValueError(f"{part.removesuffix('_model')}_lr is {rate}: {why}")
+        if projector_lr is not None and (projector_lr <= 0 or "projector" not in self.trained):
+            raise ValueError(f"projector_lr must be above 0, or null if train leaves projector out, got {projector_lr}")
         if lora is not None and "language_model" not in self.trained:
             raise ValueError(f"lora is set, and train is {train!r}, without language_model: add it, or leave lora out")
         from diffvision.models import vision_language
@@ -257,15 +242,12 @@ class VisionLanguageModule(NextTokenModule):
         return words.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state, targets
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trained parameters in groups, each with its weight decay and the learning rate of its part."""
-        scales = {
-            name: rate / self.settings.lr
-            for part, rate in self.rates.items()
-            for name, _ in self.model.named_parameters()
-            if rate is not None and name.startswith(f"{PARTS[part]}.")
-        }
+        """Return the trained parameters in groups, each with its weight decay, the projector at its own rate."""
+        scale = None if self.projector_lr is None else self.projector_lr / self.settings.lr
+        named = [name for name, _ in self.model.named_parameters() if name.startswith(f"{PARTS['projector']}.")]
+        scales = None if scale is None else dict.fromkeys(named, scale)
         settings = self.settings
-        return param_groups(self.model, settings.weight_decay, scales=scales or None, is_muon=settings.is_muon)
+        return param_groups(self.model, settings.weight_decay, scales=scales, is_muon=settings.is_muon)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""

@@ -190,7 +190,7 @@ def module_of(setting: Setting, root: Path | None = None) -> pl.LightningModule:
             tokenizer=str(root),
             train=["tower", "projector", "language_model"],
             optimizer=SETTINGS,
-            tower_lr=1e-3,
+            projector_lr=1e-3,
             lora={"r": 2, "dropout": 0.1},
         )
     if setting.task in ("language", "conversations"):

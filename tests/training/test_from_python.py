@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import Callback
 
 import diffvision
 from diffvision.data.datasets.digits import png
-from diffvision.data.images.image_data import ImageLabelData
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
 from diffvision.errors import Mistake
 from diffvision.training import fit as command
@@ -115,12 +114,6 @@ def test_the_number_of_classes_is_that_of_the_data(tmp_path, monkeypatch):
     for classes in (2, 10):
         with pytest.raises(ValueError, match=f"3 classes, the model {classes}"):
             diffvision.fit("vision/debug.yaml", data=photos, model={"num_classes": classes}, **settings)
-    settings |= {"model": {"num_classes": 10}, "trainer.logger.init_args.version": "earlier"}
-    with monkeypatch.context() as earlier:  # which only warned
-        earlier.setattr(ImageLabelData, "_check_training_classes", lambda data: None)
-        diffvision.fit("vision/debug.yaml", data=photos, **settings)
-    with pytest.warns(UserWarning, match="3 classes, the model 10"):
-        diffvision.fit("vision/debug.yaml", data=photos, resume="auto", **settings | {"max_epochs": 2})
 
 
 @pytest.mark.parametrize(("evaluation", "classes"), [("zero_shot", 2), (None, None)])

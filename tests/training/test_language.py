@@ -157,10 +157,11 @@ def test_a_frozen_projection_gets_no_gradient_and_leaves_the_others():
 
 @pytest.mark.parametrize("name", ["transformer-debug", "diff-debug", "diffv2-debug"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_steps_gradients_are_autograds(name, documents):
+def test_a_steps_gradients_are_autograds(name, documents, monkeypatch):
+    monkeypatch.setattr(LanguageModule, "loss_chunk", 5)
     args = {"num_heads": 2, "tied": not documents}
     data = Tokens(documents=documents)
-    actual = gradients(name=name, model_args=args, data=data, loss_chunk=5)
+    actual = gradients(name=name, model_args=args, data=data)
     model = make(name, args).model.double()
     batch = next(iter(DataLoader(data.rows, batch_size=4)))
     tokens, numbers = batch["tokens"], batch.get("documents")
@@ -334,7 +335,6 @@ def test_a_checkpoint_of_another_variant_is_named_with_what_differs(tmp_path):
 
 def test_bad_settings_are_named():
     for settings, message in (
-        ({"loss_chunk": 0}, "loss_chunk"),
         ({"z_loss": -1.0}, "z_loss"),
         ({"model_args": {"width": 3}}, "model_args: a language model has no width"),
         ({"name": "diff-9q"}, "no model 'diff-9q': the nearest names are"),

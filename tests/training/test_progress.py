@@ -40,9 +40,10 @@ def run(monkeypatch, out, **settings):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr(progress, "REDRAWN", 0.0)
+    monkeypatch.setattr(progress, "PRINTED", 0.0)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     quiet |= {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 2}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[ProgressLine(seconds=0.0)], **quiet | settings)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[ProgressLine()], **quiet | settings)
     trainer.fit(Module())
     return out.getvalue()
 
@@ -72,7 +73,7 @@ def test_epochs_that_are_a_step_leave_no_line(monkeypatch):
 
 
 def test_other_ranks_are_silent(capsys):
-    line = ProgressLine(seconds=0.0)
+    line = ProgressLine()
     rank = SimpleNamespace(is_global_zero=False, state=SimpleNamespace(fn="validate"), sanity_checking=False)
     line.setup(rank, None, "validate")
     line.on_validation_start(rank, None)

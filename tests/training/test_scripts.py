@@ -258,7 +258,7 @@ def test_what_contrastive_training_does_by_other_settings_is_named(settings, our
     trainer(**settings).validate(make("clip"), loader("clip"), verbose=False)  # where it makes no difference
 
 
-# --- validate, test, predict ---
+# --- validate, test ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,36 +283,6 @@ def test_each_of_several_loaders_has_its_metrics(kind):
     results = trainer().validate(make(kind), [loader(kind), loader(kind, 4)], verbose=False)
     names = {name for result in results for name in result}
     assert {"val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1"} <= names
-
-
-def test_predictions_of_pairs_are_normalised_features():
-    module = make("clip")
-    first, *_ = trainer().predict(module, loader("clip", tuples=True))
-    assert first.keys() == {"image_features", "text_features"}
-    torch.testing.assert_close(first["image_features"].norm(dim=-1), torch.ones(2))
-    torch.testing.assert_close(first["text_features"], module(text=CAPTIONS[:2])["text_features"])
-    for alone in (DataLoader(TensorDataset(IMAGES), batch_size=2), loader("vision", tuples=True)):
-        images, *_ = trainer().predict(module, alone)
-        assert images.keys() == {"image_features"}
-        torch.testing.assert_close(images["image_features"], first["image_features"])
-
-
-def test_predictions_of_a_classifier_are_probabilities():
-    module = make("vision")
-    first, *_ = trainer().predict(module, DataLoader(TensorDataset(IMAGES), batch_size=2))
-    torch.testing.assert_close(first, module(IMAGES[:2]).softmax(-1))
-
-
-def test_predictions_of_text_are_log_probabilities_of_its_tokens():
-    module = make("language", loss_chunk=5)
-    documents = (torch.arange(17) > 7).long().expand(SAMPLES, -1)
-    whole = torch.cat(trainer().predict(module, loader("language")))
-    torch.testing.assert_close(whole, -F.cross_entropy(module(TOKENS[:, :-1]).mT, TOKENS[:, 1:], reduction="none"))
-    apart = torch.cat(trainer().predict(module, DataLoader(TensorDataset(TOKENS, documents), batch_size=2)))
-    assert (apart[:, 7] == 0).all()  # the first token of the second document
-    torch.testing.assert_close(apart[:, :7], whole[:, :7])
-    (loss,) = trainer().validate(module, loader("language"), verbose=False)
-    assert loss["val/loss"] == pytest.approx(-whole.mean().item(), rel=1e-5)
 
 
 # --- hyperparameters ---
@@ -394,33 +364,10 @@ def test_data_take_transforms_and_tokenizer_from_the_module(digits):
     assert seen.batches[0]["image"].max() < -7.5  # normalised as the module says
 
     labels = ImageLabelData(f"{digits}/train", 8, f"{digits}/zero_shot", eval_batch_size=100, num_workers=0)
-    made = trainer(limit_test_batches=1, limit_predict_batches=1)
+    made = trainer(limit_test_batches=1)
     module = ClassificationModule("diff_vit_debug", num_classes=10)
     (metrics,) = made.test(module, datamodule=labels, verbose=False)
     assert metrics["test/samples"] == 100
-    assert made.predict(module, datamodule=labels)[0].shape == (100, 10)
-
-
-def test_features_are_predicted_of_our_data_and_of_each_of_our_loaders(digits):
-    module = make("clip")
-    of_module = {"eval_transform": module.eval_transform, "tokenizer": module.tokenizer, "num_workers": 0}
-    folders = [f"{digits}/zero_shot", f"{digits}/retrieval"]
-    labelled, retrieval = trainer(limit_predict_batches=2).predict(
-        module, datamodule=ImageTextData(f"{digits}/train", 64, folders, num_workers=0)
-    )
-    for parts in (labelled, retrieval):
-        assert [list(part["image_features"].shape) for part in parts] == [[64, 64]] * 2
-    data = ImageTextData(f"{digits}/train", 64, folders, **of_module)
-    whole, _ = trainer().predict(module, data.val_dataloader())
-    torch.testing.assert_close(whole["image_features"][:64], labelled[0]["image_features"])
-    (pairs,) = trainer(limit_predict_batches=1).predict(module, data.train_dataloader())
-    assert {name: len(features) for name, features in pairs.items()} == {"image_features": 64, "text_features": 64}
-
-
-@pytest.mark.parametrize("data", [ImageTextData("shards", 8), ImageLabelData("shards", 8), TextData("shards", 8, 16)])
-def test_data_with_nothing_to_predict_on_say_so(data):
-    with pytest.raises(ValueError, match="nothing to predict on: set eval"):
-        data.predict_dataloader()
 
 
 @pytest.fixture(scope="module")
@@ -508,14 +455,6 @@ def test_forward_tokenises_captions():
     with torch.no_grad():
         of_strings, of_tokens = module(IMAGES[:2], captions), module(IMAGES[:2], module.tokenizer(captions))
     assert torch.equal(of_strings["text_features"], of_tokens["text_features"])
-
-
-@pytest.mark.parametrize("label", [100, 3, -1])
-@pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_a_label_outside_the_classes_is_named(label, stage):
-    images = DataLoader(TensorDataset(IMAGES, torch.tensor([0, 1, 2, label] * 2)), batch_size=4)
-    with pytest.raises(ValueError, match=f"label {label}, .* classes are 0 to 2"):
-        getattr(trainer(), stage)(make("vision"), images)
 
 
 def test_one_trainer_fits_validates_and_tests_without_a_message_about_callbacks(caplog):

@@ -148,11 +148,9 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     with torch.no_grad():
         _, nats, count = module.sums(batch)
         logits, targets = module.model(batch["tokens"][:, :-1], batch["image"]).logits, batch["tokens"][:, 1:]
-        scores = module.predict_step(batch, 0)
     learned = batch["learned"][:, 1:]
     expected = F.cross_entropy(logits[learned], targets[learned], reduction="sum")
     torch.testing.assert_close(nats, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(-scores.sum(), expected, rtol=1e-5, atol=0)
     assert count == learned.sum()
 
 
@@ -215,16 +213,15 @@ def test_parts_that_are_not_trained_keep_their_weights_and_their_mode(parts):
     assert {name for name, p in module.model.named_parameters() if p.grad is not None or p.requires_grad} == changed
 
 
-def test_each_part_has_its_rate():
-    rates = {"projector_lr": 2e-3, "tower_lr": 1e-5}
-    module = make(**rates)
+def test_the_projector_has_its_rate():
+    module = make(projector_lr=2e-3)
     trainer = train(module)
     groups = trainer.optimizers[0].param_groups
     names = {id(parameter): name.partition(".")[0] for name, parameter in module.model.named_parameters()}
     scales = {(names[id(p)], group["lr_scale"]) for group in groups for p in group["params"]}
     assert {part: pytest.approx(scale * 1e-3) for part, scale in scales} == {
         "multi_modal_projector": 2e-3,
-        "vision_tower": 1e-5,
+        "vision_tower": 1e-3,
         "language_model": 1e-3,
     }
     assert len(scales) == 3
@@ -353,12 +350,11 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
     for settings, message in (
         ({"train": "towers"}, "train"),
         ({"train": []}, "train"),
-        ({"train": "projector", "tower_lr": 1e-3}, "tower_lr is 0.001: train leaves tower"),
-        ({"language_lr": 0.0}, "language_lr is 0.0: it must"),
+        ({"train": ["tower"], "projector_lr": 1e-3}, "projector_lr must .*0.001"),
+        ({"projector_lr": 0.0}, "projector_lr must .*0.0"),
         ({"train": "projector", "lora": Lora()}, "lora is set, and train is 'proj"),
         ({"lora": {"targets": ["nothing"]}}, "lora is Lora"),
         ({"lora": {"targets": ["embed_tokens"]}}, "lora.targets.*embed_tokens"),
-        ({"loss_chunk": 0}, "loss_chunk is 0"),
         ({"name": "vlm-9q"}, "model 'vlm-9q'"),
     ):
         with pytest.raises(ValueError, match=message):

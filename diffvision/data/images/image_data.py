@@ -223,16 +223,6 @@ class ImageTextData(_ImageData):
         """Return the evaluation folders, or no loader without any; the model preprocesses what it takes from them."""
         return FolderLoader(self._folders) if self.evaluations else []
 
-    def predict_dataloader(self) -> list[EvaluationLoader]:
-        """Return for each evaluation folder a loader of its images: see `EvaluationFolder.batches`."""
-        if not self.evaluations:
-            raise ValueError("there is nothing to predict on: set evaluations, or give predict a loader")
-        transform = self.setting_or_model("eval_transform") or to_float
-        rank, world_size = self.rank_and_world_size()
-        settings: dict[str, Any] = {"num_workers": self.num_workers, "rank": rank, "world_size": world_size}
-        settings |= {"batch_size": max(1, self.batch_size // world_size), "limits": self.limits}
-        return [folder.batches(transform, **settings) for folder in self._folders]
-
     @cached_property
     def folders_by_path(self) -> list[list[EvaluationFolder]]:
         """The evaluation folders at each path of `evaluations`, which are listed once."""
