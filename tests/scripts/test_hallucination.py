@@ -106,13 +106,6 @@ def test_a_line_that_is_no_sample_is_named(line, tmp_path):
         read_samples(tmp_path / "a.jsonl")
 
 
-def test_models_of_other_samples_are_refused(call, tmp_path, capsys):
-    (tmp_path / "diff.jsonl").write_text('{"id": 0, "document": "d", "output": "o"}\n')
-    with pytest.raises(SystemExit, match="2"):
-        call()
-    assert "diff must have the samples of plain" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("reply", "verdict"),
     [
