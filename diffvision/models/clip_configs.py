@@ -46,6 +46,8 @@ FAMILIES = {
     "GatedCLIP": ("gated", "gated", _CURES),
     "SinkCLIP": ("sink", "sink", _CURES),
     "IntegralCLIP": ("integral", "integral", _CURES),
+    "DnACLIP": ("dna", "dna", _CURES),
+    "CoDACLIP": ("coda", "coda", _CURES),
 }
 """Beginning of a model's name -> the family of its image tower in timm, the text tower's attention, and the sizes."""
 

@@ -12,6 +12,8 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
     gated_vit_<shape>    plain attention with a sigmoid gate, a narrower MLP        gated_vit_base_patch16_224
     sink_vit_<shape>     plain attention with a learned sink for each head          sink_vit_base_patch16_224
     integral_vit_<shape> V1's heads with one softmax of the mean logits             integral_vit_base_patch16_224
+    dna_vit_<shape>      DnA: a softmax of negated logits added, a narrower MLP     dna_vit_base_patch16_224
+    coda_vit_<shape>     CoDA: V2 whose second queries are the first ones, rotated  coda_vit_base_patch16_224
 
 `ALIASES` has short names, such as `diff_vit_base`. There is a plain twin for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
@@ -289,7 +291,7 @@ MODELS = {
     **{f"vca_vit_{name}": Model("vca", _contrast(_ALL[name])) for name in FEW_SHAPES},
     **{
         f"{cure}_vit_{name}": Model(cure, _ALL[name])
-        for cure in ("gated", "sink", "integral")
+        for cure in ("gated", "sink", "integral", "dna", "coda")
         for name in (*FEW_SHAPES, "small_patch16_clip_224")
     },
     "plain_vit_debug": Model("standard", SHAPES["debug"]),
@@ -312,7 +314,7 @@ ALIASES = {
     "diffv2_vit_so150m": "diffv2_vit_so150m_patch16_224",
     **{
         f"{family}_vit_{size}": f"{family}_vit_{size}_patch16_224"
-        for family in ("dint", "vca", "gated", "sink", "integral")
+        for family in ("dint", "vca", "gated", "sink", "integral", "dna", "coda")
         for size in ("tiny", "small", "base")
     },
 }

@@ -7,10 +7,12 @@ import inspect
 from typing import Any
 
 from diffvision.nn.attention import Attention, AttentionLayer, DifferentialLayer, HeadNorm, Inputs
+from diffvision.nn.coda import CodaAttention
 from diffvision.nn.contrast import VisualContrastAttention
 from diffvision.nn.dex import DexAttention
 from diffvision.nn.diff_attention import DiffAttention, DiffAttentionV2
 from diffvision.nn.dint import DintAttention
+from diffvision.nn.dna import DenoisingAttention
 from diffvision.nn.gated import GatedAttention, GatedDiffAttention, GatedDiffAttentionV2
 from diffvision.nn.grouped import GroupedDiffAttention
 from diffvision.nn.integral import IntegralAttention
@@ -21,7 +23,16 @@ from diffvision.plugins import PluginTable
 
 _FORMS = (HeadLambda, TokenLambda, TokenHeadLambda, DualLambda)
 _GATED = (GatedAttention, GatedDiffAttention, GatedDiffAttentionV2)
-_OTHERS = (*_FORMS, DintAttention, DexAttention, *_GATED, SinkAttention, IntegralAttention)
+_OTHERS = (
+    *_FORMS,
+    DintAttention,
+    DexAttention,
+    *_GATED,
+    SinkAttention,
+    IntegralAttention,
+    DenoisingAttention,
+    CodaAttention,
+)
 _LAYERS = (Attention, DiffAttention, DiffAttentionV2, GroupedDiffAttention, *_OTHERS)
 ATTENTION: PluginTable[type[AttentionLayer]] = PluginTable(
     "attention", {layer.variant: layer for layer in _LAYERS}, AttentionLayer
@@ -70,6 +81,8 @@ __all__ = [
     "GRID_ATTENTION",
     "Attention",
     "AttentionLayer",
+    "CodaAttention",
+    "DenoisingAttention",
     "DexAttention",
     "DiffAttention",
     "DiffAttentionV2",

@@ -115,6 +115,8 @@ class AttentionLayer(nn.Module):
     key_maps: ClassVar[int]  # keys per key/value head
     # V / D, and the number of the plain layer's heads that one head has the width of.
     value_maps: ClassVar[int]
+    # Values, each of V, of a key/value head.
+    values_per_head: ClassVar[int] = 1
     # Whether a token's output depends on the others through their keys and values alone, which a cache holds.
     cacheable: ClassVar[bool] = True
     # Whether lambda depends on the token, so that there is none without a batch.
@@ -182,7 +184,9 @@ class AttentionLayer(nn.Module):
         linear = nn.Linear if qkv_bias else Linear
         self.q_proj = linear(dim, self._query_heads(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
         self.k_proj = linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **factory_kwargs)
-        self.v_proj = linear(context_dim, num_kv_heads * self.value_dim, bias=qkv_bias, **factory_kwargs)
+        self.v_proj = linear(
+            context_dim, num_kv_heads * self.values_per_head * self.value_dim, bias=qkv_bias, **factory_kwargs
+        )
         self.q_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
         self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **factory_kwargs) if head_norm else nn.Identity()
@@ -322,7 +326,7 @@ class AttentionLayer(nn.Module):
         # The norm is of the tokens as they lie in memory.
         q = self.q_norm(q.unflatten(-1, (-1, self._group, self.head_dim))).permute(0, 2, 3, 1, 4)
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.key_maps, self.head_dim))).permute(0, 2, 3, 1, 4)
-        v = v.unflatten(-1, (self.num_kv_heads, self.value_dim)).transpose(1, 2)
+        v = v.unflatten(-1, (self.num_kv_heads, self.values_per_head * self.value_dim)).transpose(1, 2)
         if self.rotary is not None:
             if rotation is None:
                 count = x.shape[1]

@@ -8,6 +8,8 @@ A model is a name, a family and a size:
     gated-<size>         the Transformer with a gate by channel, its MLP narrower alike     gated-3m
     sink-<size>          the Transformer with a learned sink for each head                  sink-3m
     integral-<size>      V1's heads with one softmax of the mean of two logits              integral-3m
+    dna-<size>           DnA: a softmax of negated logits added, the MLP narrower           dna-3m
+    coda-<size>          CoDA: V2 whose second queries are the first ones, rotated          coda-3m
 
 Those of a size have the same number of parameters within 0.1%. `variant` gives any of them another attention, with its
 matched heads and MLP: `create("diffv2-3m", variant="v2_gated")`.
@@ -178,7 +180,7 @@ SIZES = {
     "13.1b": Size(5120, 40, 40, 128, 13_632, 11_912, 100_288),
 }
 FAMILIES = {"transformer": "standard", "diff": "v1", "diffv2": "v2"}
-FAMILIES |= {name: name for name in ("gated", "sink", "integral")}
+FAMILIES |= {name: name for name in ("gated", "sink", "integral", "dna", "coda")}
 
 
 def model_names() -> list[str]:

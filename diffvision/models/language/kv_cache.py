@@ -54,7 +54,9 @@ class LayerCache:
         self.keys = torch.zeros(
             batch, heads, layer.key_maps, capacity, layer.head_dim, dtype=dtype, device=weight.device
         )
-        self.values = torch.zeros(batch, heads, capacity, layer.value_dim, dtype=dtype, device=weight.device)
+        self.values = torch.zeros(
+            batch, heads, capacity, layer.v_proj.out_features // heads, dtype=dtype, device=weight.device
+        )
         self.length = 0
 
     @property
