@@ -41,6 +41,8 @@ _PAPERS = {
     "v1_gated": "qiu2025gated",
     "v2_gated": "qiu2025gated",
     "integral": "kobyzev2025integral",
+    "dna": "campos2026dna",
+    "coda": "maio2026coda",
     "vca": "pu2025linear",
     "dex": "kong2025understanding",
 }

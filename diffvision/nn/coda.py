@@ -15,7 +15,7 @@ from diffvision.nn.attention import DifferentialLayer, HeadNorm
 class CodaAttention(DifferentialLayer):
     """Constrained orthogonal differential attention: the second map's query is the first one's, rotated.
 
-        lambda = sigmoid(lambda_proj(x) + lambda_bias)                  one number a token and head
+        lambda = sigmoid(lambda_proj(x) + lambda_offset)                  one number a token and head
         head = RMSNorm((softmax(q k') - lambda softmax(R(theta) q k')) v)
 
     R turns each pair of channels (2i, 2i + 1) by an angle of its own, after rotary embedding. The angles start at a
@@ -40,15 +40,15 @@ class CodaAttention(DifferentialLayer):
             self.head_norm.eps = 1e-6
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
-        """Make lambda's projection and bias [H], and the angles [H, D / 2]."""
+        """Make lambda's projection and offset [H], and the angles [H, D / 2]."""
         self.lambda_proj = nn.Linear(dim, self.num_heads, bias=False, **factory_kwargs)
-        self.lambda_bias = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs))
+        self.lambda_offset = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs))
         self.theta = nn.Parameter(torch.empty(self.num_heads, self.head_dim // 2, **factory_kwargs))
 
     def reset_parameters(self) -> None:
-        """Set the angles to a quarter turn and lambda's bias to -6."""
+        """Set the angles to a quarter turn and lambda's offset to -6."""
         nn.init.constant_(self.theta, math.pi / 2)
-        nn.init.constant_(self.lambda_bias, -6.0)
+        nn.init.constant_(self.lambda_offset, -6.0)
 
     def _query_heads(self, num_heads: int) -> int:
         return num_heads
@@ -62,7 +62,7 @@ class CodaAttention(DifferentialLayer):
     def compute_lambda(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return lambda of each token and head [B, H, N, 1], between 0 and 1, in float32 or better."""
         logits = self.lambda_proj(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.lambda_bias
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.lambda_offset
         return logits.sigmoid().transpose(1, 2).unsqueeze(-1)
 
     @classmethod

@@ -27,7 +27,7 @@ def interleave(first, second, heads=4):
 def test_coda_is_its_authors(assets):
     weights, stored = theirs("coda", assets)
     weights["proj.weight"] = weights.pop("o_proj.weight")
-    weights["lambda_bias"] = weights.pop("lambda_proj.bias")
+    weights["lambda_offset"] = weights.pop("lambda_proj.bias")
     layer = CodaAttention(32, 4, 2, rotary=1e4, proj_bias=False)
     layer.load_state_dict(weights)
     for causal, name in ((True, "coda_causal"), (False, "coda_all")):
@@ -72,7 +72,7 @@ def coda(layer, x, allowed):
     q = (x @ layer.q_proj.weight.T).reshape(len(x), layer.num_heads, layer.head_dim) / layer.head_dim**0.5
     k = (x @ layer.k_proj.weight.T).reshape(len(x), layer.num_kv_heads, layer.head_dim)
     v = (x @ layer.v_proj.weight.T).reshape(len(x), layer.num_kv_heads, layer.head_dim)
-    lam = (x @ layer.lambda_proj.weight.T + layer.lambda_bias).sigmoid()
+    lam = (x @ layer.lambda_proj.weight.T + layer.lambda_offset).sigmoid()
     heads = []
     for head in range(layer.num_heads):
         kv = head * layer.num_kv_heads // layer.num_heads
