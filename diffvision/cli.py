@@ -74,6 +74,7 @@ TRAINER_COMMANDS = {
     "fit": "train: diffvision fit --config clip/debug.yaml",
     "validate": "run a configuration's evaluations",
     "test": "run a configuration's test loop",
+    "study": "train models by one recipe with several seeds, and compare them",
 }
 RUN = "another program with our models: run PROGRAM ..."
 
@@ -112,6 +113,10 @@ def _choose(argv: list[str]) -> Any:
         from diffvision import __version__
 
         return print(f"diffvision {__version__}")
+    if first == "study":
+        from diffvision import study
+
+        return study.main(argv[1:])
     if first in TRAINER_COMMANDS:
         return _train(argv)
     if first == "run":

@@ -111,13 +111,20 @@ def _rows(measured: Mapping[str, Sequence[Metrics]]) -> list[Row]:
         if not all(metric in seed for seeds in measured.values() for seed in seeds):
             continue
         values = {label: [means(seed)[metric] for seed in seeds] for label, seeds in measured.items()}
-        of_first = [seeds[0][metric] for seeds in measured.values()]
-        samples = {
-            label: one if isinstance(one, PerSample) else None for label, one in zip(measured, of_first, strict=True)
+        runs = {
+            label: [one for seed in seeds if isinstance(one := seed[metric], PerSample)]
+            for label, seeds in measured.items()
         }
+        samples = {label: of_model[0] if of_model else None for label, of_model in runs.items()}
         largest = math.inf if metric.rpartition("/")[2] in IN_NATS else 1.0
         differences = {
-            label: difference(values[first], values[label], (samples[first], samples[label]), largest=largest)
+            label: difference(
+                values[first],
+                values[label],
+                (samples[first], samples[label]),
+                runs=(runs[first], runs[label]),
+                largest=largest,
+            )
             for label in others
         }
         counted = samples[first]
@@ -181,8 +188,9 @@ def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings
         )
     if any(len(values) > 1 for row in rows for values in row.values.values()):
         notes.append(
-            "Across seeds: mean ± standard deviation. Intervals are Welch's 95% CIs of the difference of two means. "
-            f"{RULE}"
+            "Across seeds: mean ± standard deviation. Intervals are Welch's 95% CIs of the difference of two means"
+            + ", or the bootstrap's over seeds and samples where that is wider" * ("seeds and samples" in methods)
+            + f". {RULE}"
         )
     if any(method.startswith(("too few", "no spread")) for method in methods):
         notes.append(

@@ -104,6 +104,11 @@ class Contestant:
     curves: dict[str, list[Curve]] = field(default_factory=dict)
     timed: dict[str, list[Curve]] = field(default_factory=dict)
 
+    @property
+    def memory(self) -> float | None:
+        """The most GiB that a training process of its runs had, of its GPU or on a CPU; None where none logged it."""
+        return max((max(curve.values) for curve in self.curves.get("train/memory_gib", ())), default=None)
+
 
 @dataclass
 class Comparison:
@@ -172,6 +177,9 @@ class Comparison:
             ratios = [cost.ratio(first) for cost in costs[1:]]
             texts = ["" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for ratio in ratios]
             rows["ratio [lowest, highest]"] = ["", *texts]
+        if any(one.memory is not None for one in self.contestants):
+            shown = ["–" if one.memory is None else f"{one.memory:.2f}" for one in self.contestants]
+            rows["GiB in training"] = shown
         return rows
 
     def _metrics(self, title: str, rows: Sequence[Row]) -> Table:
@@ -261,6 +269,7 @@ class Comparison:
             "parameters": one.cost.parameters,
             "flops": one.cost.flops,
             f"{self.unit}_per_second": one.cost.per_second,
+            "training_memory_gib": one.memory,
             "speed_ratio": None if ratio is None else dict(zip(("median", "lowest", "highest"), ratio, strict=True)),
             "lambda": one.lambdas,
             "sinks": one.sinks,

@@ -2,7 +2,8 @@
 
 Paired: both models saw the same samples. The interval is a bootstrap's over the units that the samples belong to
 (images, documents), and McNemar's exact test says how likely it is that two equally good models disagree so unevenly.
-Over seeds: Welch's t interval of the difference of two means.
+Over seeds: Welch's t interval of the difference of two means. Where all runs saw the same samples, it is widened to the
+bootstrap over seeds and samples.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Difference:
     Attributes:
         value: the model's metric minus the first model's.
         low, high: 95% interval; None where none can be given.
-        method: "paired" (over samples), "seeds", or why there is no interval, such as "too few seeds (2 < 3)".
+        method: "paired" (over samples), "seeds", "seeds and samples", or why there is no interval, such as "too few
+            seeds (2 < 3)".
         p: of McNemar's exact test, where every sample is right or wrong and is a unit by itself.
     """
 
@@ -92,6 +94,7 @@ def difference(
     other: Sequence[float],
     samples: tuple[PerSample | None, PerSample | None] = (None, None),
     *,
+    runs: tuple[Sequence[PerSample], Sequence[PerSample]] = ((), ()),
     largest: float = math.inf,
 ) -> Difference:
     """Return the difference of two models' metrics.
@@ -100,6 +103,7 @@ def difference(
         first: the metric of each of the first model's runs.
         other: of the other model's.
         samples: the metric sample by sample, of models with one run each.
+        runs: the metric sample by sample of each run, of models with several.
         largest: no difference is larger, and the interval ends there: 1 for shares.
     """
     value = statistics.mean(other) - statistics.mean(first)
@@ -110,7 +114,12 @@ def difference(
         if len({*first}) == len({*other}) == 1:
             return Difference(value, method="no spread across seeds")
         low, high = welch_interval(first, other)
-        return Difference(value, max(low, -largest), min(high, largest), "seeds")
+        method = "seeds"
+        if _are_crossed(first, other, *runs):
+            method = "seeds and samples"
+            crossed = crossed_interval(*runs)
+            low, high = min(low, crossed[0]), max(high, crossed[1])
+        return Difference(value, max(low, -largest), min(high, largest), method)
     if len(first) > 1 or len(other) > 1:
         return Difference(value, method="one of the two has a single seed")
     a, b = samples
@@ -121,6 +130,16 @@ def difference(
     if (units := len(a.units.unique())) < FEWEST_SAMPLES:
         return Difference(value, method=f"too few independent samples ({units} < {FEWEST_SAMPLES})", p=mcnemar(a, b))
     return Difference(value, *bootstrap_interval(a, b), "paired", mcnemar(a, b))
+
+
+def _are_crossed(
+    first: Sequence[float], other: Sequence[float], of_first: Sequence[PerSample], of_other: Sequence[PerSample]
+) -> bool:
+    """Return whether the two models have as many runs, all of which saw the same samples, and enough of them."""
+    if not len(first) == len(other) == len(of_first) == len(of_other):
+        return False
+    one, *others = [*of_first, *of_other]
+    return len(one.units.unique()) >= FEWEST_SAMPLES and all(one.is_like(run) for run in others)
 
 
 def mcnemar(first: PerSample, other: PerSample) -> float | None:

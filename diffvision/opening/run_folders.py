@@ -5,6 +5,7 @@ A run's directory has config.yaml and checkpoints/, as `diffvision fit` writes t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,23 @@ def best_checkpoint(run: Path) -> tuple[Path, str]:
                 shown = "" if score is None else f" {float(score):.4f}"
                 return best, f"best {state['monitor']}{shown}"
     return last, f"last, step {content.get('global_step', 0):,}"
+
+
+def best_score(run: Path) -> float:
+    """Return the best value of the metric that a run watched, made such that higher is better; -inf for NaN.
+
+    Raises:
+        ValueError: its ModelCheckpoint watched no metric, or a file is damaged.
+    """
+    checkpoint, _ = best_checkpoint(run)
+    states = _content(checkpoint).get("callbacks", {}).items()
+    watched = [state for name, state in states if str(name).startswith("ModelCheckpoint") and state.get("monitor")]
+    if not watched or watched[0].get("best_model_score") is None:
+        raise ValueError(f"{run} has no best checkpoint: give the recipe a ModelCheckpoint with a monitor")
+    settings = [one.get("init_args", {}) for one in setting(run_config(run), "trainer.callbacks") or []]
+    sign = 1 if any(one.get("monitor") and one.get("mode") == "max" for one in settings) else -1
+    score = float(watched[0]["best_model_score"])
+    return -math.inf if math.isnan(score) else sign * score
 
 
 def run_config(run: Path | None) -> dict[str, Any]:

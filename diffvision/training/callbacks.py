@@ -6,6 +6,8 @@ OpenCLIP are imported when a callback runs: they take seconds, and the help of `
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -129,7 +131,7 @@ class TrainOnlyNew(pl.Callback):
 
 
 class Throughput(pl.Callback):
-    """Logs `train/samples_per_second` over all ranks, and for text `train/tokens_per_second` too.
+    """Logs `train/samples_per_second` over all ranks, for text `train/tokens_per_second` too, and `train/memory_gib`.
 
     The rate is the samples consumed over the wall time since the last logging step. The time includes waiting for data,
     but not validation and the ends of epochs. `train/data_wait` is the share of it for which this rank's process waited
@@ -164,11 +166,19 @@ class Throughput(pl.Callback):
                 share = torch.tensor((loader.waited - self.waited) / self.seconds)
                 pl_module.log("train/data_wait", share, prog_bar=True)
                 self.waited = loader.waited
+            pl_module.log("train/memory_gib", torch.tensor(_peak_memory(pl_module.device) / 2**30))
             self.samples, self.tokens, self.seconds = 0, 0, 0.0
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave out the time of the validation, which runs after on_train_batch_end."""
         self.mark = time.perf_counter()
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has had so far: of its GPU, or on a CPU in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class DataReport(pl.Callback):

@@ -11,6 +11,7 @@ from typing import Any
 
 from jsonargparse import auto_cli, capture_parser
 
+from diffvision import study
 from diffvision.cli import (
     COMMANDS,
     MAKE,
@@ -74,6 +75,7 @@ def page() -> str:
     parts += [_command("fit", TRAINER_COMMANDS["fit"], fit, FIT)]
     for name in ("validate", "test"):
         parts.append(f"## {name}\n\nThe options of [`fit`](#fit), to {TRAINER_COMMANDS[name]}.\n")
+    parts.append(_command("study", TRAINER_COMMANDS["study"], study.parser()))
     for name in command_names():
         if name.startswith(f"{MAKE} ") and MAKE_HEAD not in parts:
             parts.append(MAKE_HEAD)
@@ -113,7 +115,7 @@ def _shown(action: Action) -> bool:
 
 def _option(action: Action) -> str:
     name = next((text for text in action.option_strings if text.startswith("--")), action.dest.upper())
-    kind = _kind(getattr(action, "_typehint", None) or action.type)
+    kind = _kind(getattr(action, "_typehint", None) or action.type or bool)
     required = action.required or not action.option_strings
     default = "" if action.default in (None, SUPPRESS) else f", default `{_value(action.default)}`"
     return f"`{name}` *{kind}*{', required' if required else default}\n:   {_inline(action.help or '')}\n"

@@ -51,7 +51,7 @@ BATCH, BATCHES, EPOCHS = 4, 6, 2
 # Tokens of a sequence of text, and the tokenizer's size.
 LENGTH, VOCABULARY = 12, 270
 # Logged values that depend on time.
-UNEQUAL = ("train/samples_per_second", "train/tokens_per_second", "train/data_wait")
+UNEQUAL = ("train/samples_per_second", "train/tokens_per_second", "train/data_wait", "train/memory_gib")
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 TASKS = ("clip", "classification", "language")
 MONITORS = dict.fromkeys((*TASKS, "conversations", "vision-language"), "val/loss") | {"clip": "zero_shot/eval/acc1"}

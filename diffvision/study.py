@@ -1,0 +1,447 @@
+"""`diffvision study`: models trained by one recipe with several seeds, each by `diffvision fit`, and then compared.
+
+A study's folder has study.json, with its settings, and MODEL/seedN or MODEL/rateX for each run, as `fit` writes it. A
+run is finished once it has final.ckpt, wherever it was trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from diffvision.errors import Mistake, see_help
+
+SETTINGS, LOG = "study.json", "study.log"
+TUNING_SEED = 1000  # of the runs that choose a learning rate
+OF_THE_STUDY = {  # settings of `fit` -> what sets them
+    "--model.model": "--models",
+    "--model.init_args.model": "--models",
+    "--seed_everything": "--seeds",
+    "--data.seed": "--seeds",
+    "--data.init_args.seed": "--seeds",
+    "--trainer.logger": "--output",
+    "--trainer.default_root_dir": "--output",
+    "--resume": "the study",
+    "--ckpt_path": "the study",
+}
+_RATE = "--model.init_args.optimizer.lr"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: of a model with a seed, or for choosing its learning rate."""
+
+    model: str
+    seed: int
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.model}, " + (f"rate {self.rate:g}" if self.is_tuning else f"seed {self.seed}")
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether the run is for choosing a rate."""
+        return self.seed == TUNING_SEED
+
+    @property
+    def version(self) -> str:
+        """The name of its folder, in that of its model."""
+        return f"rate{self.rate:g}" if self.is_tuning else f"seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """The runs of a study's folder.
+
+    Attributes:
+        configs: configuration files or recipes, of all runs.
+        output: the study's folder.
+        settings: further arguments of `diffvision fit`.
+        jobs: how many runs are trained at once.
+        every: seconds between two lines about a run.
+    """
+
+    configs: Sequence[str]
+    output: Path
+    settings: Sequence[str] = ()
+    jobs: int = 1
+    every: float = 30.0
+
+    def folder(self, run: Run) -> Path:
+        """Return the directory of a run."""
+        return self.output / run.model.replace("/", "_") / run.version
+
+    def command(self, run: Run) -> list[str]:
+        """Return the arguments of `diffvision` that train a run, or resume it."""
+        return [
+            "fit",
+            *(f"--config={config}" for config in self.configs),
+            *self.settings,
+            f"--model.init_args.model={run.model}",
+            *([] if run.rate is None else [f"{_RATE}={run.rate:g}"]),
+            f"--seed_everything={run.seed}",
+            f"--data.init_args.seed={run.seed}",
+            "--resume=auto",
+            f"--trainer.default_root_dir={self.output}",
+            "--trainer.logger=CSVLogger",
+            f"--trainer.logger.init_args.save_dir={self.output}",
+            f"--trainer.logger.init_args.name={self.folder(run).parent.name}",
+            f"--trainer.logger.init_args.version={run.version}",
+        ]
+
+    def is_done(self, run: Run) -> bool:
+        """Return whether a run was trained to its end, or diverged at the rate that it tried."""
+        folder = self.folder(run)
+        return (folder / "checkpoints" / "final.ckpt").is_file() or (folder / "diverged").is_file()
+
+    def claim(self, **more: Any) -> None:
+        """Write what all runs share to the study's folder; refuse a folder whose runs were made otherwise.
+
+        Raises:
+            ValueError: the folder has runs of other settings, or of no study.
+        """
+        import yaml
+
+        import diffvision
+        from diffvision.evaluation.output_files import check_folder, write_json
+        from diffvision.training.recipes import recipe
+
+        check_folder(self.output)
+        files = [Path(config) if Path(config).is_file() else recipe(config) for config in self.configs]
+        settings = {
+            "diffvision": diffvision.__version__,
+            "recipe": [yaml.safe_load(file.read_text()) for file in files],
+        }
+        settings |= {"settings": list(self.settings), **more}
+        file = self.output / SETTINGS
+        if not file.is_file():
+            if found := next(self.output.glob("*/*/config.yaml"), None):
+                raise ValueError(f"{found.parent} is not a run of a study: name another folder with --output")
+            write_json(file, settings)
+        earlier = read_json(file)
+        if other := [name for name in settings if settings[name] != earlier.get(name)]:
+            raise ValueError(
+                f"{self.output} holds runs with other settings ({', '.join(other)}): delete the folder, or name "
+                "another one with --output"
+            )
+
+    def train(self, runs: Sequence[Run]) -> None:
+        """Train the runs that are not finished, several at once; those that were stopped are resumed.
+
+        Raises:
+            ValueError: a run failed; the message has its error.
+            OSError: the disk has no room for the runs that are left, by the size of a finished one.
+        """
+        waiting = [run for run in runs if not self.is_done(run)]
+        active: dict[Run, tuple[subprocess.Popen[bytes], float]] = {}
+        shown: dict[Run, tuple[float, str]] = {}
+        with _exit_at_sigterm():
+            try:
+                while waiting or active:
+                    while waiting and len(active) < self.jobs:
+                        self.check_disk(len(waiting) + len(active))
+                        run = waiting.pop(0)
+                        active[run] = self._start(run), time.time()
+                    time.sleep(0.5)
+                    for run, (process, start) in list(active.items()):
+                        self._show(run, shown)
+                        if process.poll() is not None:
+                            del active[run]
+                            self._finish(run, process.returncode, time.time() - start, len(waiting) + len(active))
+            finally:
+                for process, _ in active.values():
+                    process.terminate()
+                for process, _ in active.values():
+                    process.wait()
+
+    def _start(self, run: Run) -> subprocess.Popen[bytes]:
+        folder = self.folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        threads = {"OMP_NUM_THREADS": "1"} if self.jobs > 1 else {}
+        with (folder / LOG).open("ab") as log:
+            command = [sys.executable, "-m", "diffvision", *self.command(run)]
+            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | threads)
+
+    def _show(self, run: Run, shown: dict[Run, tuple[float, str]]) -> None:
+        """Print a run's last logged step and loss, where they are new and not too soon."""
+        from diffvision.analysis.curves import read_metrics
+
+        before, text = shown.get(run, (0.0, ""))
+        if time.monotonic() - before < self.every or not (self.folder(run) / "metrics.csv").is_file():
+            return
+        curve = read_metrics(self.folder(run)).get("train/loss")
+        latest = f"step {curve.steps[-1] + 1:.0f}, loss {curve.values[-1]:.2f}" if curve else ""
+        if latest and latest != text:
+            shown[run] = time.monotonic(), latest
+            print(f"{run}: {latest}", flush=True)
+
+    def _finish(self, run: Run, status: int, seconds: float, left: int) -> None:
+        """Record a run that has ended, and say what is left; raise a ValueError for one that failed."""
+        from diffvision.evaluation.output_files import write_json
+
+        log = self.folder(run) / LOG
+        if status or not self.is_done(run):
+            lines = log.read_text(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), f"status {status}")
+            if run.is_tuning and "were not finite" in last:
+                (self.folder(run) / "diverged").write_text(f"{last}\n")
+                print(f"{run}: diverged", flush=True)
+                return
+            raise ValueError(f"{run}: {last.removeprefix('diffvision: error: ')} (all of its output: {log})")
+        settings = read_json(self.output / SETTINGS)
+        if "seconds" not in settings:
+            size = sum(file.stat().st_size for file in self.folder(run).rglob("*") if file.is_file())
+            write_json(self.output / SETTINGS, settings | {"seconds": seconds, "bytes": size})
+            seconds = seconds / self.jobs
+        print(f"{run}: done" + (f"; {self.estimate(left)}" if left else ""), flush=True)
+
+    def estimate(self, left: int) -> str:
+        """Return the time and the disk that runs will take, by the first one, in words."""
+        first = read_json(self.output / SETTINGS)
+        if "seconds" not in first:
+            return f"{_count(left)} left; their time and disk are known after the first"
+        seconds, size = first["seconds"] * left / self.jobs, first["bytes"] * left
+        duration = timedelta(seconds=math.ceil(seconds))
+        return f"{_count(left)} left: about {duration}, {_megabytes(size)} (free: {_megabytes(self.free())})"
+
+    def free(self) -> int:
+        """Return the free bytes of the disk."""
+        return shutil.disk_usage(self.output).free
+
+    def check_disk(self, left: int) -> None:
+        """Refuse to begin a run where the disk has no room for all that are left, by the size of the first."""
+        needed = read_json(self.output / SETTINGS).get("bytes", 0) * left
+        if self.free() < needed:
+            raise OSError(
+                f"{_count(left)} need {_megabytes(needed)}, but {self.output} has {_megabytes(self.free())} free: make "
+                "room, then give the same command"
+            )
+
+    def rate_of(self, model: str, rates: Sequence[float]) -> float:
+        """Return the rate with the best value of the metric that the recipe monitors."""
+        from diffvision.opening.run_folders import best_score
+
+        folders = {rate: self.folder(Run(model, TUNING_SEED, rate)) for rate in rates}
+        scores = {
+            rate: -math.inf if (folder / "diverged").is_file() else best_score(folder)
+            for rate, folder in folders.items()
+        }
+        best = max(scores, key=lambda rate: scores[rate])
+        if not math.isfinite(scores[best]):
+            raise ValueError(f"{model} diverged at each of the rates {', '.join(f'{rate:g}' for rate in rates)}")
+        edge = " (at the edge: try more)" if len(rates) > 2 and best in (min(rates), max(rates)) else ""
+        print(f"{model}: learning rate {best:g}{edge}", flush=True)
+        return best
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a study's file of settings, or of a run's record."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:  # not JSON, or not text
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: delete {file.parent}, or name another folder with --output")
+    return content
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Mistake(see_help(message, "diffvision study"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the study's own options; all others are settings of `fit`."""
+    made = _Parser(
+        prog="diffvision study",
+        description="Train models by one recipe with several seeds, and compare them. The same command resumes.",
+        epilog="All other options are settings of `diffvision fit`, and hold for every run.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--config", "-c", action="append", required=True, help="recipe or file of settings; may be repeated")
+    add("--models", type=str, nargs="+", required=True, help="names; differences are from the first")
+    add("--twin", action="store_true", help="compare each with its plain twin, which comes first")
+    add("--seeds", type=int, required=True, help="how many: 0, 1, ...")
+    add("--output", type=Path, required=True, help="folder of the study; may hold an unfinished one")
+    add("--rates", type=float, nargs="+", help="choose each model's learning rate of these, on the recipe's evaluation")
+    add("--test", type=str, nargs="+", help="evaluation folders to compare on; by default the recipe's evaluation")
+    add("--jobs", type=int, default=1, help="how many runs at once")
+    add("--print", action="store_true", help="print the commands of the runs that are not finished, and train none")
+    return made
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run `diffvision study` with these arguments.
+
+    Raises:
+        ValueError: a model without a plain twin, runs with other settings, a run that failed.
+        OSError: the disk is too small.
+    """
+    options, rest = parser().parse_known_args(argv)
+    settings = _settings(rest)
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            raise Mistake(f"{name} must be at least 1, got {getattr(options, name)}")
+    models = _models(options.models, options.twin)
+    study = Study(options.config, options.output, settings, options.jobs)
+    if options.rates:
+        _check_test(options, settings)
+    study.claim(rates=sorted(options.rates) if options.rates else None)
+    tuning = [Run(model, TUNING_SEED, rate) for rate in sorted(options.rates or ()) for model in models]
+    runs = [Run(model, seed) for seed in range(options.seeds) for model in models]
+    left = [run for run in (*tuning, *runs) if not study.is_done(run)]
+    each = f"{options.seeds} seed{'s' * (options.seeds > 1)}" + f" and {len(tuning) // len(models)} rates" * bool(
+        tuning
+    )
+    lines = [
+        f"{_count(len(tuning) + len(runs))} by {' and '.join(options.config)}, in {options.output}",
+        f"{each} for each of {', '.join(models)}",
+        study.estimate(len(left)) if left else "all are finished",
+    ]
+    print("\n".join(f"# {line}" if options.print else line for line in lines), flush=True)
+    waiting = [run for run in tuning if not study.is_done(run)]
+    if options.print and waiting:
+        _print(study, waiting)
+        print("# then the same command prints the runs at the chosen rates")
+        return
+    if not options.print:
+        study.train(tuning)
+    if tuning:
+        rates = {model: study.rate_of(model, options.rates) for model in models}
+        runs = [replace(run, rate=rates[run.model]) for run in runs]
+    if options.print:
+        _print(study, [run for run in runs if not study.is_done(run)])
+        print("# then the same command without --print compares them")
+        return
+    study.train(runs)
+    compare(study, runs, options.test)
+
+
+def compare(study: Study, runs: Sequence[Run], test: list[str] | None) -> None:
+    """Compare the runs; write report.html and report.json.
+
+    Raises:
+        ValueError: runs of a model differ in more than their seeds.
+    """
+    from diffvision.comparison import compare as compare_models
+    from diffvision.comparison.entries import read_entries
+
+    models = dict.fromkeys(run.model for run in runs)
+    specs = [str(study.folder(run)) for model in models for run in runs if run.model == model]
+    tuned = ["model.init_args.optimizer.lr"] if runs[0].rate is not None else []
+    _check_same(read_entries(specs), ["model.init_args.model", *tuned])
+    compare_models(specs, data=test, output=[str(study.output / f"report.{kind}") for kind in ("html", "json")])
+
+
+def _settings(words: Sequence[str]) -> list[str]:
+    """Return settings of `fit` as NAME=VALUE each; refuse those that the study itself sets."""
+    settings: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            settings.append(word)
+        elif settings and "=" not in settings[-1]:
+            settings[-1] += f"={word}"
+        else:
+            raise Mistake(see_help(f"{word!r} belongs to no option", "diffvision study"))
+    for setting in settings:
+        name = setting.partition("=")[0]
+        for known, by in OF_THE_STUDY.items():
+            if name == known or name.startswith(f"{known}."):
+                raise Mistake(f"{name} is set by {by} in a study: leave it out")
+    return settings
+
+
+def _models(names: Sequence[str], twin: bool) -> list[str]:
+    from diffvision.models.names import plain_twin
+    from diffvision.opening import check_spec
+
+    for name in names:
+        check_spec(name)
+    models = list(dict.fromkeys([*(plain_twin(name) for name in names), *names] if twin else names))
+    if len(models) < 2:
+        raise Mistake("a study compares two models or more: name another one, or add --twin")
+    return models
+
+
+def _check_test(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Refuse test data that rates are chosen on."""
+    import yaml
+
+    from diffvision.training.recipes import read_mapping, recipe
+
+    data: dict[str, Any] = {}
+    for config in options.config:
+        content = read_mapping(Path(config) if Path(config).is_file() else recipe(config))[1]
+        data |= content.get("data", {}).get("init_args", {})
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name.startswith("--data."):
+            data[name.removeprefix("--data.").removeprefix("init_args.")] = yaml.safe_load(value)
+    chosen_on = data.get("evaluation") or data.get("evaluations")
+    if not chosen_on:
+        raise Mistake("--rates chooses on data.evaluation or data.evaluations, and the recipe has neither: set one")
+    if not options.test:
+        raise Mistake(f"--rates chooses on {chosen_on}: name other data to compare on with --test")
+    if data.get("split", "test") != "test":
+        return
+    for path in [chosen_on] if isinstance(chosen_on, str) else chosen_on:
+        for test in options.test:
+            first, second = Path(path).resolve(), Path(test.rpartition("=")[2]).resolve()
+            if first == second or first in second.parents or second in first.parents:
+                raise Mistake(f"--test must be data that no rate is chosen on, got {test}: rates are chosen on {path}")
+
+
+def _check_same(entries: Sequence[Any], free: Sequence[str]) -> None:
+    """Refuse runs that differ in other settings than the free ones, such as those that a user trained by hand."""
+    from diffvision.comparison.entries import model_settings
+
+    first = model_settings(entries[0].config)
+    for entry in entries:
+        settings = model_settings(entry.config)
+        names = [name for name in first.keys() | settings.keys() if first.get(name) != settings.get(name)]
+        if other := sorted(name for name in names if not name.startswith(tuple(free))):
+            raise ValueError(
+                f"{entry.spec} and {entries[0].spec} were trained with different settings ({', '.join(other[:3])}): "
+                "move one of them away"
+            )
+
+
+def _print(study: Study, runs: Sequence[Run]) -> None:
+    for run in runs:
+        print(shlex.join(["diffvision", *study.command(run)]))
+
+
+def _count(runs: int) -> str:
+    return f"{runs} run{'s' * (runs != 1)}"
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+
+
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Exit, within the context, when this process is to end, so that the runs are told."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,194 @@
+"""`diffvision study`: what it plans, refuses, resumes and compares."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diffvision import study
+from diffvision.cli import main
+from diffvision.data.datasets.digits import make_digits
+from diffvision.errors import Mistake
+from diffvision.models.names import plain_twin, recorded
+from diffvision.study import TUNING_SEED, Run, Study
+
+TWO = ["--config", "vision/debug.yaml", "--models", "plain_vit_debug", "diff_vit_debug", "--seeds", "1"]
+TWINS = {
+    "diff_vit_base": "vit_base_patch16_224",
+    "diffv2_vit_small_patch16_384": "vit_small_patch16_384",
+    "diff_vit_base_patch16_clip_dynamic_224": "plain_vit_base_patch16_clip_224",
+    "gated_vit_debug_clip": "plain_vit_debug_clip",
+    "DiffCLIP-debug-0.2": "CLIP-debug",
+    "DiffCLIP-ViT-B-16-vision": "CLIP-ViT-B-16",
+    "DiffCLIP-DINT-debug": "CLIP-debug",
+    "DiffCLIP-V2-ViT-B-16": "CLIP-ViT-B-16",
+    "SinkCLIP-ViT-S-16": "CLIP-ViT-S-16",
+    "diffv2-1.4b": "transformer-1.4b",
+}
+
+
+@pytest.mark.parametrize(("name", "twin"), TWINS.items())
+def test_the_plain_twin_of_a_model_has_as_many_parameters(name, twin):
+    assert plain_twin(name) == twin
+    counts = {name: count for host in recorded().values() for name, count in host.items()}
+    if twin in counts:
+        assert counts[name] == pytest.approx(counts[twin], rel=0.005)
+
+
+@pytest.mark.parametrize("name", ["CLIP-debug", "plain_vit_debug", "vit_base_patch16_224", "transformer-1m",
+                                  "DiffCLIP-GDA-debug", "gda_vit_debug", "resnet18"])  # fmt: skip
+def test_a_model_without_a_plain_twin_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        plain_twin(name)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--seed_everything=3"], "seed_everything"),
+        (["--model.init_args.model", "diff_vit_tiny"], "model"),
+        (["--trainer.logger.name=mine"], "logger"),
+        (["--resume=must"], "resume"),
+        (["--seeds", "0"], "seeds"),
+        (["--jobs", "0"], "jobs"),
+        (["--models", "diff_vit_debug"], "twin"),
+        (["--trainer.max_epochs", "2", "3"], "3"),
+        (["--rates", "1e-3", "2e-3"], "test"),
+        (["--rates", "1e-3", "--test", "data/digits/zero_shot"], "test"),
+        (["--rates", "1e-3", "--test", "data/digits"], "test"),
+        (["--rates", "1e-3", "--test", "other", "--data.evaluation=null"], "evaluation"),
+    ],
+)
+def test_what_a_study_cannot_be_is_refused_before_anything_is_written(more, named, tmp_path):
+    with pytest.raises(Mistake, match=named):
+        study.main([*TWO, "--output", str(tmp_path / "out"), *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_model_is_refused_before_the_first_is_trained(tmp_path):
+    models = ["--models", "plain_vit_debug", "dif_vit_debug"]
+    with pytest.raises(ValueError, match="diff_vit_debug"):
+        study.main([*TWO, *models, "--output", str(tmp_path / "out")])
+
+
+def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, capsys):
+    more = ["--rates", "2e-3", "1e-3", "--test", "photos", "--data.evaluation", "photos", "--data.split=validation"]
+    study.main([*TWO, "--output", str(tmp_path), *more, "--print"])
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line for line in lines if line.startswith("diffvision fit --config=vision/debug.yaml ")]
+    assert len(commands) == 4  # only those that choose rates
+    assert all(f"--seed_everything={TUNING_SEED} " in line for line in commands)
+    assert sum("lr=0.001 " in line and "version=rate0.001" in line for line in commands) == 2
+    assert all(line.startswith("#") for line in lines if line not in commands)
+
+
+def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_not(tmp_path, capsys):
+    output = ["--output", str(tmp_path / "out")]
+    study.main([*TWO, *output, "--print", "--trainer.max_epochs", "2"])
+    study.main([*TWO, *output, "--print", "--trainer.max_epochs=2", "--seeds", "2", "--models", "diff_vit_debug",
+                "diffv2_vit_debug"])  # fmt: skip
+    assert capsys.readouterr().out.count("diffvision fit") == 2 + 4
+    with pytest.raises(ValueError, match=r"other settings \(settings\)"):
+        study.main([*TWO, *output, "--print", "--trainer.max_epochs=3"])
+    (tmp_path / "out" / study.SETTINGS).write_text('{"half')
+    with pytest.raises(ValueError, match=r"study\.json is damaged"):
+        study.main([*TWO, *output, "--print"])
+    run = tmp_path / "other" / "diff_vit_debug" / "seed0"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("{}")
+    with pytest.raises(ValueError, match="seed0"):
+        study.main([*TWO, "--output", str(tmp_path / "other"), "--print"])
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A study whose runs are done by a few lines: a run of seed 3 fails, and a rate of 1 diverges."""
+    made = Study(["vision/debug.yaml"], tmp_path / "out", jobs=2)
+    made.claim()
+    program = (
+        "import pathlib, sys; folder = pathlib.Path(sys.argv[1]); version = folder.name\n"
+        "if version == 'seed3': sys.exit('diffvision: error: no data')\n"
+        "if version == 'rate1': sys.exit('diffvision: error: steps 1 to 9 were not finite, over')\n"
+        "(folder / 'checkpoints').mkdir(); (folder / 'checkpoints/final.ckpt').write_text('weights')"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        "diffvision.study.subprocess.Popen",
+        lambda command, **settings: popen(
+            [sys.executable, "-c", program, str(made.folder(begun.setdefault(len(begun), runs_of[len(begun)])))],
+            **settings,
+        ),
+    )
+    begun, runs_of = {}, []
+    start = Study._start
+    monkeypatch.setattr(Study, "_start", lambda self, run: (runs_of.append(run), start(self, run))[1])
+    return made, runs_of
+
+
+def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, capsys):
+    of, begun = made
+    runs = [Run(model, seed) for seed in (0, 1) for model in ("a", "b")]
+    of.train(runs[:1])
+    assert begun == runs[:1]
+    assert json.loads((of.output / study.SETTINGS).read_text())["bytes"] >= len("weights")
+    of.train(runs)
+    assert begun == runs
+    assert "left: about" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"a, seed 3: no data .*study\.log"):
+        of.train([*runs, Run("a", 3)])
+    rates = [Run("a", TUNING_SEED, 1.0), Run("a", TUNING_SEED, 0.5)]
+    of.train(rates)
+    assert all(map(of.is_done, rates))
+    with pytest.raises(ValueError, match="diverged"):
+        of.rate_of("a", [1.0])
+
+
+def test_a_disk_that_is_too_small_is_refused_before_a_run_begins(made):
+    of, begun = made
+    of.train([Run("a", 0)])
+    file = of.output / study.SETTINGS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bytes": of.free()}))
+    with pytest.raises(OSError, match=r"2 runs need .* free"):
+        of.train([Run("a", 0), Run("a", 1), Run("a", 2)])
+    assert begun == [Run("a", 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_study_that_was_stopped_resumes_and_compares(tmp_path, capsys):
+    """SIGTERM stops its first run, which the same command resumes; what is finished is not trained again."""
+    digits, output = tmp_path / "digits", tmp_path / "out"
+    make_digits(digits, copies=1)
+    command = ["study", "--config", "vision/debug.yaml", "--models", "diff_vit_debug", "--twin", "--seeds", "1"]
+    command += ["--output", str(output), f"--data.train={digits}/train", f"--data.evaluation={digits}/zero_shot"]
+    command += ["--trainer.max_epochs=2", "--data.batch_size=8", "--trainer.log_every_n_steps=1"]
+    command += ["--trainer.limit_train_batches=15", "--model.optimizer.warmup_epochs=0.1"]
+    stopped = subprocess.Popen([sys.executable, "-m", "diffvision", *command])
+    first = output / "plain_vit_debug" / "seed0"
+    while stopped.poll() is None and not (first / "metrics.csv").is_file():
+        time.sleep(0.1)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait() == 128 + signal.SIGTERM
+    assert any((first / "checkpoints").glob("*.ckpt"))
+    assert not (first / "checkpoints" / "final.ckpt").exists()
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "resuming from" in (first / study.LOG).read_text()
+    assert "acc1" in out
+    assert "GiB in training" in out
+    finals = {file: file.stat().st_mtime for file in output.rglob("final.ckpt")}
+    assert len(finals) == 2
+    report = json.loads((output / "report.json").read_text())
+    assert [one["label"] for one in report["models"]] == ["plain_vit_debug", "diff_vit_debug"]
+    assert (output / "report.html").stat().st_size > 10_000
+    assert main(command) == 0
+    assert "all are finished" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime for file in output.rglob("final.ckpt")} == finals
+    config = Path(next(iter(finals))).parents[1] / "config.yaml"
+    config.write_text(config.read_text().replace("label_smoothing: 0.1", "label_smoothing: 0.2"))
+    assert main(command) == 1
+    assert "label_smoothing" in capsys.readouterr().err
