@@ -1,33 +1,24 @@
 """Files that processes share: the user's cache, locks, scratch folders, and files written whole or not at all."""
 
+import glob
 import hashlib
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import platformdirs
+from filelock import FileLock, Timeout
 
 _BLOCK = 1 << 20
-_PAUSE = 0.05  # seconds between two tries to lock
 
 
 def user_cache(name: str) -> Path:
-    """Return a file or folder of this package in the user's cache.
-
-    Earlier versions had some of them in `$XDG_CACHE_HOME/diffvision` or `~/.cache/diffvision` on every system. What is
-    only there stays in use. A user without a home folder, as in some containers, gets that of "/".
-    """
-    try:
-        path = Path(platformdirs.user_cache_dir("diffvision"), name)
-        former = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "diffvision", name)
-    except RuntimeError:
-        return Path("/.cache/diffvision", name)
-    return former if former.exists() and not path.exists() else path
+    """Return a file or folder of this package in the user's cache."""
+    return Path(platformdirs.user_cache_dir("diffvision"), name)
 
 
 def decoded(data: bytes, name: str | Path) -> str:
@@ -81,75 +72,33 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
-# ---- locks -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def locked(path: Path, *, shared: bool = False, timeout: float | None = None) -> Iterator[None]:
-    """Wait for a lock file, which is created if need be, and hold it: exclusively, or with others that share it.
-
-    It is not `filelock`'s, which cannot be shared, and does not notice that a file was removed while it was waited for.
-
-    Raises:
-        TimeoutError: another process held it for `timeout` seconds.
-    """
-    file = _lock(path, shared, timeout)
-    try:
-        yield
-    finally:
-        _unlock(file)
+def locked(path: Path, timeout: float = -1) -> FileLock:
+    """Return a lock file to hold in a `with`: it waits for other processes, for at most `timeout` seconds if not -1."""
+    return FileLock(path, timeout=timeout)
 
 
 @contextmanager
 def locked_if_free(path: Path) -> Iterator[bool]:
-    """Hold a lock file exclusively and give True; give False at once where another process holds it."""
+    """Hold a lock file and give True; give False at once where it is held already."""
+    lock = FileLock(path)
     try:
-        file = _lock(path, shared=False, timeout=0)
-    except TimeoutError:
+        lock.acquire(timeout=0)
+    except Timeout:
         yield False
         return
     try:
         yield True
     finally:
-        _unlock(file)
+        lock.release()
 
 
-def _lock(path: Path, shared: bool, timeout: float | None) -> int:
-    """Return the descriptor of a lock file, locked; wait for at most `timeout` seconds, or for ever if None."""
-    import fcntl  # not on Windows, where models can be used all the same
-
-    how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if timeout is None else fcntl.LOCK_NB)
-    deadline = time.monotonic() + (timeout or 0)
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(file, how)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file), os.stat(path)):
-                    return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(file)
-                raise TimeoutError(f"{path} cannot be locked: another process has held it for {timeout} s") from None
-            time.sleep(_PAUSE)
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # it was removed during the wait, and another file may have its name
-
-
-def _unlock(file: int) -> None:
-    import fcntl
-
-    fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do where a process was forked meanwhile
-    os.close(file)
-
-
-# ---- scratch folders -------------------------------------------------------------------------------------------------
+def lock_of(path: Path) -> Path:
+    """Return the lock file of a file or folder, next to it."""
+    return path.with_name(f"{path.name}.lock")
 
 
 @contextmanager
-def scratch(parent: Path, prefix: str = "", mode: int = 0o777) -> Iterator[Path]:
+def scratch(parent: Path, prefix: str = "") -> Iterator[Path]:
     """Create an empty folder `PREFIX*.part` in `parent`, and remove it at the end if it still has that name.
 
     It is locked as long as its process lives, so that `sweep` can distinguish it from what a killed process left.
@@ -157,30 +106,19 @@ def scratch(parent: Path, prefix: str = "", mode: int = 0o777) -> Iterator[Path]
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"{prefix}{secrets.token_hex(6)}.part"
     with locked(lock_of(folder)):  # before the folder exists
-        folder.mkdir(mode)
+        folder.mkdir()
         try:
             yield folder
         finally:
             _remove(folder)
 
 
-def sweep(parent: Path, prefix: str = "") -> int:
-    """Remove the scratch folders of processes that ended; return the bytes in the others."""
-    total = 0
-    for folder in list(parent.iterdir()):
-        if folder.name.startswith(prefix) and folder.name.endswith(".part"):
-            with locked_if_free(lock_of(folder)) as free:
-                if free:
-                    _remove(folder)
-                else:
-                    with suppress(FileNotFoundError):  # it has just been finished
-                        total += sum(path.stat().st_size for path in folder.iterdir())
-    return total
-
-
-def lock_of(path: Path) -> Path:
-    """Return the lock file of a file or folder, next to it."""
-    return path.with_name(f"{path.name}.lock")
+def sweep(parent: Path, prefix: str = "") -> None:
+    """Remove the scratch folders of processes that ended."""
+    for folder in parent.glob(f"{glob.escape(prefix)}*.part"):
+        with locked_if_free(lock_of(folder)) as free:
+            if free:
+                _remove(folder)
 
 
 def _remove(folder: Path) -> None:

@@ -36,7 +36,7 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
-from diffvision.data.shards.index import RENAME, ShardIndex, scan
+from diffvision.data.shards.index import ShardIndex, scan
 from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.remote import Shard
 from diffvision.data.shards.sample import BadSample, Members, SampleKind
@@ -179,8 +179,7 @@ def shard_directories(directory: str | Path) -> list[Path]:
         directories += [p.parent for p in root.rglob(name) if p.parent not in directories]
     if not directories:
         raise ValueError(
-            f"no shards (.tar, .tar.gz, ...) in or under {directory}: pack images first with `diffvision data make "
-            "folder`"
+            f"no shards (.tar) in or under {directory}: pack images first with `diffvision data make folder`"
         )
     return directories
 
@@ -358,10 +357,6 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
             problems.append(f"{size:,} bytes, the manifest says {shard.bytes:,}")
         elif shard.sha256 is not None and sha256(path) != shard.sha256:
             problems.append("sha256 is not the manifest's")
-    if index.dotted:
-        problems.append(f"keys with dots: {index.dotted}; {RENAME}")
-    if index.hidden:
-        problems.append(f"{index.hidden}; {RENAME}")
     keys = Counter(index.key(row) for row in range(len(index)))
     if repeated := [key for key, count in keys.items() if count > 1]:
         problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")

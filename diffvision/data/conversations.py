@@ -215,7 +215,7 @@ class VisionLanguageData(LoaderData):
         batch_size: conversations of a global batch, over all ranks.
         length: tokens of the longest conversation, placeholders among them; longer ones are left out and counted.
         evaluation: shards to validate on.
-        cache_bytes: room on local disk for remote and compressed shards.
+        cache_bytes: room on local disk for remote shards.
         processor: the model's; None: that of the LightningModule that is trained, as for the next one.
         image_tokens: tokens per image of the model.
         settings: as of `LoaderData`.

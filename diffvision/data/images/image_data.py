@@ -122,7 +122,7 @@ class ImageTextData(_ImageData):
     """Image and caption pairs for contrastive training, evaluation folders for validation.
 
     Args:
-        train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar.gz`), http(s), s3 or gs
+        train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar`), http(s), s3 or gs
             URLs, or a list of these; or images as `images.image_sources.find_images` takes them, read in place.
             In Python also a pipeline such as `webdataset.WebDataset`: see `images.pipelines`.
         batch_size: global, over all ranks.
@@ -136,7 +136,7 @@ class ImageTextData(_ImageData):
         json_text_key_probs: weights by which one of these fields is drawn for each sample in each epoch; they sum to 1.
         columns: of a table of images for training: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
-        cache_bytes: room on local disk for remote and compressed shards.
+        cache_bytes: room on local disk for remote shards.
         stall_timeout: seconds that the next batch may take before the run stops.
         decoder: of training images: "pillow", as the transform has it, or "torchvision", which is faster and differs in
             few values by one level.

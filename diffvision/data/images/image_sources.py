@@ -42,7 +42,7 @@ from diffvision.data.images.library_datasets import (
     read_torchvision,
     unpack_archive,
 )
-from diffvision.data.shards.remote import COMPRESSED, PLAIN, is_remote
+from diffvision.data.shards.remote import TAR, is_remote
 from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
@@ -336,7 +336,7 @@ def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> Im
         return _read_classes(path, images)
     if parquet := sorted(walk(path, (".parquet",))):
         return read_parquet(str(path), parquet, columns, path)
-    if shards := sorted({str(shard.parent) for shard in walk(path, PLAIN + COMPRESSED)}):
+    if shards := sorted({str(shard.parent) for shard in walk(path, (TAR,))}):
         raise ValueError(f"{path} must be one folder of shards, or one for each split, got {', '.join(shards[:3])}")
     raise ValueError(f"no images in {path}: give a folder or table of images, or shards (.tar)")
 

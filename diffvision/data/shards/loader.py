@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
 from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.workers import LONGEST_STALL, STALL_TIMEOUT, read_batches
+from diffvision.data.shards.workers import STALL_TIMEOUT, read_batches
 
 _PREPARING_THREADS = 2
 
@@ -187,7 +187,6 @@ class ShardLoader:
             raise ValueError(
                 f"the data have {len(shards)} samples: fewer than one global batch of {batch_size}; lower batch_size"
             )
-        shards.check_room(at_once=2 * window)  # those of a window, and of the next one
         self.shards, self.batch_size, self.seed, self.window = shards, batch_size, seed, window
         self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
         self._position = (0, 0)  # epoch, batches consumed
@@ -203,7 +202,7 @@ class ShardLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            timeout=stall_timeout / 2 if num_workers else 0.0,  # of which two in a row are a stall
+            timeout=stall_timeout if num_workers else 0.0,
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else each epoch would draw from the process's generator
             persistent_workers=num_workers > 0,
@@ -321,7 +320,16 @@ class _Requests:
         self.shards, self.order, self.batch_size = shards, order, batch_size
         self.rank, self.share = rank, batch_size // world_size
         self.epoch, self.first = 0, 0
-        self._wanted: SimpleQueue | None = None
+
+    @cached_property
+    def _wanted(self) -> "SimpleQueue[int | None]":
+        """Shards to prepare by background threads, which start here: after workers were forked."""
+        wanted: SimpleQueue[int | None] = SimpleQueue()
+        for _ in range(_PREPARING_THREADS):
+            # Daemons: an interpreter that exits does not wait until all shards are fetched.
+            Thread(target=_prepare_all, args=(self.shards, wanted), name="prepare-shards", daemon=True).start()
+            weakref.finalize(self, wanted.put, None)
+        return wanted
 
     def __len__(self) -> int:
         return len(self.shards) // self.batch_size
@@ -331,32 +339,15 @@ class _Requests:
         for batch in range(self.first, len(self)):
             start = batch * self.batch_size + self.rank * self.share
             if (number := order.window_at(start)) != window:
-                self._prepare([shard for n in (number, number + 1) for shard in order.window_shards(n)])
+                for shard in order.window_shards(number) + order.window_shards(number + 1):
+                    self._wanted.put(shard)
                 window = number
             yield Request(epoch, start, start + self.share)
-
-    def _prepare(self, numbers: list[int]) -> None:
-        """Let background threads fetch these shards before they are read."""
-        if self._wanted is None:
-            self._wanted = SimpleQueue()
-            weakref.finalize(self, _end_preparing, self._wanted)
-            for _ in range(_PREPARING_THREADS):
-                # Daemons: an interpreter that exits does not wait until all shards are fetched.
-                Thread(
-                    target=_prepare_all, args=(self.shards, self._wanted), name="prepare-shards", daemon=True
-                ).start()
-        for number in numbers:
-            self._wanted.put(number)
 
 
 def _prepare_all(shards: SampleSource, wanted: SimpleQueue) -> None:
     while (number := wanted.get()) is not None:
         shards.prepare(number)
-
-
-def _end_preparing(wanted: SimpleQueue) -> None:
-    for _ in range(_PREPARING_THREADS):
-        wanted.put(None)
 
 
 class EvaluationLoader:
@@ -409,7 +400,7 @@ class EvaluationLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            timeout=self._stall_timeout / 2 if num_workers else 0.0,
+            timeout=self._stall_timeout if num_workers else 0.0,
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
         )
@@ -421,7 +412,7 @@ class EvaluationLoader:
 
 def _check_settings(batch_size: int, stall_timeout: float) -> None:
     """Raise ValueError for a setting that is out of range."""
-    if not 0 < stall_timeout <= LONGEST_STALL:
-        raise ValueError(f"stall_timeout must be above 0 and at most {LONGEST_STALL:,} seconds, got {stall_timeout}")
+    if not 0 < stall_timeout <= TIMEOUT_MAX:
+        raise ValueError(f"stall_timeout must be seconds above 0, got {stall_timeout}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

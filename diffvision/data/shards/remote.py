@@ -1,37 +1,30 @@
-"""Shards that are no plain tars on local disk: fetched by fsspec or unpacked, into a folder of bounded size.
+"""Remote shards, fetched whole by fsspec into a folder of bounded size.
 
 A copy gets its name only once it is whole and as its manifest says; the least recently used copies make room. A process
 that has a copy open keeps reading it after it was removed. Without a manifest, the version that a run began with (the
 server's ETag, else time and size) is the only one that it reads.
 """
 
-import bz2
 import errno
-import gzip
 import hashlib
 import logging
-import lzma
 import os
 import re
 import time
-import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from diffvision.data.shards.sidecars import note_sha256, sha256_of, sidecar, stamp
-from diffvision.files import lock_of, locked, locked_if_free, scratch, sha256, sweep, user_cache
+from diffvision.files import lock_of, locked, locked_if_free, sha256, user_cache
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs", "hf")
-PLAIN = (".tar",)
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+TAR = ".tar"
 DEFAULT_BYTES = 100 * 10**9
 
-_OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by the first bytes
 _REQUESTS = 16  # at a time, for the versions of shards
 _SECRETS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^?\s'\"]*)(\?[^\s'\"]*)?")
 _TRIES = 5
@@ -47,7 +40,7 @@ class Shard:
     """A shard and what the manifest says of it; None where there is no manifest to say it.
 
     Attributes:
-        version: of a remote or compressed shard, the one that is read in this run; see `ShardCache.pin`.
+        version: of a remote shard, the one that is read in this run; see `ShardCache.pin`.
     """
 
     location: str
@@ -89,9 +82,7 @@ def is_full(error: BaseException) -> bool:
 
 def identity(shard: Shard) -> str:
     """Return a name of a shard and its version: that of its manifest or server, else of its file as it is now."""
-    version = (shard.sha256 if shard.remote else None) or shard.version
-    if version is None and not shard.remote:
-        version = _stamp(shard.location)[0]
+    version = (shard.sha256 or shard.version) if shard.remote else stamp(shard.location)
     return "".join(hashlib.sha256(str(part).encode()).hexdigest()[:16] for part in (shard.location, version))
 
 
@@ -118,138 +109,101 @@ class ShardCache:
         self.directory = Path(directory) if directory else user_cache("shards")
         self.max_bytes = max_bytes
 
-    def keeps(self, shard: Shard) -> bool:
-        """Return whether a shard is read from this cache rather than from its location."""
-        return shard.remote or shard.name.endswith(COMPRESSED)
-
     def pin(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return the shards, those that this cache keeps with the version and size that they have now.
+        """Return the shards, remote ones without a sha256 with the version and size that they have now.
 
         Raises:
             OSError: a server does not answer, or has no such file.
             ValueError: a shard is larger than this cache.
         """
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            pinned = list(pool.map(self._pin, shards))
-        for shard in filter(self.keeps, pinned):
-            if (shard.bytes or 0) > self.max_bytes:
-                raise ValueError(
-                    f"shard {shard.shown} has {shard.bytes:,} bytes: cache_bytes must be at least that, got "
-                    f"{self.max_bytes:,}"
-                )
+            pinned = list(pool.map(_pin, shards))
+        for shard in pinned:
+            if shard.remote and (shard.bytes or 0) > self.max_bytes:
+                raise ValueError(f"cache_bytes must hold {shard.shown}, {shard.bytes:,} bytes, got {self.max_bytes:,}")
         return pinned
-
-    def check_room(self, shards: Sequence[Shard], at_once: int) -> None:
-        """Warn if `at_once` shards that are in use together may not fit: each is then fetched again."""
-        sizes = sorted((shard.bytes or 0 for shard in shards if self.keeps(shard)), reverse=True)
-        if (needed := sum(sizes[:at_once])) > self.max_bytes:
-            warnings.warn(
-                f"cache_bytes should be at least {needed:,}, got {self.max_bytes:,}: shards will be fetched several "
-                "times an epoch (or lower window)",
-                stacklevel=3,
-            )
 
     @contextmanager
     def hold(self, shard: Shard) -> Iterator[Path]:
-        """Hold the plain local copy of a remote or compressed shard, made now if need be; later it may be removed.
+        """Hold the local copy of a remote shard, made now if need be; later it may be removed.
 
         Raises:
-            OSError: the shard cannot be read, is not what the manifest says, does not fit, or has another version now.
+            OSError: the shard cannot be read, is not what the manifest says, or has another version now.
         """
-        name = shard.name.removesuffix(next((e for e in COMPRESSED if shard.name.endswith(e)), ".tar"))
-        path = self.directory / f"{identity(shard)}-{name[-80:]}.tar"
+        path = self.directory / f"{identity(shard)}-{shard.name.removesuffix(TAR)[-80:]}{TAR}"
         self.directory.mkdir(parents=True, exist_ok=True)
-        with locked(lock_of(path)):
-            known = shard.bytes if shard.name.endswith(PLAIN) else None
-            is_whole = path.is_file() and known in (None, path.stat().st_size)  # not cut by a crash of the machine
-            if is_whole and known is not None and shard.sha256 is not None:
-                is_whole = sha256_of(path) == shard.sha256
-            if not is_whole:
+        with locked(_lock(path)):
+            # A crash of the machine may have cut it.
+            is_whole = path.is_file() and shard.bytes in (None, path.stat().st_size)
+            if not is_whole or shard.sha256 not in (None, sha256_of(path)):
                 try:
-                    self._make(shard, path)
-                except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                    self._fetch(shard, path)
+                except OSError as error:
                     if is_full(error):
                         reason = f"the disk is full: make room, or lower cache_bytes, for shard {shard.shown}"
                         raise OSError(errno.ENOSPC, reason, str(self.directory)) from error
                     raise OSError(f"cannot fetch shard {shard.shown}: {without_secrets(str(error))}") from error
-            os.utime(lock_of(path), ns=(time.time_ns(), time.time_ns()))  # of the last use
+            os.utime(_lock(path), ns=(time.time_ns(), time.time_ns()))  # of the last use
             yield path
 
-    def _pin(self, shard: Shard) -> Shard:
-        if not self.keeps(shard) or shard.version is not None or (shard.remote and shard.sha256 is not None):
-            return shard
+    def _fetch(self, shard: Shard, path: Path) -> None:
+        """Fetch and verify a shard, and move it into place; the lock of its copy is held."""
+        part = path.with_suffix(".part")
+
+        def act(files: Any, location: str) -> None:
+            files.get_file(location, str(part))
+            if shard.bytes not in (None, size := part.stat().st_size):
+                raise OSError(f"its size must be {shard.bytes:,} bytes, got {size:,}")
+            if shard.sha256 is not None and sha256(part) != shard.sha256:
+                raise OSError("its sha256 is not the manifest's")
+
         try:
-            version, size = _stamp(shard.location)
-        except OSError as error:
-            raise OSError(f"shard {shard.shown} cannot be read: {error}") from error
-        return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
-
-    def _make(self, shard: Shard, path: Path) -> None:
-        """Fetch, verify and unpack a shard in a scratch folder, and move it into place."""
-        with scratch(self.directory) as folder:
             self._make_room(shard.bytes or 0)
-            source = folder / "fetched" if shard.remote else Path(shard.location)
-
-            def fetch(files: Any, location: str) -> None:
-                files.get_file(location, str(source))
-                _compare(shard, source)
-
-            if shard.remote:
-                _with_retries(shard.location, fetch)
-            else:
-                _compare(shard, source)
-            whole = self._unpack(source, folder / "unpacked") if shard.name.endswith(COMPRESSED) else source
-            if shard.version is not None and shard.sha256 is None and _stamp(shard.location)[0] != shard.version:
+            _with_retries(shard.location, act)
+            if shard.version is not None and _version(shard.location)[0] != shard.version:
                 raise OSError("it was replaced since this run began; start again, or give it a manifest")
-            if whole.stat().st_size > self.max_bytes:
-                raise OSError(f"it is larger than cache_bytes, {self.max_bytes:,}")
-            self._make_room(0)
-            os.replace(whole, path)
-        if shard.sha256 is not None and shard.name.endswith(PLAIN):
-            note_sha256(path, stamp(path), shard.sha256)  # which was compared: it is not read again
-
-    def _unpack(self, source: Path, target: Path) -> Path:
-        """Return the decompressed file; a server that calls the compression an encoding has sent it so."""
-        with open(source, "rb") as file:
-            start = file.read(8)
-        opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), open)
-        with opener(source, "rb") as packed, open(target, "wb") as file:
-            while block := packed.read(1 << 20):
-                if file.tell() + len(block) > self.max_bytes:
-                    raise OSError(f"it unpacks to more than cache_bytes, {self.max_bytes:,}")
-                file.write(block)
-        return target
+            self._make_room(0)  # for what a server had not announced
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        if shard.sha256 is not None:
+            note_sha256(path, shard.sha256)  # which was compared: it is not read again
 
     def _make_room(self, coming: int) -> None:
-        """Remove what killed processes left, then the least recently used copies that no process holds."""
+        """Remove the least recently used copies that no process holds, and what killed processes left."""
         with locked(self.directory / "room.lock"):
-            copies = list(self.directory.glob("*.tar"))
-            used = sweep(self.directory) + coming + sum(path.stat().st_size for path in copies)
-            last_use = {path: lock_of(path).stat().st_mtime_ns if lock_of(path).exists() else 0 for path in copies}
-            for path in sorted(copies, key=last_use.__getitem__):
+            sizes, last_use = {}, {}
+            for path in [*self.directory.glob(f"*{TAR}"), *self.directory.glob("*.part")]:
+                with suppress(FileNotFoundError):  # it has just been finished
+                    sizes[path], last_use[path] = path.stat().st_size, _lock(path).stat().st_mtime_ns
+            used = coming + sum(sizes.values())
+            for path in sorted(sizes, key=last_use.__getitem__):
                 if used <= self.max_bytes:
                     break
-                with locked_if_free(lock_of(path)) as free:
-                    if free:
-                        used -= path.stat().st_size
-                        notes = [sidecar(path, ending) for ending in (".npz", ".sha256", ".lock")]
-                        for file in (path, *notes, lock_of(path)):
+                with locked_if_free(_lock(path)) as is_free:
+                    if is_free:
+                        used -= sizes[path]
+                        for file in (path, sidecar(path, ".npz"), sidecar(path, ".sha256")):
                             file.unlink(missing_ok=True)
 
 
-def _compare(shard: Shard, path: Path) -> None:
-    """Raise OSError if a file is not as the manifest says, or the server when the run began."""
-    size = path.stat().st_size
-    if shard.bytes not in (None, size):
-        raise OSError(f"its size must be {shard.bytes:,} bytes, got {size:,}")
-    if shard.sha256 is not None and sha256(path) != shard.sha256:
-        raise OSError("its sha256 is not the manifest's")
+def _lock(path: Path) -> Path:
+    """Return the lock of a copy, which is also that of its `.part`."""
+    return lock_of(path.with_suffix(TAR))
 
 
-def _stamp(location: str) -> tuple[str, int | None]:
-    """Return a file's version and size: what its server says of its content, or the local file's `stamp`."""
-    if not is_remote(location):
-        return stamp(Path(location)), os.stat(location).st_size
+def _pin(shard: Shard) -> Shard:
+    if not shard.remote or shard.version is not None or shard.sha256 is not None:
+        return shard
+    try:
+        version, size = _version(shard.location)
+    except OSError as error:
+        raise OSError(f"shard {shard.shown} cannot be read: {error}") from error
+    return replace(shard, version=version, bytes=size if shard.bytes is None else shard.bytes)
+
+
+def _version(location: str) -> tuple[str, int | None]:
+    """Return what a server says of a file's content, and its size."""
     info = _with_retries(location, lambda files, path: files.info(path))
     fields = {name: str(info[name]).removeprefix("W/") for name in _VERSION_FIELDS if info.get(name) is not None}
     return " ".join(f"{name}={value}" for name, value in fields.items()), info.get("size")

@@ -74,10 +74,7 @@ class SampleSource:
         raise NotImplementedError
 
     def prepare(self, number: int) -> None:
-        """Fetch, unpack and verify a shard ahead of its use, where it needs that; any thread may call this."""
-
-    def check_room(self, at_once: int) -> None:
-        """Warn if `at_once` shards that are in use together may not fit on local disk."""
+        """Fetch and verify a shard ahead of its use, where it needs that; any thread may call this."""
 
 
 def check_key(key: str, types: tuple[str, ...]) -> None:

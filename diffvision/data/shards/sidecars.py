@@ -28,8 +28,8 @@ def write_sidecar(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
 
 
-def stamp(path: str | os.PathLike) -> str:
-    """Return size, times and inode of a file, which are others once it was changed."""
+def stamp(path: int | str | os.PathLike) -> str:
+    """Return size, times and inode of a file or of an open one, which are others once it was changed."""
     status = os.stat(path)
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
@@ -44,31 +44,23 @@ def sha256_of(path: Path, progress: Callable[[], object] = lambda: None) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    if digest := _noted_sha256(path):
-        return digest
-    lock = sidecar(path, ".lock")
+    note = sidecar(path, ".sha256")
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock file all processes compute it
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(lock))
-        if not (digest := _noted_sha256(path)):
-            since = stamp(path)
-            digest = sha256(path, progress)
-            note_sha256(path, since, digest)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(sidecar(path, ".lock")))
+        since = stamp(path)
+        with suppress(OSError, ValueError):
+            noted, _, digest = note.read_text("ascii").rpartition(" ")
+            if noted == since and len(digest) == 64:
+                return digest
+        digest = sha256(path, progress)
+        if stamp(path) == since:  # else it was written to meanwhile
+            note_sha256(path, digest)
         return digest
 
 
-def note_sha256(path: Path, since: str, digest: str) -> None:
-    """Note the sha256 of a file, unless its stamp is no longer `since`: it was written to meanwhile."""
-    if stamp(path) == since:
-        write_sidecar(sidecar(path, ".sha256"), lambda file: file.write(f"{since} {digest}".encode("ascii")))
-
-
-def _noted_sha256(path: Path) -> str:
-    """Return the sha256 that is noted of a file as it is now; "" where none is."""
-    now = f"{stamp(path)} "
-    with suppress(OSError, ValueError):
-        text = sidecar(path, ".sha256").read_text("ascii")
-        if text.startswith(now) and len(text) == len(now) + 64:
-            return text.removeprefix(now)
-    return ""
+def note_sha256(path: Path, digest: str) -> None:
+    """Note the sha256 of a file as it is now."""
+    note = f"{stamp(path)} {digest}".encode("ascii")
+    write_sidecar(sidecar(path, ".sha256"), lambda file: file.write(note))

@@ -14,7 +14,7 @@ from typing import Any
 from braceexpand import braceexpand
 
 from diffvision.data.shards import remote
-from diffvision.data.shards.remote import COMPRESSED, PLAIN, REMOTE_SCHEMES, Shard, is_remote
+from diffvision.data.shards.remote import REMOTE_SCHEMES, TAR, Shard, is_remote
 from diffvision.data.splits import by_split, named_splits, splits_in
 from diffvision.files import decoded
 
@@ -37,25 +37,20 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
         ValueError: a command or unknown URL, no shards, or a manifest that does not fit the directory.
     """
     if isinstance(source, Shard):
-        shards = [source]
-    elif not isinstance(source, (str, Path)):
+        return [source]
+    if not isinstance(source, (str, Path)):
         shards = [shard for part in source for shard in find_shards(part)]
-    elif (location := checked_location(str(source))).endswith((".zst", ".lz4")):
-        raise ValueError(f"shards {location} cannot be unpacked: give {', '.join(PLAIN + COMPRESSED)} files")
-    elif is_remote(location):
+    elif is_remote(location := checked_location(str(source))):
         shards = _with_counts(expand_braces(location)) if is_shard(location) else _remote(location)
-    elif Path(location).is_dir():
-        shards = _directory(Path(location))
     else:
-        shards = _with_counts([path for name in expand_braces(location) for path in _matching(name)])
-        missing = [shard.location for shard in shards if not Path(shard.location).is_file()]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(shards)} shards of {source} do not exist, first {missing[0]}: correct the "
-                "pattern"
-            )
+        is_folder = Path(location).is_dir()
+        names = [] if is_folder else [path for name in expand_braces(location) for path in _matching(name)]
+        shards = _directory(Path(location)) if is_folder else _with_counts(names)
+        # To open a pipe would wait for ever for somebody who writes to it.
+        if missing := [shard.location for shard in shards if not Path(shard.location).is_file()]:
+            raise ValueError(f"shards of {source} must be files, got {missing[0]} ({len(missing)} of {len(shards)})")
     if not shards:
-        raise ValueError(f"no shards in {source}: expected .tar files")
+        raise ValueError(f"no shards in {source}: expected .tar files, not compressed")
     return shards
 
 
@@ -115,38 +110,27 @@ def _split_folders(path: Path) -> list[str]:
 
 def shard_split(name: str) -> set[str]:
     """Return the splits in the name of a shard."""
-    return splits_in(name.partition(".tar")[0].removesuffix(".tgz"))
+    return splits_in(name.removesuffix(TAR))
 
 
 def _matching(pattern: str) -> list[str]:
-    """Return the shards that a local pattern matches, in natural order; a name without wildcards as it is.
-
-    Raises:
-        ValueError: it matches none.
-    """
+    """Return the shards that a local pattern matches, in natural order; a name without wildcards as it is."""
     if not glob.has_magic(pattern) or Path(pattern).exists():
         return [pattern]
-    matches = sorted(glob.glob(pattern, recursive=True), key=natural)
-    if shards := [path for path in matches if is_shard(path)]:
-        return shards
-    others = f"; it matches {len(matches)} other files, first {matches[0]}" if matches else ""
-    raise ValueError(f"no shard matches {pattern}: expected .tar files{others}")
+    return sorted(filter(is_shard, glob.glob(pattern, recursive=True)), key=natural)
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a file's name is that of a shard, plain or compressed."""
-    return name.endswith(PLAIN + COMPRESSED)
+    """Return whether a file's name is that of a shard."""
+    return name.endswith(TAR)
 
 
 def checked_location(location: str) -> str:
     """Return the location if it is a path or a URL of an allowed scheme, never a command; raise ValueError else."""
-    allowed = "give a path, or a URL starting with " + ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
-    if "::" in location:
-        raise ValueError(f"shard location {location!r} has '::' in it, which joins URLs: {allowed}; several as a list")
-    if location.startswith("-") or not location.strip() or "\0" in location:
-        raise ValueError(f"shard location {location!r} is not a path: {allowed}")
-    if _SCHEME.match(location) and not is_remote(location):
-        raise ValueError(f"shard location {location!r} has a scheme that is refused: {allowed}")
+    is_url = is_remote(location) or not _SCHEME.match(location)
+    if not is_url or "::" in location or "\0" in location or location.startswith("-") or not location.strip():
+        schemes = ", ".join(f"{scheme}://" for scheme in REMOTE_SCHEMES)
+        raise ValueError(f"shards must be at a path or a URL starting with {schemes}, got {location!r}")
     return location
 
 
@@ -166,27 +150,22 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 def _directory(directory: Path) -> list[Shard]:
     """List the shards of a directory: those of its manifest or nshards.txt, else all tar files."""
-    present = [p for p in directory.iterdir() if is_shard(p.name)]
-    if wrong := [p for p in present if p.exists() and not p.is_file()]:
-        # To open a pipe waits for ever for somebody who writes to it, and a device has no end.
-        raise ValueError(f"shard {min(wrong)} is not a file: remove it")
-    names = sorted((p.name for p in present), key=natural)
-    counts = read_counts(directory)
-    if counts:
-        _compare(directory, set(counts), set(names))
+    present = {p.name for p in directory.iterdir() if is_shard(p.name)}
+    if counts := read_counts(directory):
+        if counts.keys() != present:
+            name = min(counts.keys() ^ present)
+            raise ValueError(
+                f"the manifest of {directory} must list what is there, got {name} "
+                f"{'missing' if name in counts else 'not listed'}: correct the directory, or {_AGAIN}"
+            )
         return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
-    if (directory / "nshards.txt").is_file():  # CLIP_benchmark's layout
-        text = decoded((directory / "nshards.txt").read_bytes(), directory / "nshards.txt").strip()
-        if not text.isdecimal():
+    names = sorted(present, key=natural)
+    if (text := read_small_file(directory, "nshards.txt")) is not None:  # CLIP_benchmark's layout
+        if not text.strip().isdecimal():
             raise ValueError(f"{directory}/nshards.txt must be a number of shards, got {text[:40]!r}")
-        present_names, names = set(names), []
-        for number in range(int(text)):
-            if f"{number}.tar" not in present_names:
-                raise ValueError(
-                    f"{directory}/nshards.txt says {text} shards, but {number}.tar is missing: copy it, or correct the "
-                    "number"
-                )
-            names.append(f"{number}.tar")
+        names = [f"{number}.tar" for number in range(int(text))]
+        if missing := [name for name in names if name not in present]:
+            raise ValueError(f"{directory}/nshards.txt says {len(names)} shards, but {missing[0]} is missing: copy it")
     return [Shard(str(directory / name)) for name in names]
 
 
@@ -197,17 +176,6 @@ def _remote(directory: str) -> list[Shard]:
     if not counts:
         raise ValueError(f"{directory} has no {MANIFEST} or {SIZES}: name the shards, such as {directory}/{{0..9}}.tar")
     return [Shard(f"{directory}/{name}", **fields) for name, fields in counts.items()]
-
-
-def _compare(directory: Path, listed: set[str], present: set[str]) -> None:
-    """Refuse a manifest that lists shards which are missing, or misses shards which are present."""
-    for problem, names in (("lists", listed - present), ("does not list", present - listed)):
-        if names:
-            where = "which is not there" if problem == "lists" else "which is there"
-            raise ValueError(
-                f"the manifest of {directory} {problem} {len(names)} shard(s), first {min(names)}, {where}: "
-                "correct the directory, or write it again with diffvision.data.make.write_manifest"
-            )
 
 
 def _with_counts(locations: list[str]) -> list[Shard]:
@@ -235,12 +203,12 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
             entries = parse(json.loads(text))
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{directory}/{name} is not of the layout that is read: {_AGAIN}") from None
-        if name == MANIFEST and not entries:
-            raise ValueError(f"{directory}/{name} lists no shards, because writing was cut short: {_AGAIN}")
         for shard, fields in entries:
             _check_entry(shard, fields, f"{directory}/{name}")
-        if len(counts := dict(entries)) < len(entries):
-            raise ValueError(f"{directory}/{name} lists a shard more than once: {_AGAIN}")
+        counts = dict(entries)
+        if len(counts) < len(entries) or (name == MANIFEST and not entries):
+            reason = "lists a shard more than once" if entries else "lists no shards, because writing was cut short"
+            raise ValueError(f"{directory}/{name} {reason}: {_AGAIN}")
         return counts
     return {}
 

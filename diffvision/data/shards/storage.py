@@ -27,13 +27,12 @@ class ShardSet(SampleSource):
 
     Args:
         source: a directory, a tar, a pattern, a URL, or a list of these; see `sources.find_shards`.
-        cache: where remote and compressed shards are kept.
+        cache: where remote shards are kept.
 
     Shards that no manifest counts are indexed now, which takes a second for some ten thousand samples, once.
 
-    A file is trusted as long as its size, mtime and inode stay; with a manifest, its ctime too. One that was changed
-    is compared with its manifest again. Where there is none, reading it is an error, except for another file of the
-    same size and mtime whose index is the same, such as a copy made with `cp -p`.
+    A file is trusted as long as its size, times and inode stay. One that was changed is compared with its manifest
+    again. Where there is none, reading it is an error, except for a copy with the same size, mtime and index.
 
     Raises:
         ValueError: no shards, a shard that is not a tar, is damaged or larger than the cache, a refused URL; while
@@ -46,7 +45,7 @@ class ShardSet(SampleSource):
         self._readers = [ShardReader(shard, self.cache) for shard in self.cache.pin(find_shards(source))]
         self._used: OrderedDict[int, None] = OrderedDict()  # the shards that may be open, in the order of opening
         self.counts = np.array(self._count(), dtype=np.int64)
-        contents = [reader.content for reader in self._readers]
+        contents = [reader.content() for reader in self._readers]
         self.content = f"{'+'.join(sorted({kind for kind, _ in contents}))}:{_digest(contents)}"
 
     @property
@@ -90,26 +89,19 @@ class ShardSet(SampleSource):
         return self._readers[number].describe(row)
 
     def prepare(self, number: int) -> None:
-        """Fetch, unpack and verify a shard ahead of its use; any thread may call this."""
+        """Fetch and verify a shard ahead of its use; any thread may call this."""
         self._readers[number].prepare()
-
-    def check_room(self, at_once: int) -> None:
-        """Warn if `at_once` shards that are in use together may not fit into the cache."""
-        self.cache.check_room(self.shards, at_once)
 
     def _count(self) -> list[int]:
         """Return the number of samples of every shard; damaged shards without a manifest are refused."""
         counts, damages = zip(*(reader.count() for reader in self._readers), strict=True)
         if damaged := list(filter(None, damages)):
             # No manifest says what is missing: to continue would be to train on fewer samples unnoticed.
-            more = f"\n  and {len(damaged) - _LISTED} more" if len(damaged) > _LISTED else ""
             listed = "".join(f"\n  {line}" for line in damaged[:_LISTED])
             raise ValueError(
-                f"{len(damaged)} of {len(counts)} shards are damaged; fetch them again, or leave them out:"
-                f"{listed}{more}\n"
-                "join tars with `tar --concatenate`, not with cat; to leave shards out, take them out "
-                "of the dataset (diffvision.data.make.write_manifest then lists what is good); to use what lies "
-                f"before the damage, list the samples of every shard of the directory in {SIZES}"
+                f"{len(damaged)} of {len(counts)} shards are damaged: fetch them again, remove them, or list in {SIZES}"
+                f" the samples of every shard, to use what lies before the damage{listed}\n"
+                "join tars by `tar --concatenate`, not by cat"
             )
         return list(counts)
 

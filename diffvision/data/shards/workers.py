@@ -9,36 +9,22 @@ from diffvision.data.shards.report import WorkerError
 
 STALL_TIMEOUT = 300.0
 """Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
-LONGEST_STALL = 604_800.0
-"""Seconds, a week: a thread cannot wait for ever."""
+_REMEDY = (
+    "check the disk, the server and the transform, or raise stall_timeout; if memory was full lower num_workers, if "
+    "/dev/shm was full (SIGBUS) raise --shm-size"
+)
 
 
 def read_batches(loader: DataLoader) -> Iterator[Any]:
-    """Yield the loader's batches.
-
-    Raises:
-        WorkerError: no batch came within twice the loader's timeout, or a worker ended.
-    """
-    batches, is_late = iter(loader), False
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:
-            message = str(error).partition("\n")[0]
-            # A worker that is killed while it hands over a batch breaks the connection before it counts as dead.
-            is_broken = loader.num_workers > 0 and not isinstance(error, RuntimeError)
-            if is_broken and not message.startswith("Caught "):  # as errors do that a worker raised
-                message = "DataLoader worker ended"
-            if not message.startswith("DataLoader "):
-                raise
-            remedy = "if memory was full lower num_workers, if /dev/shm was full (SIGBUS) raise --shm-size"
-            if "timed out" in message:
-                if not is_late:  # this process may have been suspended, and its workers with it
-                    is_late = True
-                    continue
-                remedy = "check the disk, the server and the transform, or raise stall_timeout"
-            raise WorkerError(f"{message.rstrip('. ')}: {remedy}") from error
-        is_late = False
-        yield batch
+    """Yield the loader's batches; raise WorkerError where none came within its timeout, or a worker ended."""
+    try:
+        yield from loader
+    except (RuntimeError, OSError, EOFError) as error:
+        message = str(error).partition("\n")[0]
+        # A worker that is killed while it hands over a batch breaks the connection before it counts as dead.
+        is_broken = loader.num_workers > 0 and not isinstance(error, RuntimeError)
+        if is_broken and not message.startswith("Caught "):  # as errors do that a worker raised
+            message = "DataLoader worker ended"
+        if not message.startswith("DataLoader "):
+            raise
+        raise WorkerError(f"{message.rstrip('. ')}: {_REMEDY}") from error

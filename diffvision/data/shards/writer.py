@@ -10,8 +10,7 @@ from pathlib import Path
 
 import webdataset
 
-from diffvision.data.shards.index import RENAME, scan
-from diffvision.data.shards.remote import COMPRESSED, PLAIN
+from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSource
 from diffvision.data.shards.sources import MANIFEST, MANIFEST_FORMAT, SIZES, is_shard, natural
 from diffvision.files import replacing, sha256
@@ -86,16 +85,13 @@ def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: 
 def refuse_existing(directory: Path) -> None:
     """Raise ValueError if a directory has shards already, or some of them: its manifest lists none until all are."""
     if directory.is_dir() and any(is_shard(p.name) for p in directory.iterdir()):
-        manifest = directory / MANIFEST
-        if manifest.is_file() and '"shards": []' in manifest.read_text("utf-8", errors="replace"):
-            raise ValueError(f"{directory} has shards whose writing was cut short: remove them, and write them again")
-        raise ValueError(f"{directory} has shards already: remove them, or choose another directory")
+        raise ValueError(f"{directory} has shards already, or some of them: remove them, or choose another directory")
 
 
 def check_per_shard(per_shard: int) -> None:
     """Raise ValueError if shards would hold no sample."""
     if per_shard < 1:
-        raise ValueError(f"per_shard is {per_shard}: it must be at least 1, for a shard to hold anything")
+        raise ValueError(f"per_shard must be at least 1, got {per_shard}")
 
 
 def write_tar(path: Path, samples: Iterable[Sample]) -> None:
@@ -118,29 +114,19 @@ def write_manifest(directory: str | Path) -> None:
         ValueError: a shard is damaged, or is compressed; nothing is written.
     """
     directory = Path(directory)
-    if packed := sorted(path for path in directory.glob("*") if path.name.endswith(COMPRESSED)):
-        raise ValueError(
-            f"{directory} has {len(packed)} compressed shards, first {packed[0]}, and a manifest counts only .tar: "
-            "unpack them, or move them elsewhere"
-        )
-    shards = [_describe(path) for path in sorted(directory.glob(f"*{PLAIN[0]}"), key=lambda p: natural(p.name))]
+    shards = []
+    for path in sorted((p for p in directory.glob("*") if is_shard(p.name)), key=lambda p: natural(p.name)):
+        if (index := scan(path)).damage:
+            raise ValueError(
+                f"shard {path} is damaged after {len(index)} samples ({index.damage}): fetch it again, or remove it "
+                "(join tars by `tar --concatenate`)"
+            )
+        size, digest = path.stat().st_size, sha256(path)
+        shards.append({"name": path.name, "samples": len(index), "bytes": size, "sha256": digest})
     if not shards:
         raise ValueError(f"no .tar files in {directory}: give the directory of the shards")
     _replace(directory / MANIFEST, {"format": MANIFEST_FORMAT, "shards": shards})
     _replace(directory / SIZES, {shard["name"]: shard["samples"] for shard in shards})
-
-
-def _describe(path: Path) -> dict:
-    """Return a shard's entry in the manifest."""
-    index = scan(path)
-    if index.damage:
-        raise ValueError(
-            f"shard {path} is damaged after {len(index)} samples ({index.damage}): fetch it again, or remove it "
-            "(join tars by `tar --concatenate`)"
-        )
-    if index.dotted:
-        raise ValueError(f"shard {path} has keys with dots: {index.dotted}; {RENAME}")
-    return {"name": path.name, "samples": len(index), "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _replace(path: Path, value: object) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.data.shards.remote import COMPRESSED, PLAIN
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import find_shards
+from diffvision.data.shards.sources import find_shards, is_shard
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of
@@ -182,7 +181,7 @@ def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
 def _are_shards(path: Path) -> bool:
     """Return whether a source is one of shards rather than files of text."""
     if path.is_dir():
-        return any(file.name.endswith(PLAIN + COMPRESSED) for file in path.iterdir())
+        return any(is_shard(file.name) for file in path.iterdir())
     return path.suffix not in (".txt", ".jsonl")
 
 

@@ -302,23 +302,11 @@ def test_a_failing_transform_is_no_bad_sample(corpus, whole):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Damaged shards
+# Damaged shards; those with a manifest are in test_storage
 
 
 def shorten(path, keep):
     path.write_bytes(path.read_bytes()[:keep])
-
-
-def test_a_truncated_shard_loses_its_own_samples_and_no_others(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", count=100)
-    shorten(source / "000004.tar", 512 * 6 * 3 + 600)  # 3 samples of cls, png, txt, then part of a fourth
-    with pytest.warns(UserWarning, match=r"000004\.tar has 9,816 bytes"):
-        loader = corpus.loader(source, limits=LENIENT)
-    batches = corpus.read(loader)  # asserts that image and caption belong together
-    assert {n for b in batches for n in b} == set(range(100)) - set(range(43, 50))
-    report = loader.report
-    assert report.skipped == {"missing caption: the sample has cls, none of them txt, json": 1, "truncated shard": 6}
-    assert report.seen + report.bad + report.tail == 100
 
 
 def test_a_damaged_shard_without_a_manifest_is_refused(corpus, tmp_path):
@@ -337,10 +325,12 @@ def test_a_damaged_shard_without_a_manifest_is_refused(corpus, tmp_path):
     (source / "sizes.json").write_text(json.dumps(counts))
     loader = corpus.loader(source, limits=LENIENT)
     assert {n for b in corpus.read(loader) for n in b} <= set(range(40)) - set(range(13, 20)) - set(range(32, 40))
-    (source / "sizes.json").unlink()
-    (source / "000002.tar").write_text("<html>404</html>")
-    with pytest.raises(ValueError, match=r"000002\.tar must be a tar file"):
-        ShardSet(source)
+    counts["000001.tar"] = 10
+    (source / "sizes.json").write_text(json.dumps(counts))
+    loader = corpus.loader(source, batch_size=8, limits=LENIENT)
+    corpus.read(loader)
+    assert loader.report.skipped["truncated shard"] == 6
+    assert loader.report.seen + loader.report.bad == loader.report.total == 32
 
 
 def test_a_shard_that_vanishes_or_turns_into_a_directory_is_counted(corpus, tmp_path):
@@ -352,17 +342,6 @@ def test_a_shard_that_vanishes_or_turns_into_a_directory_is_counted(corpus, tmp_
     batches = corpus.read(loader)
     assert loader.report.skipped == {"unreadable shard": 20}
     assert {n for b in batches for n in b} == set(range(100)) - set(range(20, 40))
-
-
-def test_more_samples_than_the_manifest_says_is_an_error(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", count=20)
-    (source / "000000.tar").write_bytes(
-        corpus.write(tmp_path / "t", 30, per_shard=30).joinpath("000000.tar").read_bytes()
-    )
-    with pytest.warns(UserWarning, match="manifest says"):
-        loader = corpus.loader(source)
-    with pytest.raises(ValueError, match="holds 30 samples, its manifest"):
-        corpus.read(loader)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,10 +44,9 @@ def test_braces():
 )
 def test_commands_and_unknown_schemes_are_refused(location, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"shard location .*give a path, or"):
-        find_shards(location)
-    with pytest.raises(ValueError, match="shard location"):
-        find_shards([location])
+    for source in (location, [location]):
+        with pytest.raises(ValueError, match=r"must be at a path or a URL"):
+            find_shards(source)
     assert not (tmp_path / "ran").exists()
 
 
@@ -60,33 +59,30 @@ def test_paths_and_known_urls_pass():
 
 def test_a_directory_in_natural_order(tmp_path):
     touch(tmp_path, "10.tar", "9.tar", "2.tar.gz", "readme.txt", "3.tar.part")
-    assert names(tmp_path) == ["2.tar.gz", "9.tar", "10.tar"]
+    assert names(tmp_path) == ["9.tar", "10.tar"]
     assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
 
 
 def test_wildcards(tmp_path):
     touch(tmp_path, "part-10.tar", "part-9.tar", "other.tar", "part-1.txt")
-    touch(tmp_path / "a" / "b", "part-2.tar.gz")
+    touch(tmp_path / "a" / "b", "part-2.tar")
     touch(tmp_path / "[x]", "0.tar")
     assert names(f"{tmp_path}/*.tar") == ["other.tar", "part-9.tar", "part-10.tar"]
-    assert names(f"{tmp_path}/**/part-*") == ["part-2.tar.gz", "part-9.tar", "part-10.tar"]
+    assert names(f"{tmp_path}/**/part-*") == ["part-2.tar", "part-9.tar", "part-10.tar"]
     assert names(f"{tmp_path}/{{part-?,other}}.tar") == ["part-9.tar", "other.tar"]
     assert names(f"{tmp_path}/[x]") == names(f"{tmp_path}/[x]/0.tar") == ["0.tar"]  # as it is called
-    with pytest.raises(ValueError, match=r"no shard matches .*/none-\*\.tar"):
-        find_shards(f"{tmp_path}/none-*.tar")
-    with pytest.raises(ValueError, match="it matches 1 other files, first"):
-        find_shards(f"{tmp_path}/*.txt")
+    for pattern in ("none-*.tar", "*.txt"):
+        with pytest.raises(ValueError, match="no shards in"):
+            find_shards(f"{tmp_path}/{pattern}")
     (tmp_path / "sizes.json").write_text(json.dumps({"part-9.tar": 7}))
     assert [shard.samples for shard in find_shards(f"{tmp_path}/part-*.tar")] == [7, None]
 
 
 def test_nothing_there_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"1\.tar\.zst cannot be unpacked"):
-        find_shards(str(tmp_path / "1.tar.zst"))
     with pytest.raises(ValueError, match="no shards in"):
         find_shards(tmp_path)
     touch(tmp_path, "0.tar")
-    with pytest.raises(ValueError, match=r"2 of 3 shards .* do not exist"):
+    with pytest.raises(ValueError, match=r"must be files, got .*1\.tar \(2 of 3\)"):
         find_shards(str(tmp_path / "{0..2}.tar"))
 
 
@@ -103,54 +99,35 @@ def test_counts_from_the_manifest_or_from_openclips_sizes(tmp_path):
     assert find_shards(str(tmp_path / "0.tar"))[0].samples == 0  # also for a shard by its name
 
 
+def manifest(**fields):
+    shard = {"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | fields
+    return json.dumps({"format": "diffvision-shards-1", "shards": [shard]})
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("manifest.json", "{"),
-        ("manifest.json", "[]"),
-        ("manifest.json", '{"format": "other", "shards": []}'),
-        ("manifest.json", '{"format": "diffvision-shards-1"}'),
-        ("manifest.json", '{"format": "diffvision-shards-1", "shards": []}'),
-        ("manifest.json", '{"format": "diffvision-shards-1", "shards": [{"name": "0.tar"}]}'),
-        ("sizes.json", "[1]"),
-        ("sizes.json", "[" * 100_000),
+        *(("manifest.json", text) for text in ("{", "[]", '{"format": "other", "shards": []}', manifest(sha256=None))),
+        *(("manifest.json", '{"format": "diffvision-shards-1"' + more) for more in ("}", ', "shards": []}')),
+        *(("manifest.json", manifest(name=name)) for name in (3, "../0.tar")),
+        *(("manifest.json", manifest(**{field: count})) for field in ("samples", "bytes") for count in (-1, "3", True)),
+        *(("sizes.json", text) for text in ("[1]", "[" * 100_000)),
+        *(("sizes.json", json.dumps({name: 1})) for name in ("../0.tar", "/etc/0.tar", "-0.tar", "..")),
+        *(("sizes.json", json.dumps({"0.tar": count})) for count in (-1, 2.5, "3", None, True, [1])),
     ],
 )
 def test_a_manifest_that_is_none(tmp_path, name, text):
     touch(tmp_path, "0.tar")
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=rf"{name} .*write_manifest"):
+    with pytest.raises(ValueError, match=rf"{name} ?.*write_manifest"):
         find_shards(tmp_path)
 
 
-@pytest.mark.parametrize("count", [-1, 2.5, "3", None, True, [1]])
-def test_counts_that_are_none_are_refused_with_the_files_name(tmp_path, count):
-    touch(tmp_path, "0.tar")
-    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": count}))
-    with pytest.raises(ValueError, match=r"samples of 0\.tar in .*sizes\.json"):
-        find_shards(tmp_path)
-    for field in ("samples", "bytes"):
-        shard = {"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | {field: count}
-        (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": [shard]}))
-        with pytest.raises(ValueError, match=rf"{field} of 0\.tar in"):
-            find_shards(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../0.tar", "/etc/0.tar", "-0.tar", ".."])
-def test_a_manifest_cannot_point_elsewhere(tmp_path, name):
-    touch(tmp_path, "0.tar")
-    (tmp_path / "sizes.json").write_text(json.dumps({name: 1}))
-    with pytest.raises(ValueError, match=r"names in .*sizes"):
-        find_shards(tmp_path)
-
-
-def test_a_manifest_that_does_not_fit_the_directory(tmp_path):
+@pytest.mark.parametrize("listed", [["0.tar"], ["0.tar", "1.tar", "2.tar"]])
+def test_a_manifest_that_does_not_fit_the_directory(tmp_path, listed):
     touch(tmp_path, "0.tar", "1.tar")
-    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 1}))
-    with pytest.raises(ValueError, match=r"does not list 1 shard\(s\), first"):
-        find_shards(tmp_path)
-    (tmp_path / "sizes.json").write_text(json.dumps({"0.tar": 1, "1.tar": 1, "2.tar": 1}))
-    with pytest.raises(ValueError, match=r"lists 1 shard\(s\), first 2\.tar"):
+    (tmp_path / "sizes.json").write_text(json.dumps(dict.fromkeys(listed, 1)))
+    with pytest.raises(ValueError, match=rf"got {'2' if len(listed) > 1 else '1'}\.tar .*write_manifest"):
         find_shards(tmp_path)
 
 
@@ -168,12 +145,12 @@ def test_clip_benchmarks_nshards(tmp_path):
 
 def test_pipes_and_devices_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "0.tar")
-    with pytest.raises(ValueError, match=r"0\.tar is not a file"):
+    with pytest.raises(ValueError, match=r"must be files, got .*0\.tar"):
         find_shards(tmp_path)
     assert [result.problems for result in check_shards(tmp_path, 0)] == [["not a file"]]
     (tmp_path / "0.tar").unlink()
     (tmp_path / "0.tar").symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match=r"0\.tar is not a file"):
+    with pytest.raises(ValueError, match=r"must be files, got .*0\.tar"):
         find_shards(tmp_path)
 
 

@@ -5,23 +5,24 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tarfile
 import warnings
 
 import pytest
 
-from diffvision.data import Limits, ShardSet
-from diffvision.data.shards import reader
-from diffvision.data.shards.index import shard_index
+from diffvision.data import BadDataError, Limits, ShardSet
+from diffvision.data.shards import reader, sidecars
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample
+from diffvision.data.shards.sidecars import sha256_of, sidecar
 from diffvision.data.shards.writer import write_manifest, write_tar
 
 LENIENT = Limits(max_bad_fraction=1.0)
-EACH = 10
+OTHER = "shard not as its manifest says"
 
 
-def crossed(data, *, samples=EACH):
+def crossed(data, *, samples=10):
     """A tar of the same size whose first captions have changed places with those of their neighbours."""
     target = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(data)) as source:
@@ -36,11 +37,22 @@ def crossed(data, *, samples=EACH):
     return target.getvalue() + data[len(target.getvalue()) :]
 
 
-def overwrite(path, data):
-    """Write into the file, which keeps its inode."""
+def overwrite(path, data, times=None):
+    """Write into the file, which keeps its inode, and perhaps its times."""
     with open(path, "r+b") as file:
         file.write(data)
         file.truncate()
+    if times is not None:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replaced(path, data, times=None):
+    """By another file of this name, and perhaps these times."""
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    if times is not None:
+        os.utime(part, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.replace(part, path)
 
 
 def rest(corpus, batches):
@@ -50,40 +62,57 @@ def rest(corpus, batches):
         yield from batch["text"][:, 0].tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Changed during a run
+def written(corpus, directory, known, count=20):
+    source = corpus.write(directory, count, manifest=known == "manifest")
+    if known == "sizes":
+        (source / "sizes.json").write_text(json.dumps({path.name: 10 for path in source.glob("*.tar")}))
+    return source
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_shard_that_is_overwritten_is_compared_with_its_manifest_again(corpus, tmp_path, num_workers):
-    source = corpus.write(tmp_path / "s", 60)
-    loader = corpus.loader(source, limits=LENIENT, num_workers=num_workers)
-    batches = iter(loader)
-    next(batches)  # all shards are open: they are shuffled together
-    for path in sorted(source.glob("*.tar"))[:3]:
-        overwrite(path, crossed(path.read_bytes()))
-    list(rest(corpus, batches))
-    report = loader.report
-    # A worker reads on meanwhile, and may open a shard between two writes.
-    reasons = {"shard not as its manifest says (sha256)", *(["unreadable shard"] if num_workers else [])}
-    assert set(report.skipped) <= reasons
-    assert 0 < report.bad <= 30
-    assert report.seen + report.bad == report.total == 60
+# ---- changed during a run -------------------------------------------------------------------------------------------
 
 
-def test_a_shard_that_is_overwritten_with_the_same_is_read_on(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 60)
+@pytest.mark.parametrize("again", ["open", "closed", "worker"])
+@pytest.mark.parametrize("times", ["new times", "old times"])
+@pytest.mark.parametrize("change", [overwrite, replaced])
+@pytest.mark.parametrize("known", ["manifest", "sizes", "nothing"])
+def test_a_shard_with_other_content_is_not_read_in_its_place(corpus, tmp_path, known, change, times, again):
+    """By a reader that has it open, one that opens it again as after 64 others, and a copy in another process."""
+    source = written(corpus, tmp_path / "s", known)
+    shards, path = ShardSet(source), source / "000001.tar"
+    assert [shards.members((number, 0))["txt"] for number in range(2)] == [b"sample 0", b"sample 10"]
+    change(path, crossed(path.read_bytes()), path.stat() if times == "old times" else None)
+    if again == "closed":
+        shards.reader(1).close()
+    shards = pickle.loads(pickle.dumps(shards)) if again == "worker" else shards
+    if change is replaced and again == "open":
+        assert shards.members((1, 2))["txt"] == b"sample 12"  # of the file that it has
+        return
+    error = BadSample if known == "manifest" else ValueError
+    for _ in range(2):
+        with pytest.raises(error, match=OTHER if known == "manifest" else r"000001\.tar was changed"):
+            shards.members((1, 0))
+    assert shards.members((0, 3))["txt"] == b"sample 3"
+
+
+@pytest.mark.parametrize("known", ["manifest", "sizes", "nothing"])
+def test_a_shard_that_changed_before_it_was_first_opened(corpus, tmp_path, known):
+    source = written(corpus, tmp_path / "s", known)
+    shards, path = ShardSet(source), source / "000001.tar"
+    replaced(path, crossed(path.read_bytes()), path.stat())
+    with pytest.raises((BadSample, ValueError), match=OTHER if known == "manifest" else "was changed"):
+        shards.members((1, 0))
+
+
+@pytest.mark.parametrize("known", ["manifest", "nothing"])
+def test_a_shard_with_the_same_content_is_read_on(corpus, tmp_path, known):
+    source = written(corpus, tmp_path / "s", known, 60)
     loader = corpus.loader(source)
     batches = iter(loader)
-    seen = next(batches)["text"][:, 0].tolist()
+    seen = next(batches)["text"][:, 0].tolist()  # all shards are open: they are shuffled together
     for number, path in enumerate(sorted(source.glob("*.tar"))):
-        data = path.read_bytes()
-        if number % 2:
-            path.unlink()
-            path.write_bytes(data)
-        else:
-            overwrite(path, data)
-            os.utime(path, ns=(1, number))
+        change, data = (overwrite, replaced)[number % 2], path.read_bytes()
+        change(path, data, None if known == "manifest" else path.stat())
     path.chmod(0o400)
     (tmp_path / "link").hardlink_to(path)
     seen += rest(corpus, batches)
@@ -91,185 +120,98 @@ def test_a_shard_that_is_overwritten_with_the_same_is_read_on(corpus, tmp_path):
     assert loader.report.bad == 0
 
 
-def test_a_shard_that_is_being_written_is_no_cut_one(corpus, tmp_path):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_overwritten_shards_are_counted(corpus, tmp_path, num_workers):
     source = corpus.write(tmp_path / "s", 60)
-    loader = corpus.loader(source, limits=LENIENT)
+    loader = corpus.loader(source, limits=LENIENT, num_workers=num_workers)
     batches = iter(loader)
     next(batches)
-    for path in sorted(source.glob("*.tar"))[:3]:
-        overwrite(path, crossed(path.read_bytes())[:-12000])
+    for number, path in enumerate(sorted(source.glob("*.tar"))[:3]):
+        overwrite(path, crossed(path.read_bytes())[: -12000 if number else None])
     list(rest(corpus, batches))
-    assert set(loader.report.skipped) == {"shard not as its manifest says (bytes)"}
+    report = loader.report
+    # A worker reads on meanwhile, and may open a shard between two writes.
+    assert set(report.skipped) <= {OTHER, *(["unreadable shard"] if num_workers else [])}
+    assert 0 < report.bad <= 30
+    assert report.seen + report.bad == report.total == 60
 
 
-@pytest.mark.parametrize("reopened", [False, True])
-@pytest.mark.parametrize("counted", [False, True])
-def test_without_a_manifest_a_changed_shard_is_an_error(corpus, tmp_path, counted, reopened):
-    source = corpus.write(tmp_path / "s", 60, manifest=False)
-    if counted:
-        (source / "sizes.json").write_text(json.dumps({f"{n:06d}.tar": EACH for n in range(6)}))
-    loader = corpus.loader(source, window=1, limits=LENIENT)
-    batches = iter(loader)
-    next(batches)
-    for path in source.glob("*.tar"):
-        overwrite(path, crossed(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"\.tar was changed after it was"):
-        list(rest(corpus, batches))
-    first = loader.order(0).samples(0, 1)[0][0]
-    if reopened:
-        loader.shards.reader(first).close()  # as when more shards are open than may be
-    with pytest.raises(ValueError, match=r"\.tar was changed after it was"):
-        loader.shards.members((first, 0))["png"]
-
-
-def test_an_open_shard_is_read_on_when_another_takes_its_name(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 60)
-    loader = corpus.loader(source, limits=LENIENT)
-    batches = iter(loader)
-    seen = next(batches)["text"][:, 0].tolist()
-    for path in source.glob("*.tar"):
-        data = crossed(path.read_bytes())
-        path.unlink()
-        path.write_bytes(data)
-    seen += rest(corpus, batches)
-    assert sorted(seen) == list(range(60))
-    shards = loader.shards
-    for number in range(6):
-        shards.reader(number).close()  # as when more shards are open than may be
-        with pytest.raises(BadSample, match="shard not as its manifest says"):
-            shards.members((number, 0))
-
-
-def test_a_worker_believes_no_file_that_it_has_not_compared(corpus, tmp_path):
-    """What the process that started it knows is of another version of the file."""
-    source = corpus.write(tmp_path / "s", 60)
-    shards = ShardSet(source)
-    for number in range(6):
-        shards.members((number, 0))["txt"]
-    for path in source.glob("*.tar"):
-        data = crossed(path.read_bytes())
-        path.unlink()
-        path.write_bytes(data)
-    copy = pickle.loads(pickle.dumps(shards))
-    for number in range(6):
-        with pytest.raises(BadSample, match="shard not as its manifest says"):
-            copy.members((number, 0))
-
-
-def replaced(path, data):
-    """By another file of this name, size and time of change."""
-    before, part = path.stat(), path.with_suffix(".part")
-    part.write_bytes(data)
-    assert part.stat().st_size == before.st_size
-    os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
-    os.replace(part, path)
-
-
-def reopened(shards, *, worker):
-    """A shard set that has to open its shards again; in a worker it is an unpickled copy."""
-    if worker:
-        return pickle.loads(pickle.dumps(shards))
-    for number in range(len(shards.counts)):
-        shards.reader(number).close()
-    return shards
-
-
-@pytest.mark.parametrize("worker", [False, True])
-@pytest.mark.parametrize("counted", ["headers", "sizes", "sizes, not opened"])
-def test_without_a_manifest_another_file_must_hold_the_same(corpus, tmp_path, counted, worker):
-    source = corpus.write(tmp_path / "s", 20, manifest=False)
-    if counted != "headers":
-        (source / "sizes.json").write_text(json.dumps({f"{n:06d}.tar": EACH for n in range(2)}))
-    shards = ShardSet(source)
-    for number in range(0 if counted.endswith("opened") else 2):
-        shards.members((number, 0))["txt"]
-    path = source / "000001.tar"
-    replaced(path, path.read_bytes())
-    path.chmod(0o400)
-    shards = reopened(shards, worker=worker)
-    assert shards.members((1, 0))["txt"] == b"sample 10"
-    replaced(path, crossed(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
-        reopened(shards, worker=worker).members((1, 0))
-
-
-def test_a_shard_overwritten_with_its_times_restored_is_compared_with_its_manifest_again(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 20)
-    shards = ShardSet(source)
-    path = source / "000001.tar"
-    assert shards.members((1, 0))["txt"] == b"sample 10"
-    before = path.stat()
-    overwrite(path, path.read_bytes().replace(b"sample 10", b"another10"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(BadSample, match="shard not as its manifest says"):
-        shards.members((1, 0))
-
-
-def test_the_use_of_a_cached_copy_is_no_change(corpus, tmp_path, serve, monkeypatch):
-    url, _ = serve(corpus.write(tmp_path / "s", 20))
-    shards = ShardSet(url, ShardCache(tmp_path / "cache"))
-    shards.members((1, 0))
-    monkeypatch.setattr(reader, "sha256_of", None)
-    opened = shards.reader(1)._opened
-    with shards.cache.hold(shards.shards[1]):
-        pass
-    assert shards.members((1, 0))["txt"] == b"sample 10"
-    assert shards.reader(1)._opened is opened
-
-
-def test_a_distant_shard_that_is_fetched_again_must_be_the_same(corpus, tmp_path, serve):
+def test_a_remote_shard_is_fetched_again_unless_it_is_another_one(corpus, tmp_path, serve, monkeypatch):
     source = corpus.write(tmp_path / "s", 20, manifest=False)
     url, _ = serve(source)
     shards = ShardSet([f"{url}/000000.tar", f"{url}/000001.tar"], ShardCache(tmp_path / "cache"))
-
-    def fetched_again():
-        for number in range(2):
-            shards.reader(number).close()
+    for changed in (False, False, True):
+        if changed:
+            path = source / "000001.tar"
+            overwrite(path, crossed(path.read_bytes()), path.stat())  # so that the server does not notice it
+            with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
+                shards.members((1, 2))
+            return
+        assert shards.members((1, 2))["txt"] == b"sample 12"
+        opened = shards.reader(1)._opened
+        with monkeypatch.context() as patch, shards.cache.hold(shards.shards[1]):  # its use is no change
+            patch.setattr(reader, "shard_index", None)
+            assert shards.members((1, 3))["txt"] == b"sample 13"
+        assert shards.reader(1)._opened is opened
+        shards.reader(1).close()
         for path in (tmp_path / "cache").glob("*.tar"):
             path.unlink()
 
-    assert shards.members((1, 2))["txt"] == b"sample 12"
-    fetched_again()
-    assert shards.members((1, 2))["txt"] == b"sample 12"
-    fetched_again()
-    path = source / "000001.tar"
-    before = path.stat()
-    overwrite(path, crossed(path.read_bytes()))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # so that the server does not notice it
-    with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
-        shards.members((1, 2))
+
+# ---- another shard than the manifest's ------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Another shard than the manifest's
+def flip(path, find, at=0, bit=1):
+    data = bytearray(path.read_bytes())
+    data[data.index(find) + at] ^= bit
+    path.write_bytes(data)
 
 
-def test_a_whole_shard_that_is_shorter_is_another_one(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 60)
-    other = [corpus.sample(number) | {"__key__": f"{number - 900:06d}"} for number in range(920, 930)]
-    write_tar(source / "000002.tar", [{k: v for k, v in sample.items() if k != "cls"} for sample in other])
-    with pytest.warns(UserWarning, match="its manifest says"):
-        loader = corpus.loader(source, limits=LENIENT)
-    seen = {number for batch in corpus.read(loader) for number in batch}
-    assert seen == set(range(60)) - set(range(20, 30))
-    assert loader.report.skipped == {"shard not as its manifest says (bytes)": 10}
-    (source / "manifest.json").unlink()
-    loader = corpus.loader(source, limits=LENIENT)  # sizes.json agrees, and no more is known
-    assert 929 in {number for batch in corpus.read(loader) for number in batch}
+def longer(path, corpus):
+    path.write_bytes(corpus.write(path.parent.parent / "t", 30, per_shard=30).joinpath("000000.tar").read_bytes())
 
 
-def test_a_whole_shard_with_fewer_samples_than_were_counted_is_another_one(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 60)
-    (source / "manifest.json").unlink()
-    write_tar(source / "000002.tar", [corpus.sample(number) for number in range(900, 905)])
+DAMAGE = {
+    "caption": lambda path, _: flip(path, b"sample 4", at=7),  # another digit: only the hash can notice it
+    "image data": lambda path, _: flip(path, b"IDAT", at=8),
+    "header name": lambda path, _: flip(path, b"000043.txt", at=5),  # its checksum does not fit: the tar ends there
+    "header size": lambda path, _: flip(path, b"000043.txt", at=124 + 10),
+    "padding": lambda path, _: flip(path, b"sample 43", at=100),
+    "cut": lambda path, _: os.truncate(path, 512 * 6 * 3 + 600),
+    "empty": lambda path, _: os.truncate(path, 0),
+    "fewer samples": lambda path, corpus: write_tar(path, [corpus.sample(number) for number in range(900, 905)]),
+    "more samples": longer,
+}
+
+
+@pytest.mark.quick("0-caption", "0-cut", "1-image data")
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_damage_costs_its_shard_and_pairs_stay_right(corpus, tmp_path, damage, num_workers):
+    source = corpus.write(tmp_path / "s", 100)
+    DAMAGE[damage](source / "000004.tar", corpus)
+    loader = corpus.loader(source, limits=LENIENT, num_workers=num_workers)
+    batches = corpus.read(loader)  # asserts that image and caption belong together
+    assert {n for b in batches for n in b} == set(range(100)) - set(range(40, 50))
+    assert loader.report.skipped == {OTHER: 10}
+    assert loader.report.seen + loader.report.bad + loader.report.tail == 100
+    with pytest.raises(BadDataError, match=OTHER):
+        corpus.read(corpus.loader(source, limits=Limits(0.05)))
+
+
+def test_where_only_counts_are_known_a_shard_must_have_as_many_samples(corpus, tmp_path):
+    source = written(corpus, tmp_path / "s", "sizes", 60)
+    path = source / "000002.tar"
+    DAMAGE["fewer samples"](path, corpus)
     loader = corpus.loader(source, limits=LENIENT)
-    seen = {number for batch in corpus.read(loader) for number in batch}
-    assert seen == set(range(60)) - set(range(20, 30))
-    assert loader.report.skipped == {"shard not as its manifest says (samples)": 10}
+    assert {number for batch in corpus.read(loader) for number in batch} == set(range(60)) - set(range(20, 30))
+    assert loader.report.skipped == {OTHER: 10}
+    longer(path, corpus)
+    with pytest.raises(ValueError, match=r"000002\.tar must hold 10 samples .* got 30"):
+        corpus.read(corpus.loader(source))
 
 
 def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tmp_path):
-    """Before zeros inside of a tar were seen, `write_manifest` recorded what lies before them."""
     source = corpus.write(tmp_path / "s", 60)
     path = source / "000002.tar"
     data = bytearray(path.read_bytes())
@@ -278,66 +220,56 @@ def test_a_manifest_that_was_written_of_a_damaged_shard_hides_nothing(corpus, tm
     manifest = json.loads((source / "manifest.json").read_text())
     manifest["shards"][2] |= {"samples": 9, "sha256": hashlib.sha256(data).hexdigest()}
     (source / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"000002\.tar is damaged after 9"):
+    with pytest.raises(ValueError, match=r"000002\.tar must hold .* not its end"):
         corpus.read(corpus.loader(source))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sidecars
+# ---- what is noted of files -----------------------------------------------------------------------------------------
 
 
-def test_the_index_of_another_tar_of_the_same_size_and_time_gives_no_wrong_pair(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 100, per_shard=100, manifest=False)
+def test_each_version_of_a_file_is_hashed_once(corpus, tmp_path, monkeypatch):
+    reads, read = [], sidecars.sha256
+    monkeypatch.setattr(sidecars, "sha256", lambda path, progress: reads.append(path.name) or read(path, progress))
+    source = corpus.write(tmp_path / "s", 20)
     path = source / "000000.tar"
-    shard_index(path)
-    before, data = path.stat(), path.read_bytes()
-    overwrite(path, crossed(data))  # captions and images apart: these are other samples
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert path.stat().st_size == before.st_size
-    loader = corpus.loader(source, limits=LENIENT)
-    seen = [number for batch in corpus.read(loader) for number in batch]  # image and caption in agreement
-    assert len(seen) == loader.report.seen + loader.report.substituted
-    assert loader.report.bad
+    first = sha256_of(path)
+    assert first == ShardSet(source).shards[0].sha256 == sha256_of(path)
+    assert reads == ["000000.tar"]
+    shutil.copy2(path, tmp_path / "copy.tar")
+    flip(tmp_path / "copy.tar", b"sample 4")
+    replaced(path, (tmp_path / "copy.tar").read_bytes(), path.stat())
+    assert sha256_of(path) != first
+    assert reads == ["000000.tar"] * 2
+    sidecar(path, ".sha256").write_text("what is this")
+    assert sha256_of(path) != first
+    assert len(reads) == 3
+    (tmp_path / "blocked").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))  # where nothing can be noted
+    assert sha256_of(path) == sha256_of(path) != first
+    assert len(reads) == 5
 
 
-def test_a_shard_without_a_manifest_overwritten_with_its_times_restored_is_an_error(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 20, manifest=False)
-    shards, path = ShardSet(source), source / "000001.tar"
-    assert shards.members((1, 0))["txt"] == b"sample 10"
-    before = path.stat()
-    overwrite(path, crossed(path.read_bytes()))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(ValueError, match=r"000001\.tar was changed after"):
-        shards.members((1, 0))
+def test_training_compares_a_window_ahead_and_an_unharmed_set_costs_nothing_twice(corpus, tmp_path):
+    source = corpus.write(tmp_path / "s", 100)
+    loader = corpus.loader(source, num_workers=1, window=2)
+    corpus.read(loader)
+    assert loader.report.bad == 0
+    assert all(sidecar(path, ".sha256").exists() for path in source.glob("*.tar"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards with other content
+# ---- shards with other content --------------------------------------------------------------------------------------
 
 
-def other_content(corpus, directory, **settings):
-    """The same names, counts and keys; other samples."""
-    return corpus.write(
-        directory, change=lambda s: corpus.sample(int(s["__key__"]) + 100) | {"__key__": s["__key__"]}, **settings
-    )
-
-
-def longer(corpus, directory, **settings):
-    """The same names, counts and keys; captions of another length."""
-    return corpus.write(directory, change=lambda s: s | {"txt": f"a {s['txt']}"}, **settings)
-
-
-@pytest.mark.parametrize("known", ["sha256", "members", "ends"])
+@pytest.mark.parametrize("known", ["sha256", "index", "start"])
 def test_a_run_does_not_resume_on_other_content(corpus, tmp_path, known):
-    def made(make, name):
-        directory = make(tmp_path / name, count=40, manifest=known != "members")
-        if known == "ends":
+    def made(name, add=""):
+        directory = tmp_path / name
+        corpus.write(directory, 40, manifest=known != "index", change=lambda s: s | {"txt": f"{add}{s['txt']}"})
+        if known == "start":
             (directory / "manifest.json").unlink()
         return directory
 
-    other = longer if known == "members" else other_content
-    here, there = made(corpus.write, "here"), made(lambda *args, **kw: other(corpus, *args, **kw), "there")
-    moved = made(corpus.write, "moved")
+    here, there, moved = made("here"), made("there", "longer "), made("moved")
     state = corpus.loader(here).state_dict()
     assert state["content"].startswith(f"{known}:")
     corpus.loader(moved).load_state_dict(state)
@@ -350,19 +282,16 @@ def test_content_that_cannot_be_compared_is_a_warning(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 40, manifest=False)
     state = corpus.loader(source).state_dict()
     write_manifest(source)
-    with pytest.warns(UserWarning, match="the checkpoint knows their members"):
-        corpus.loader(source).load_state_dict(state)
-    del state["content"]  # as earlier versions wrote it
     loader = corpus.loader(source)
-    with pytest.warns(UserWarning, match="the checkpoint knows their names"):
-        loader.load_state_dict(state)
+    for content in ({}, {"content": "names:0123"}):  # as earlier versions wrote it
+        with pytest.warns(UserWarning, match="the checkpoint knows their"):
+            loader.load_state_dict(state | content)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader.load_state_dict(loader.state_dict())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What one sample is
+# ---- what one sample is ---------------------------------------------------------------------------------------------
 
 
 def write_members(path, *members):
@@ -374,30 +303,17 @@ def write_members(path, *members):
     return ShardSet(path)
 
 
-def test_a_sample_is_a_dictionary_of_its_members_and_is_read_at_once(tmp_path, monkeypatch):
-    between = ("a.mp4", bytes(1000)), ("a.npy", b"not read")
+def test_a_sample_is_a_dictionary_of_its_members_of_which_only_what_can_be_used_is_read(tmp_path, monkeypatch):
+    between = ("a.mp4", bytes(1 << 20)), ("a.npy", b"not read"), ("a.cls", bytes(5000))
     shards = write_members(tmp_path / "a.tar", ("a.TXT", b"one"), *between, ("a.json", b"{}"), ("b.txt", b"two"))
     reads, pread = [], os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, offset: reads.append(size) or pread(file, size, offset))
-    assert shards.members((0, 0)) == {"txt": b"one", "json": b"{}", "npy": b"", "mp4": b""}
+    expected = {"txt": b"one", "json": b"{}", "npy": b"", "mp4": b"", "cls": bytes(1025)}
+    assert shards.members((0, 0)) == expected
+    assert sum(reads) == 3 + 2 + 1025
     assert shards.members((0, 1)) == {"txt": b"two"}
-    assert len(reads) == 2
     with pytest.raises(BadSample, match="truncated shard"):
         shards.members((0, 2))
-
-
-def test_what_lies_between_members_is_read_only_if_it_is_little(tmp_path, monkeypatch):
-    shards = write_members(tmp_path / "a.tar", ("a.txt", b"one"), ("a.mp4", bytes(1 << 20)), ("a.cls", b"1"))
-    reads, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, offset: reads.append(size) or pread(file, size, offset))
-    assert shards.members((0, 0)) == {"txt": b"one", "cls": b"1", "mp4": b""}
-    assert reads == [3, 1]
-
-
-def test_no_more_than_can_be_used_of_a_member_is_read(tmp_path):
-    shards = write_members(tmp_path / "a.tar", ("a.cls", bytes(5000)), ("a.txt", b"one"), ("b.txt", b"two"))
-    members = shards.members((0, 0))
-    assert (len(members["cls"]), members["txt"]) == (1025, b"one")
     with (tmp_path / "b.tar").open("wb") as file:  # whose images are holes in the file
         for number in range(11):
             member = tarfile.TarInfo(f"a.{number}.jpg")

@@ -11,7 +11,7 @@ from diffvision.data.shards.writer import write_manifest, write_shards
 
 @pytest.mark.parametrize("per_shard", [0, -1])
 def test_a_shard_holds_at_least_one_sample(tmp_path, corpus, per_shard):
-    with pytest.raises(ValueError, match=f"per_shard is {per_shard}: it must be at"):
+    with pytest.raises(ValueError, match=f"per_shard must be at least 1, got {per_shard}"):
         write_shards(tmp_path / "out", [corpus.sample(0)], per_shard)
     assert not (tmp_path / "out").exists()
 
@@ -34,7 +34,7 @@ def test_what_was_cut_short_is_not_taken_for_all_of_it(tmp_path, corpus):
     with pytest.raises(KeyboardInterrupt):
         write_shards(tmp_path / "shards", cut(), per_shard=2)
     assert len(list((tmp_path / "shards").glob("*.tar"))) == 2
-    with pytest.raises(ValueError, match="has shards whose writing was cut"):
+    with pytest.raises(ValueError, match="has shards already"):
         write_shards(tmp_path / "shards", [corpus.sample(0)])
     with pytest.raises(ValueError, match=r"manifest.json lists no shards"):
         ShardSet(tmp_path / "shards")
@@ -45,15 +45,3 @@ def test_what_was_cut_short_is_not_taken_for_all_of_it(tmp_path, corpus):
     (tmp_path / "shards" / "manifest.json").write_text(json.dumps(listed))
     with pytest.raises(ValueError, match=r"manifest.json lists a shard more than once"):
         ShardSet(tmp_path / "shards")
-
-
-def test_no_manifest_is_written_next_to_compressed_shards(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 20, manifest=False)
-    (source / "000002.tar.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has 1 compressed shards, first"):
-        write_manifest(source)
-    assert not (source / "manifest.json").exists()
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "0.tgz").write_bytes(b"")
-    with pytest.raises(ValueError, match="has shards already"):
-        write_shards(tmp_path / "t", [corpus.sample(0)])
