@@ -12,11 +12,11 @@ from typing import Any
 import tokenizers
 
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.text.documents import RowMember
+from diffvision.data.text.documents import RowMember, read_json
 from diffvision.data.text.templates import compile_template, render
 from diffvision.data.text.tokenizers import Tokenizer
 from diffvision.files import decoded
-from diffvision.tokenizer_settings import CHAT_TEMPLATE, read_config, read_special_token, read_template
+from diffvision.tokenizer_settings import read_config, read_special_token, read_template
 
 CHATML = """\
 {%- for message in messages %}
@@ -41,8 +41,7 @@ _ROLES = {"human": "user", "gpt": ASSISTANT}
 _LAYOUTS = (
     "messages, conversations, prompt and response (or completion), problem, deepseek_reasoning and deepseek_solution"
 )
-_SETTINGS = "chat_template_kwargs"
-CONTEXT = ("tools", "documents", "functions", _SETTINGS)
+CONTEXT = ("tools", "documents")
 """The keys of a row, besides its messages, that chat templates take."""
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
 _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt; no template has them
@@ -105,8 +104,7 @@ class Chat:
             )[0]
         except BadSample as reason:
             raise ValueError(
-                f"chat template {self.name} cannot be used: for a question with its answer, {reason}; correct it, or "
-                f"give another ({', '.join(TEMPLATES)}, or a file of Jinja)"
+                f"chat template {self.name} cannot be used ({reason}): give {', '.join(TEMPLATES)} or a file of Jinja"
             ) from None
 
     def turn_end(self) -> int | None:
@@ -127,7 +125,7 @@ class Chat:
                 prefix with it.
             BadText: a text that cannot be tokenised.
         """
-        record = _record(row)
+        record = read_json(row)
         return self.encode_messages(read_messages(record), read_context(record))
 
     def encode_messages(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:
@@ -215,7 +213,9 @@ class MessageMember(RowMember):
         try:
             if isinstance(row, BadSample):
                 return row
-            texts = [text for message in read_messages(_record(row)) for key, text in message.items() if key != "role"]
+            texts = [
+                text for message in read_messages(read_json(row)) for key, text in message.items() if key != "role"
+            ]
             return "\n".join(text for text in texts if isinstance(text, str))
         except BadSample as reason:
             return reason
@@ -239,8 +239,7 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
         template = _find_template(folder, config)
         if template is None:
             raise ValueError(
-                f"the tokenizer {source} has no chat template (no {CHAT_TEMPLATE}, none in tokenizer_config.json): "
-                f"give {', '.join(TEMPLATES)}, or a Jinja file"
+                f"the tokenizer {source} has no chat template: give {', '.join(TEMPLATES)} or a Jinja file"
             )
     elif template is None:
         if not Path(chosen).is_file():
@@ -308,31 +307,15 @@ def read_turns(record: Any) -> Messages:
 
 
 def read_context(record: Any) -> dict[str, Any]:
-    """Return what a row gives a chat template besides its messages.
-
-    This is what it has of `CONTEXT`, as JSON or as text of JSON; each of the settings by itself.
+    """Return what a row has of `CONTEXT`, as JSON or as text of JSON, for the chat template.
 
     Raises:
-        BadSample: one of them is not JSON.
+        BadSample: it is not JSON.
     """
     row = record if isinstance(record, dict) else {}
     given = {key: row[key] for key in CONTEXT if row.get(key)}
-    try:
-        context = {key: json.loads(value) if isinstance(value, str) else value for key, value in given.items()}
-    except (ValueError, RecursionError):
-        raise BadSample(f"{' or '.join(given)} in a row, which is not JSON") from None
-    settings = context.pop(_SETTINGS, None) or {}
-    if not isinstance(settings, dict):
-        raise BadSample(f"{_SETTINGS} is not a JSON object")
-    settings = {key: value for key, value in settings.items() if value is not None}
-    return settings | {key: value for key, value in context.items() if value}
-
-
-def _record(row: str) -> Any:
-    try:
-        return json.loads(row)
-    except (ValueError, RecursionError):
-        raise BadSample("damaged JSON") from None
+    context = {key: read_json(value) if isinstance(value, str) else value for key, value in given.items()}
+    return {key: value for key, value in context.items() if value}
 
 
 def _turn(message: Any, role: str, content: str) -> dict[str, Any]:

@@ -4,14 +4,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from diffvision.data.shards.index import MEMBER_TYPES
 from diffvision.data.shards.sample import BadSample, Members, SampleId, check_key
-
-MAX_DOCUMENT_BYTES, MAX_LINES_BYTES = MEMBER_TYPES["txt"], MEMBER_TYPES["jsonl"]
-"""The limit of one member with a document in each line, which is read whole."""
 
 
 @dataclass(kw_only=True)
@@ -87,7 +85,7 @@ class TextMember:
         """Yield each document, or why it cannot be used; an empty one is an empty text."""
         if (data := members.get(self._member)) is None:
             yield BadSample(f"missing text member {self._member!r}")
-        elif len(data) > (MAX_LINES_BYTES if self.lines else MAX_DOCUMENT_BYTES):
+        elif len(data) > MEMBER_TYPES["jsonl" if self.lines else "txt"]:
             yield BadSample("document too large")
         else:
             parts = [line for line in data.split(b"\n") if line.strip()] if self.lines else [data]
@@ -96,24 +94,22 @@ class TextMember:
     def _document(self, data: bytes) -> str | BadSample:
         """Decode a document, or take it from its JSON field."""
         try:
-            text = data.decode("utf-8-sig")
-            document = text if not self._field else _find_field(text, self._field)
-            if isinstance(document, str):
+            document = data.decode("utf-8-sig")
+            if self._field:
+                record = read_json(document)
+                document = record.get(self._field) if isinstance(record, dict) else None
+                if not isinstance(document, str):
+                    return BadSample(f"no text in JSON field {self._field!r}")
                 document.encode()  # JSON can write half of a surrogate pair
             return document
         except UnicodeError:
             return BadSample("text not UTF-8")
+        except BadSample as reason:
+            return reason
 
 
 class RowMember(TextMember):
-    """Reads rows of a sample, each the text of a JSON object.
-
-    Args:
-        key: "json": the member is one row; "jsonl": each line of it is one.
-
-    Raises:
-        ValueError: another type of member.
-    """
+    """Reads rows of a sample, each the text of a JSON object: key "json" for one row, "jsonl" for one in each line."""
 
     def __init__(self, key: str = "json") -> None:
         super().__init__(key)
@@ -155,19 +151,23 @@ class JsonLines:
         start, stop = self._starts[sample[1] : sample[1] + 2].tolist()
         with self.path.open("rb") as file:
             file.seek(start)
-            return {"json": file.read(min(stop - start, MAX_DOCUMENT_BYTES + 1))}
+            return {"json": file.read(min(stop - start, MEMBER_TYPES["txt"] + 1))}
 
     def describe(self, sample: SampleId) -> str:
         """Return "file: line N" of a sample, for reports."""
         return f"{self.path.name}: line {self._lines[sample[1]]}"
 
 
-def check_document(data: bytes, member_type: str) -> int:
-    """Check that a text member is what its type says; return how many characters it has.
+def read_json(text: str) -> Any:
+    """Return what a text of JSON holds; raise BadSample where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadSample("damaged JSON") from None
 
-    Raises:
-        BadSample: not UTF-8, not JSON, or empty.
-    """
+
+def check_document(data: bytes, member_type: str) -> None:
+    """Raise BadSample if a text member is not what its type says, or empty."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -176,17 +176,4 @@ def check_document(data: bytes, member_type: str) -> int:
         raise BadSample("empty document")
     kind = member_type.rpartition(".")[2]
     for record in text.split("\n") if kind == "jsonl" else [text] * (kind == "json"):
-        try:
-            json.loads(record.strip() or "0")
-        except (ValueError, RecursionError):
-            raise BadSample("damaged JSON") from None
-    return len(text)
-
-
-def _find_field(text: str, field: str) -> str | BadSample:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return BadSample("damaged JSON")
-    value = record.get(field) if isinstance(record, dict) else None
-    return value if isinstance(value, str) else BadSample(f"no text in JSON field {field!r}")
+        read_json(record.strip() or "0")

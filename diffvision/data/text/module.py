@@ -41,7 +41,6 @@ class TextData(LoaderData):
         text_key: the member with the text: "txt", "json:FIELD", or "jsonl:FIELD" with a document in each line.
         documents: number each token's document, so that a model can keep attention inside of documents; of
             conversations always.
-        cut: cut conversations that are longer than a sequence, which are otherwise left out and counted.
         settings: as of `LoaderData`; documents count as samples, and blocks of 16.8 million tokens as shards.
     """
 
@@ -55,12 +54,11 @@ class TextData(LoaderData):
         *,
         text_key: str = "txt",
         documents: bool = False,
-        cut: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(batch_size, **settings)
         self.train, self.length, self.evaluation, self.tokenizer = train, length, evaluation, tokenizer
-        self.text, self.documents, self.cut = TextMember(text_key), documents, cut
+        self.text, self.documents = TextMember(text_key), documents
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
@@ -122,7 +120,7 @@ class TextData(LoaderData):
         """
         folders = self._token_folders(source, split)
         if are_conversations(folders):
-            windows: TokenWindows = _pack_chats(folders, self.length, self.cut)
+            windows: TokenWindows = _pack_chats(folders, self.length)
         else:
             windows = TokenWindows(folders, self.length)
         check_limits(windows.account, self.limits)
@@ -150,24 +148,16 @@ class TextData(LoaderData):
         module = self.trainer.lightning_module if self.trainer is not None else None
         size = _vocabulary_of(module)
         if size is not None and size < self.vocab_size:
-            raise ValueError(
-                f"the model has vocab_size {size}, the tokenizer {self.tokenizer or self.train} {self.vocab_size} "
-                f"tokens: set vocab_size to {self.vocab_size} or more, or take its own tokenizer"
-            )
+            raise ValueError(f"vocab_size of the model must be at least its tokenizer's {self.vocab_size}, got {size}")
 
 
-def _pack_chats(folders: list[Path], length: int, cut: bool) -> PackedWindows:
+def _pack_chats(folders: list[Path], length: int) -> PackedWindows:
     """Return conversations in windows, and warn of those that do not fit into one."""
-    windows = PackedWindows(folders, length, cut=cut)
+    windows = PackedWindows(folders, length)
     if windows.long:
-        left_out = windows.extra_counts["left_out_conversations"]
-        became = (
-            f"{left_out:,} of them are left out, {windows.long - left_out:,} are cut" if cut else "they are left out"
-        )
         rank_zero_warn(
-            f"{windows.long:,} of {windows.account.documents:,} conversations are longer than {length + 1:,} tokens, "
-            f"the first is {windows.first_long}: {became}; set data.length to hold them"
-            f"{'' if cut else ', or data.cut to cut them at their ends'}"
+            f"{windows.long:,} of {windows.account.documents:,} conversations are longer than {length + 1:,} tokens "
+            f"and left out, the first is {windows.first_long}: raise data.length to hold them"
         )
     return windows
 

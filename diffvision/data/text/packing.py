@@ -54,12 +54,10 @@ class PackedWindows(TokenWindows):
     """Token files of conversations as windows of whole ones; a sample is a block and the window's number in it.
 
     A window holds `length + 1` tokens: what a model reads, and the last one's prediction. Conversations are packed best
-    fit decreasing, 2,000 after another at a time. One that is longer than a window is left out and counted, or cut at
-    its end; cut before the first learned token, it is left out too.
+    fit decreasing, 2,000 after another at a time. One that is longer than a window is left out and counted.
 
     Args:
         source, length, block: as `TokenWindows`'s. A conversation is in the block of its first token.
-        cut: cut conversations that are longer than a window.
 
     Attributes:
         long: the number of conversations that are longer than a window.
@@ -69,8 +67,8 @@ class PackedWindows(TokenWindows):
         ValueError: as `TokenWindows`; no conversation fits.
     """
 
-    def __init__(self, source: Any, length: int, *, cut: bool = False, block: int = BLOCK) -> None:
-        self.cut, self.long, self._left_out, self.first_long = cut, 0, 0, ""
+    def __init__(self, source: Any, length: int, *, block: int = BLOCK) -> None:
+        self.long, self.first_long = 0, ""
         super().__init__(source, length, block=block)
 
     def _count_windows(self, block: int) -> list[int]:
@@ -94,27 +92,21 @@ class PackedWindows(TokenWindows):
         counts = [len(windows.stops) for windows in self._packed]
         if not any(counts):
             raise ValueError(
-                f"no conversation fits into a window of {self.length + 1:,} tokens, the longest has {longest:,}: raise "
-                "data.length, or set data.cut"
+                f"data.length must hold a conversation, got {self.length:,}: the longest has {longest:,} tokens"
             )
         return counts
 
     @property
     def fingerprint(self) -> str:
         """A digest of the windows in each block, of the length, of how they are packed and of the tokenizer."""
-        return f"{super().fingerprint}-packed{'-cut' * self.cut}"
-
-    @property
-    def sample_settings(self) -> dict[str, Any]:
-        """The length of a window, and whether longer conversations are cut."""
-        return {**super().sample_settings, "cut": self.cut}
+        return f"{super().fingerprint}-packed"
 
     @property
     def extra_counts(self) -> dict[str, int]:
         """Conversations that are longer than a window, tokens of padding, and rows that are not in the files."""
         used = sum(int(windows.sizes.sum()) for windows in self._packed)
         padding = int(self.counts.sum()) * (self.length + 1) - used
-        counts = {"long_conversations": self.long, "left_out_conversations": self._left_out, "padding_tokens": padding}
+        counts = {"left_out_conversations": self.long, "padding_tokens": padding}
         return counts | {"skipped_documents": self.account.bad, "empty_documents": self.account.empty}
 
     def members(self, sample: SampleId) -> Members:
@@ -132,17 +124,14 @@ class PackedWindows(TokenWindows):
         return int(self._packed[sample[0]].pieces(sample[1])[0][0])
 
     def _pack(self, block: Block, starts: np.ndarray, lengths: np.ndarray) -> "_Windows":
-        """Pack a block's conversations into windows; longer ones are cut or left out."""
+        """Pack a block's conversations into windows; longer ones are left out."""
         capacity = self.length + 1
-        kept = lengths <= capacity
-        long = np.flatnonzero(~kept)
+        fits = lengths <= capacity
+        long = np.flatnonzero(~fits)
         self.long += len(long)
         if len(long) and not self.first_long:
             self.first_long = f"{block.file.folder.name}: conversation {block.start + int(long[0]) + 1}"
-        for index in long.tolist() if self.cut else ():
-            kept[index] = block.file.array(LEARNED)[starts[index] + 1 : starts[index] + capacity].any()
-        self._left_out += int((~kept).sum())
-        starts, sizes = starts[kept], np.minimum(lengths[kept], capacity)
+        starts, sizes = starts[fits], lengths[fits]
         windows = [
             [index + first for index in window]
             for first in track(range(0, len(sizes), _BUFFER), "packing")

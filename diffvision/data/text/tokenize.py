@@ -8,9 +8,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,17 +41,8 @@ from diffvision.tokenizer_settings import CHAT_TEMPLATE
 _ROWS = 256  # samples in one piece of a worker's work; one where a sample has many documents
 
 
-@dataclass
-class _Part:
-    """What became of a few samples: the account of their documents, and what each token file has of them."""
-
-    samples: int
-    account: DocumentAccount
-    arrays: dict[str, np.ndarray]
-
-
 class _Parts(Dataset):
-    """(shard, first row, the one after the last) -> _Part."""
+    """(shard, first row, the one after the last) -> the account of their documents, and each token file's share."""
 
     def __init__(
         self,
@@ -64,38 +54,31 @@ class _Parts(Dataset):
     ) -> None:
         self.source, self.text, self.tokenizer, self.chat, self.dtypes = source, text, tokenizer, chat, dtypes
 
-    def __getitem__(self, part: tuple[int, int, int]) -> _Part:
+    def __getitem__(self, part: tuple[int, int, int]) -> tuple[DocumentAccount, dict[str, np.ndarray]]:
         number, first, stop = part
         account = DocumentAccount()
-        pieces = {name: [np.array([], dtype)] for name, dtype in self.dtypes.items()}
+        arrays: dict[str, list] = {name: [] for name in (IDS, LEARNED, LENGTHS)}
         for row in range(first, stop):
-            for document in _read_sample(self.source, (number, row), self.text):
-                encoded = self._encoded(document)
-                if isinstance(encoded, BadSample):
-                    account.skip(str(encoded), self.source.describe((number, row)))
+            for document in _read_sample(self.source, (number, row), self.text, account):
+                try:
+                    ids, learned = self._encoded(document)
+                except (BadSample, BadText) as reason:
+                    account.skip(getattr(reason, "reason", str(reason)), self.source.describe((number, row)))
                     continue
-                ids, learned = encoded
                 account.documents += bool(ids)
                 account.empty += not ids
-                for name, values in ((IDS, ids), (LEARNED, learned), (LENGTHS, [len(ids)] if ids else [])):
-                    if name in pieces:
-                        pieces[name].append(np.array(values, self.dtypes[name]))
-        return _Part(stop - first, account, {name: np.concatenate(arrays) for name, arrays in pieces.items()})
+                arrays[IDS] += ids
+                arrays[LEARNED] += learned
+                arrays[LENGTHS] += [len(ids)] if ids else []
+        return account, {name: np.array(arrays[name], dtype) for name, dtype in self.dtypes.items()}
 
-    def _encoded(self, document: str | BadSample) -> tuple[list[int], list[bool]] | BadSample:
+    def _encoded(self, document: str) -> tuple[list[int], list[bool]]:
         """Return a document's ids with the end after them, none of an empty one; and which are learned, of a row."""
-        if isinstance(document, BadSample):
-            return document
-        try:
-            if not document.strip():
-                return [], []
-            if self.chat is not None:
-                return self.chat.encode(document)
-            return [*self.tokenizer.encode(document), self.tokenizer.eos_id], []
-        except BadSample as reason:
-            return reason
-        except BadText as error:
-            return BadSample(error.reason)
+        if not document.strip():
+            return [], []
+        if self.chat is not None:
+            return self.chat.encode(document)
+        return [*self.tokenizer.encode(document), self.tokenizer.eos_id], []
 
 
 def tokenize_shards(
@@ -171,9 +154,7 @@ def cached_tokens(
         try:
             TokenFiles(directory)
         except (OSError, ValueError):  # there are none, or they are damaged
-            if directory.is_dir():
-                shutil.rmtree(directory)
-            directory.unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
             tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
     check_limits(read_account(directory), limits)  # they may have been made with other limits
     return directory
@@ -213,10 +194,7 @@ def documents_of(
     before, read = account.seen, 0
     for number, count in enumerate(source.counts):
         for row in range(int(count)):
-            for document in _read_sample(source, (number, row), text):
-                if isinstance(document, BadSample):
-                    account.skip(str(document), source.describe((number, row)))
-                    continue
+            for document in _read_sample(source, (number, row), text, account):
                 account.documents += bool(document.strip())
                 account.empty += not document.strip()
                 yield document
@@ -226,12 +204,18 @@ def documents_of(
             check_limits(account, limits, expected=before + expected)
 
 
-def _read_sample(source: ShardSet | JsonLines, sample: SampleId, text: TextMember) -> Iterator[str | BadSample]:
-    """Yield the documents of a sample, or why one of them, or the sample, cannot be used."""
+def _read_sample(
+    source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
+) -> Iterator[str]:
+    """Yield the documents of a sample; those that cannot be used are counted."""
     try:
-        yield from text.documents(source.members(sample))
+        for document in text.documents(source.members(sample)):
+            if isinstance(document, BadSample):
+                account.skip(str(document), source.describe(sample))
+            else:
+                yield document
     except BadSample as reason:
-        yield reason
+        account.skip(str(reason), source.describe(sample))
 
 
 def _write(parts: _Parts, folder: Path, account: TokenAccount, num_workers: int, limits: Limits) -> None:
@@ -239,14 +223,12 @@ def _write(parts: _Parts, folder: Path, account: TokenAccount, num_workers: int,
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in account.dtypes}
         digests = {name: hashlib.sha256() for name in files}
-        read = 0
-        for part in _read(parts, num_workers):
-            read += part.samples
-            account.add(part.account)
-            account.count += len(part.arrays[IDS])
-            account.learned += int(part.arrays[LEARNED].sum()) if LEARNED in part.arrays else 0
+        for read, part, arrays in _read(parts, num_workers):
+            account.add(part)
+            account.count += len(arrays[IDS])
+            account.learned += int(arrays[LEARNED].sum()) if LEARNED in arrays else 0
             check_limits(account, limits, expected=account.seen * len(parts.source) // read)
-            for name, array in part.arrays.items():
+            for name, array in arrays.items():
                 digests[name].update(array.data)
                 files[name].write(array.data)
     check_limits(account, limits)
@@ -255,22 +237,24 @@ def _write(parts: _Parts, folder: Path, account: TokenAccount, num_workers: int,
     account.sha256 = {name: digest.hexdigest() for name, digest in digests.items()}
 
 
-def _read(parts: _Parts, num_workers: int) -> Iterator[_Part]:
-    """Yield each part of a source in order, under a progress bar."""
+def _read(parts: _Parts, num_workers: int) -> Iterator[tuple[int, DocumentAccount, dict[str, np.ndarray]]]:
+    """Yield each part of a source in order, with the samples read until its end, under a progress bar."""
     rows = 1 if parts.text.lines else _ROWS
     ranges = [
         (shard, first, min(first + rows, int(count)))
         for shard, count in enumerate(parts.source.counts)
         for first in range(0, int(count), rows)
     ]
-    loader: Iterable[_Part] = DataLoader(
+    loader = DataLoader(
         parts,
         batch_size=None,
         sampler=ranges,
         num_workers=min(num_workers, len(ranges)),
+        collate_fn=tuple,
         generator=torch.Generator(),  # else it would draw from the process's generator
     )
+    read = 0
     with bar("tokenising", len(parts.source)) as advance:
-        for part in loader:
-            advance(part.samples)
-            yield part
+        for (_, first, stop), part in zip(ranges, loader, strict=True):
+            advance(stop - first)
+            yield (read := read + stop - first), *part

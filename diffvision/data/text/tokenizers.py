@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,13 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if eos is None:
             eos = find_end(vocabulary, {})
-        if eos is None or eos not in vocabulary:
-            wanted = repr(eos) if eos else "any of " + ", ".join(USUAL_ENDS)
-            raise ValueError(
-                f"the tokenizer has no token for the end of a document, {wanted}: add one, or give its name as eos"
-            )
+        for setting, token in {"eos": eos, "bos": eos if bos is None else bos}.items():
+            if token not in vocabulary:
+                wanted = repr(token) if token else "one of " + ", ".join(USUAL_ENDS)
+                raise ValueError(f"{setting} of the tokenizer must be a token of it, got {wanted}: give another")
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        if bos is not None and bos not in vocabulary:
-            raise ValueError(f"the tokenizer has no token {bos!r}, which its settings name as bos_token: correct them")
         self._backend, self.eos, self.bos = backend, eos, bos
         self.source: Path | None = None
         self.eos_id: int = vocabulary[eos]
@@ -112,9 +110,7 @@ class Tokenizer:
         """
         ids = [int(number) for number in ids]
         if wrong := [number for number in ids if not 0 <= number < self.vocab_size]:
-            raise ValueError(
-                f"token ids must be 0 to {self.vocab_size - 1}, got {wrong[0]}: is it another tokenizer's?"
-            )
+            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}, got {wrong[0]}")
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def special_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -169,43 +165,31 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     Raises:
         ValueError: no such file, or a file that is no tokenizer.
     """
-    path = Path(source)
-    if path.is_dir():
-        path = path / FILE
-    if path.is_file():
-        tokenizer = Tokenizer(_read(path), *_read_ends(path))
-        tokenizer.source = path
-        return tokenizer
-    raise ValueError(
-        f"no tokenizer at {source}: give a tokenizer.json or a directory that holds one; `diffvision data tokenizer` "
-        "trains one"
-    )
-
-
-def _read(path: Path) -> tokenizers.Tokenizer:
+    path = Path(source, FILE) if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        raise ValueError(
+            f"no tokenizer at {source}: give a tokenizer.json or a directory with one; `diffvision data tokenizer` "
+            "trains one"
+        )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{path} is not a file of the tokenizers library: {error}") from None
+    config = read_config(path.parent)
+    eos, bos = (read_special_token(config, name) for name in ("eos_token", "bos_token"))
+    # Where the settings do not say whether the beginning is added, the tokenizer adds it to every text or not.
+    adds = config.get("add_bos_token")
+    if adds is None and bos is not None:
+        adds = backend.encode("").tokens[:1] == [bos]
+    tokenizer = Tokenizer(backend, eos, bos if adds is True else None)
+    tokenizer.source = path
+    return tokenizer
 
 
 def _write(path: Path, content: Any) -> None:
     """Write a JSON file, whole or not at all."""
     with replacing(path) as file:
         file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
-
-
-def _read_ends(path: Path) -> tuple[str | None, str | None]:
-    """Return the end and the beginning of a text by tokenizer_config.json next to the file, or None.
-
-    Where the settings do not say whether the beginning is added, the tokenizer does: it adds it to every text or not.
-    """
-    config = read_config(path.parent)
-    eos, bos = (read_special_token(config, name) for name in ("eos_token", "bos_token"))
-    adds = config.get("add_bos_token")
-    if adds is None and bos is not None:
-        adds = _read(path).encode("").tokens[:1] == [bos]
-    return eos, bos if adds is True else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | None = None) -> Tokenizer:
@@ -241,16 +225,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | Non
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    characters = 0
+    texts = iter(texts)
+    first = next(filter(None, texts), None)
+    if first is None:
+        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
 
     def checked() -> Iterator[str]:
-        nonlocal characters
-        for text in texts:
+        for text in chain([first], texts):
             check_text(text)
-            characters += len(text)
             yield text
 
     backend.train_from_iterator(checked(), trainer)
-    if not characters:
-        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
     return Tokenizer(backend, END)

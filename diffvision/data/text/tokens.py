@@ -105,8 +105,7 @@ def find_token_folders(source: Any, split: str = "train") -> list[Path]:
     if not isinstance(source, (str, Path)):
         parts = [find_token_folders(part, split) for part in source] if isinstance(source, (list, tuple)) else []
         if any(parts) and not all(parts):
-            text = next(part for part, folders in zip(source, parts, strict=True) if not folders)
-            raise ValueError(f"{source} joins token files and text ({text}): train on either alone")
+            raise ValueError(f"train must be token files or text, got both: {source}")
         return [folder for folders in parts for folder in folders]
     path = Path(source)
     folder = path if path.is_dir() else path.parent
@@ -140,16 +139,15 @@ def read_account(folder: Path) -> TokenAccount:
     try:
         fields = json.loads(text)
         written = fields.pop("format")
-        if written == TOKENS_FORMAT:
-            account = TokenAccount(**fields)
-            is_whole = account.sha256.keys() == account.dtypes.keys() and 0 <= account.eos_id < account.vocab_size
-            if is_whole and account.count > 0 and account.seen >= account.documents > 0:
-                return account
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        written = TOKENS_FORMAT
-    if written != TOKENS_FORMAT:
-        raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
-    raise ValueError(f"{where} is damaged: {_AGAIN}")
+        if written != TOKENS_FORMAT:
+            raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
+        account = TokenAccount(**fields)
+        is_whole = account.sha256.keys() == account.dtypes.keys() and 0 <= account.eos_id < account.vocab_size
+        if not (is_whole and account.count > 0 and account.seen >= account.documents > 0):
+            raise KeyError
+    except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{where} is damaged: {_AGAIN}") from None
+    return account
 
 
 class TokenFiles:

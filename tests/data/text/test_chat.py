@@ -160,7 +160,7 @@ CALLS = """\
 {%- if message.content %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}
 {{- '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('' if think is defined else ' ') }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None, "<|im_end|>": ["<|im_end|>"]}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -177,18 +177,18 @@ def test_a_template_gets_all_that_a_row_has(tmp_path):
     ]
     chat = Chat(tokenizer, CALLS, "calls")
     for tools in (TOOLS, json.dumps(TOOLS)):
-        row = json.dumps({"messages": messages, "tools": tools, "chat_template_kwargs": {"think": True}})
+        row = json.dumps({"messages": messages, "tools": tools})
         with pytest.raises(BadSample, match="extend its prefix"):  # the template leaves earlier reasoning out
             chat.encode(row)
         ids, learned = chat.encode(json.dumps({**json.loads(row), "messages": messages[:2]}))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, chat_template=CALLS)
-    text = theirs.apply_chat_template(messages[:2], tools=TOOLS, tokenize=False, think=True)
+    text = theirs.apply_chat_template(messages[:2], tools=TOOLS, tokenize=False)
     assert tokenizer.decode(ids) == text.rstrip()
     spoken = tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned])
     assert spoken == """<think>so</think>add{"a": 2, "b": null, "<|im_end|>": ["<|im_end|>"]}<|im_end|>"""
     assert ids.count(tokenizer.vocabulary()["<|im_end|>"]) == 3  # of the turns, none of the call's
     del messages[1]["reasoning_content"]
-    ids, _ = chat.encode(json.dumps({"messages": messages, "chat_template_kwargs": {"think": True}}))
+    ids, _ = chat.encode(json.dumps({"messages": messages}))
     assert tokenizer.decode(ids).endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is four.<|im_end|>")
 
 
@@ -201,7 +201,6 @@ def test_a_template_gets_all_that_a_row_has(tmp_path):
         ("name", {"name": "ann"}, {}),
         ("tools", {}, {"tools": TOOLS}),
         ("documents", {}, {"documents": [{"text": "a"}]}),
-        ("enable_thinking", {}, {"chat_template_kwargs": {"enable_thinking": True}}),
     ],
 )
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
@@ -213,7 +212,7 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
     with pytest.raises(BadSample, match=f"'{key}'"):
         chat.encode(json.dumps({layout: turns, **row}))
     empty = {key: None, "tool_calls": [], "thinking": ""}
-    row = {"tools": "[]", "documents": None, "chat_template_kwargs": {"enable_thinking": None}, "id": 3}
+    row = {"tools": "[]", "documents": None, "id": 3}
     assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], **row}))
 
 
@@ -244,7 +243,7 @@ def test_a_system_beside_messages_is_the_first_message():
     ("row", "reason"),
     [
         ("{", "damaged JSON"),
-        ('{"prompt": "a", "response": "b", "tools": "[{"}', "tools in a row, which is not JSON"),
+        ('{"prompt": "a", "response": "b", "tools": "[{"}', "damaged JSON"),
         ('{"messages": [{"role": "user", "content": null}]}', "a message whose role or content is not text"),
         ('{"messages": [{"role": "user", "content": null, "tool_calls": []}]}', "a message whose role or content"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),

@@ -55,8 +55,8 @@ def texts(batches, eos_id):
     return sorted(seen)
 
 
-def loader(made, batch_size=1, cut=False, **settings):
-    windows = PackedWindows(made, LENGTH, cut=cut, block=2000)
+def loader(made, batch_size=1, **settings):
+    windows = PackedWindows(made, LENGTH, block=2000)
     kind = PackedSequence(windows.account, LENGTH)
     return ShardLoader(windows, kind, batch_size, **{"num_workers": 0} | settings), windows
 
@@ -68,17 +68,9 @@ def test_every_conversation_is_whole_in_one_window(made):
     assert read[0]["tokens"].shape == read[0]["learned"].shape == (1, LENGTH + 1)
     assert texts(read, windows.account.eos_id) == sorted((len(r["prompt"]), len(r["response"]) + 1) for r in ROWS)
     counts = batches.report.as_dict()
-    assert (counts["long_conversations"], counts["left_out_conversations"]) == (2, 2)
+    assert counts["left_out_conversations"] == windows.long == 2
     tokens = sum(len(r["prompt"]) + len(r["response"]) + 1 for r in ROWS)
     assert counts["padding_tokens"] == len(windows) * (LENGTH + 1) - tokens
-
-
-def test_long_conversations_are_cut_if_asked_unless_nothing_learned_is_left(made):
-    batches, windows = loader(made, cut=True)
-    expected = [(len(r["prompt"]), len(r["response"]) + 1) for r in ROWS] + [(20, LENGTH + 1 - 20)]
-    assert texts(batches, windows.account.eos_id) == sorted(expected)
-    assert (windows.long, windows.extra_counts["left_out_conversations"]) == (2, 1)
-    assert windows.fingerprint != PackedWindows(made, LENGTH, block=2000).fingerprint
 
 
 def test_best_fit_decreasing_by_hand():
@@ -106,19 +98,15 @@ def test_the_data_module_resumes_and_divides_windows_over_ranks(made):
     parts = [rows(loader(made, 4, rank=r, world_size=2)[0]) for r in range(2)]
     joined = [{k: a[k] + b[k] for k in a} for a, b in zip(*parts, strict=True)]
     assert joined == whole
-    with pytest.raises(ValueError, match="cannot resume"):
-        loader(made, 4, cut=True)[0].load_state_dict(half.state_dict())
 
 
 def test_the_data_module_packs_conversations_and_says_what_does_not_fit(made, tmp_path):
     data = TextData(made, 4, LENGTH, made, num_workers=0)
-    message = (
-        r"2 of 302 conversations are longer than 41 tokens, the first is made: conversation 301: they are left out"
-    )
+    message = r"2 of 302 conversations are longer than 41 tokens and left out, the first is made: conversation 301"
     with pytest.warns(UserWarning, match=message):
         batch = next(iter(data.train_dataloader()))
     assert set(batch) == {"tokens", "documents", "learned"}
-    with pytest.raises(ValueError, match=r"no conversation .* a window of 2"):
+    with pytest.raises(ValueError, match=r"data.length must hold a conversation, got 1"):
         TextData(made, 4, 1, num_workers=0).train_dataloader()
     write_shards(tmp_path / "text", [{"__key__": "a", "txt": "qa" * 200}])
     tokenize_shards(ShardSet(tmp_path / "text"), tmp_path / "tokens", train_tokenizer(["qa"], 257), num_workers=0)

@@ -103,7 +103,7 @@ def test_what_cannot_be_used_is_said(tokenizer, tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"no tokenizer at .*absent"):
         load_tokenizer(tmp_path / "absent")
-    with pytest.raises(ValueError, match="no token for the end of a document"):
+    with pytest.raises(ValueError, match="eos of the tokenizer must be a token"):
         Tokenizer(words({"?": 0}))
     with pytest.raises(ValueError, match=r"vocab_size is 256: it must be 257"):
         train_tokenizer(TEXTS, 256)
