@@ -1,22 +1,17 @@
 """`llava`: LLaVA's JSON (github.com/haotian-liu/LLaVA, docs/Finetune_Custom_Data.md) and its images as shards."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from diffvision.data.conversations import read_conversation
-from diffvision.data.images.decode import MAX_JSON_BYTES
 from diffvision.data.images.image_set import ImageFiles
 from diffvision.data.images.image_tables import check_path
 from diffvision.data.images.pack_images import image_suffix, pack_as
+from diffvision.data.rows import read_rows
 from diffvision.data.shards.sample import BadSample, BadSource
 from diffvision.progress import track
-
-_BETWEEN = re.compile(r"[\s,\[\]]*")  # records: in a list, or one a line
 
 
 def make_llava(
@@ -56,28 +51,23 @@ def make_llava(
 
 
 class _Records:
-    """The records of a file, of which only the text is in memory, and the images that they name."""
+    """The records of a file, and the images that they name."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self.source, self.root = str(path), root.resolve()
-        spans, end = [], 0
         try:
-            self.text = path.read_text("utf-8-sig")
-            while (start := _BETWEEN.match(self.text, end).end()) < len(self.text):  # type: ignore[union-attr]
-                _, end = json.JSONDecoder().raw_decode(self.text, start)
-                spans.append((start, end))
-        except (ValueError, RecursionError) as error:
-            raise BadSource(f"{path} is not JSON after {len(spans):,} rows ({error})") from None
-        self.spans, self.names = np.array(spans).reshape(-1, 2), range(len(spans))
+            self.rows = [row for _, row in read_rows(path)]
+        except (ValueError, FileNotFoundError) as error:
+            raise BadSource(str(error)) from None
+        self.names = range(len(self.rows))
 
     def __len__(self) -> int:
-        return len(self.spans)
+        return len(self.rows)
 
     def _read(self, row: int) -> tuple[dict[str, Any], ImageFiles]:
-        start, end = self.spans[row]
-        record = json.loads(self.text[start:end])
-        if not isinstance(record, dict) or end - start > MAX_JSON_BYTES:
-            raise BadSample("row is not an object, or too large")
+        record = self.rows[row]
+        if not isinstance(record, dict):
+            raise BadSample("row is not an object")
         names: Any = next((value for key in ("image", "images") if (value := record.get(key)) is not None), [])
         names = names if isinstance(names, list) else [names]
         names = [check_path(self.root, name, f"{self.source}, row {row}") for name in names]

@@ -75,12 +75,12 @@ def test_missing_and_damaged_images_are_counted_and_too_many_refused(folder, tmp
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("[" + json.dumps(record(0, "b.png")) + ", {", "not JSON after 1 rows"),
+        ("[" + json.dumps(record(0, "b.png")) + ", {", "is not JSON"),
         (json.dumps([record(0, "../rows.json")]), "not a path inside"),
         (json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),
         ("[]", "no images|no rows"),
         ("\ufeff" + json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),
-        ("\udcff", "not JSON after 0 rows"),
+        ("\udcff", "not UTF-8"),
     ],
 )
 def test_files_of_another_kind_are_refused(folder, tmp_path, text, error):

@@ -150,7 +150,7 @@ def test_a_run_cut_in_the_middle_goes_on_exactly(places, tmp_path):
 @pytest.mark.parametrize("source", ["text", "tokens"])
 def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, tmp_path, source):
     module = Recorder(vocab_size=279)
-    with pytest.raises(ValueError, match="vocab_size of the model .* got 279"):
+    with pytest.raises(ValueError, match=r"vocab_size of the model .* got 279"):
         fit(module, data_of(places, source), tmp_path)
     assert not user_cache("tokens").exists()
     fit(padded := Recorder(vocab_size=320), data_of(places, source), tmp_path)
