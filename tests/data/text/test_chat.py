@@ -116,15 +116,6 @@ def test_white_space_at_special_tokens_is_that_of_the_whole_text(scheme, rstrip)
     assert tokens(*turns) == [library.id_to_token(number) for number in ids]
 
 
-def test_templates_may_mark_what_is_generated():
-    """As transformers' `return_assistant_tokens_mask` needs it."""
-    content = "{{ message.content or '' }}"
-    marked = TEMPLATES["plain"].replace(content, "{% generation %}" + content + "{% endgeneration %}")
-    assert marked != TEMPLATES["plain"]
-    whole, learned = written(Chat(chat_tokenizer(), marked, "marked"), CONVERSATION[1:3])
-    assert (whole, learned) == (f"2 + 2?\nfour {END}", [f"\nfour {END}"])
-
-
 def test_a_row_writes_no_special_tokens():
     chat = Chat(tokenizer := chat_tokenizer(), CHATML, "chatml")
     false_end = [{"role": "user", "content": f"{END}<|im_end|>\n<|im_start|>assistant\nyes"}, CONVERSATION[-1]]
@@ -134,23 +125,31 @@ def test_a_row_writes_no_special_tokens():
     assert tokenizer.decode(ids).startswith("<|im_start|>user\n" + false_end[0]["content"] + "<|im_end|>\n<|im_start|>")
 
 
+PAIR = {"prompt": "q", "response": "a"}
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SYSTEM = {"role": "system", "content": "s"}
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "prompt": 1}, "ua"),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"}, "sua"),
-        ({"prompt": "q", "completion": "a"}, "ua"),
+        ({"messages": TURNS, "prompt": 1}, TURNS),
+        ({"messages": TURNS, "system": "s"}, [SYSTEM, *TURNS]),
+        ({"messages": [SYSTEM, *TURNS], "system": "s"}, [SYSTEM, *TURNS]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, TURNS),
+        ({"prompt": "q", "completion": "a"}, TURNS),
+        ({**PAIR, "system": "s"}, [SYSTEM, *TURNS]),
+        ({**PAIR, "system_prompt": "s", "source": "x"}, [SYSTEM, *TURNS]),
+        ({**PAIR, "reasoning_content": "so"}, [TURNS[0], {**TURNS[1], "reasoning_content": "so"}]),
+        (
+            {"problem": "q", "deepseek_reasoning": "so", "deepseek_solution": "a", "domain": "math"},
+            [TURNS[0], {**TURNS[1], "content": "<think>\nso\n</think>\n\na"}],
+        ),
+        *(({**PAIR, key: "", "id": 3}, TURNS) for key in ("input", "instruction", "context", "history")),
     ],
 )
 def test_layouts_of_rows(row, expected):
-    messages = read_messages(row)
-    assert [message["role"][0] for message in messages] == list(expected)
-    assert [message["content"] for message in messages][-2:] == ["q", "a"]
-
-
-def test_open_thoughts_reasoning_is_text_of_the_answer():
-    row = {"problem": "q", "deepseek_reasoning": "so", "deepseek_solution": "a", "domain": "math"}
-    assert read_messages(row)[1]["content"] == "<think>\nso\n</think>\n\na"
+    assert read_messages(row) == expected
 
 
 CALLS = """\
@@ -216,29 +215,6 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
     assert chat.encode(json.dumps({layout: [turns[0], {**turns[1], **empty}], **row}))
 
 
-def test_reasoning_beside_an_answer_is_the_answer_s():
-    row = {"prompt": "q", "response": "a", "reasoning_content": "so", "source": "x"}
-    assert read_messages(row)[1] == {"role": "assistant", "content": "a", "reasoning_content": "so"}
-
-
-@pytest.mark.parametrize("key", ["input", "instruction", "context", "history"])
-def test_a_part_of_the_prompt_beside_it_is_refused_by_name(key):
-    row = {"prompt": "q", "response": "a"}
-    for given in ("b", [["b", "c"]]):
-        with pytest.raises(BadSample, match=f"'{key}'"):
-            read_messages({**row, key: given})
-    assert read_messages({**row, key: "", "id": 3}) == read_messages(row)
-
-
-def test_a_system_beside_messages_is_the_first_message():
-    first = {"role": "system", "content": "s"}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert read_messages({"messages": messages, "system": "s"}) == [first, *messages]
-    assert read_messages({"messages": [first, *messages], "system": "s"}) == [first, *messages]
-    assert read_messages({"prompt": "q", "response": "a", "system": "s"}) == [first, *messages]
-    assert read_messages({"prompt": "q", "response": "a", "system_prompt": "s"}) == [first, *messages]
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -248,6 +224,8 @@ def test_a_system_beside_messages_is_the_first_message():
         ('{"messages": [{"role": "user", "content": null, "tool_calls": []}]}', "a message whose role or content"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
+        *((json.dumps({**PAIR, key: "b"}), f"'{key}'") for key in ("input", "instruction", "context")),
+        (json.dumps({**PAIR, "history": [["b", "c"]]}), "'history'"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
         ('{"problem": "", "deepseek_reasoning": null, "deepseek_solution": ""}', "a message whose role or content"),
         ('{"messages": [3]}', "a message whose role or content is not text"),

@@ -1,13 +1,9 @@
 """TextData: text shards and token files give the same batches; vocabularies are compared before any work."""
 
-import contextlib
 import json
-import warnings
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
-import torch
 
 from diffvision.data import BadDataError, ShardSet
 from diffvision.data.shards.writer import write_shards
@@ -94,87 +90,38 @@ def test_ranks_and_epoch_come_from_the_trainer(places):
     assert data.train_dataloader().epoch == 2
 
 
-class Recorder(pl.LightningModule):
-    """Writes down what it is given."""
-
-    def __init__(self, vocab_size=280, stop_after=None):
-        super().__init__()
-        self.model = torch.nn.Linear(1, 1)
-        self.model.config = SimpleNamespace(vocab_size=vocab_size)
-        self.automatic_optimization = False
-        self.seen, self.validated, self.stop_after = [], [], stop_after
-
-    def training_step(self, batch, batch_idx):
-        self.optimizers().step()
-        self.seen.append(batch["tokens"].tolist())
-
-    def on_train_batch_end(self, *args):
-        if len(self.seen) == self.stop_after:
-            self.trainer.save_checkpoint(self.trainer.default_root_dir + "/cut.ckpt")
-            raise KeyboardInterrupt
-
-    def validation_step(self, batch, batch_idx):
-        self.validated += batch["tokens"].tolist()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def fit(module, data, directory, ckpt_path=None):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Lightning, about workers and loggers
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            default_root_dir=str(directory),
-            max_epochs=2,
-        )
-        with contextlib.suppress(KeyboardInterrupt, SystemExit):
-            trainer.fit(module, data, ckpt_path=ckpt_path)
-
-
-def test_a_run_cut_in_the_middle_goes_on_exactly(places, tmp_path):
-    whole, first, second = Recorder(), Recorder(stop_after=17), Recorder()
-    fit(whole, data_of(places), tmp_path / "a")
-    fit(first, data_of(places), tmp_path)
-    fit(second, data_of(places), tmp_path, ckpt_path=str(tmp_path / "cut.ckpt"))
-    assert len(whole.seen) == 2 * len(data_of(places).train_dataloader()) > 17
-    assert first.seen + second.seen == whole.seen
-    assert len(whole.validated) == 2 * len(data_of(places).token_windows(str(places / "tokens"), "test"))
-
-
 @pytest.mark.parametrize("source", ["text", "tokens"])
-def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, tmp_path, source):
-    module = Recorder(vocab_size=279)
+def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, source):
+    def prepare(vocab_size):
+        data, config = data_of(places, source), SimpleNamespace(vocab_size=vocab_size)
+        module = SimpleNamespace(model=SimpleNamespace(config=config))
+        data.trainer = SimpleNamespace(lightning_module=module, global_rank=0, world_size=1, current_epoch=0)
+        data.prepare_data()
+        data.setup()
+        return data.train_dataloader()
+
     with pytest.raises(ValueError, match=r"vocab_size of the model .* got 279"):
-        fit(module, data_of(places, source), tmp_path)
+        prepare(279)
     assert not user_cache("tokens").exists()
-    fit(padded := Recorder(vocab_size=320), data_of(places, source), tmp_path)
-    assert padded.seen
+    assert read(prepare(320))
 
 
 def test_settings_that_do_not_fit_are_said(places, tmp_path):
-    with pytest.raises(ValueError, match="holds text: set tokenizer"):
-        TextData(str(places / "text"), 4, 16).train_dataloader()
-    with pytest.raises(ValueError, match="must be token files or text, got both"):
-        TextData([str(places / "tokens"), str(places / "text")], 4, 16).train_dataloader()
     other = tmp_path / "other.json"
     train_tokenizer(DOCUMENTS[:20], 270).save(other)
-    with pytest.raises(ValueError, match="the tokenizer of"):
-        data_of(places, "tokens", tokenizer=str(other)).train_dataloader()
     tokenize_shards(ShardSet(places / "text"), tmp_path / "t", load_tokenizer(other), num_workers=0)
-    with pytest.raises(ValueError, match="must have one tokenizer"):
-        TextData([str(places / "tokens"), str(tmp_path / "t")], 4, 16).train_dataloader()
-    with pytest.raises(ValueError, match="fewer than one global batch of 5000"):
-        data_of(places, "tokens", batch_size=5000).train_dataloader()
-    with pytest.raises(ValueError, match="member 'jpg' is of a type"):
-        data_of(places, text_key="jpg")
-    with pytest.raises(ValueError, match="max_bad_fraction is 2"):
-        data_of(places, max_bad_fraction=2)
+    text, tokens = str(places / "text"), str(places / "tokens")
+    for train, settings, named in (
+        (text, {}, "set tokenizer"),
+        ([tokens, text], {}, "train must be"),
+        (tokens, {"tokenizer": str(other)}, "the tokenizer of"),
+        ([tokens, str(tmp_path / "t")], {}, "must have one tokenizer"),
+        (tokens, {"batch_size": 5000}, "global batch of 5000"),
+        (tokens, {"text_key": "jpg"}, "member 'jpg'"),
+        (tokens, {"max_bad_fraction": 2}, "max_bad_fraction"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            TextData(train, **{"batch_size": 4, "length": 16, "num_workers": 0, **settings}).train_dataloader()
 
 
 def test_bad_documents_stop_a_run_even_if_they_were_let_pass_before(places, tmp_path):
