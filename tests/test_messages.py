@@ -86,9 +86,9 @@ def unchanged(folder):
 
 # What is wrong -> (the samples, what happens to the folder, what the error names)
 CASES = {
-    "a tarball cut anywhere": ({}, cut, "truncated shard: 000000.tar"),
+    "a tarball cut anywhere": ({}, cut, "as its manifest says: 000000.tar"),
     "a tarball cut without a manifest": ({}, cut_without_a_manifest, "000000.tar"),
-    "a wrong hash": ({}, changed, "(sha256): 000000.tar"),
+    "a wrong hash": ({}, changed, "as its manifest says: 000000.tar"),
     "no tarball": ({}, replaced_by_a_text, "000000.tar"),
     "a broken link": ({}, linked_to_nothing, "000000.tar"),
     "an empty folder": ({}, emptied, "shards"),
@@ -102,7 +102,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:shard .* its manifest says")
 def test_bad_input_is_one_error_with_file_fault_and_remedy(name, tmp_path):
     change, happens, names = CASES[name]
     folder = tmp_path / "shards"

@@ -94,13 +94,14 @@ class TextMember:
     def _document(self, data: bytes) -> str | BadSample:
         """Decode a document, or take it from its JSON field."""
         try:
-            document = data.decode("utf-8-sig")
-            if self._field:
-                record = read_json(document)
-                document = record.get(self._field) if isinstance(record, dict) else None
-                if not isinstance(document, str):
-                    return BadSample(f"no text in JSON field {self._field!r}")
-                document.encode()  # JSON can write half of a surrogate pair
+            text = data.decode("utf-8-sig")
+            if not self._field:
+                return text
+            record = read_json(text)
+            document = record.get(self._field) if isinstance(record, dict) else None
+            if not isinstance(document, str):
+                return BadSample(f"no text in JSON field {self._field!r}")
+            document.encode()  # JSON can write half of a surrogate pair
             return document
         except UnicodeError:
             return BadSample("text not UTF-8")

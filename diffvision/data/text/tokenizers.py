@@ -69,10 +69,11 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if eos is None:
             eos = find_end(vocabulary, {})
-        for setting, token in {"eos": eos, "bos": eos if bos is None else bos}.items():
-            if token not in vocabulary:
-                wanted = repr(token) if token else "one of " + ", ".join(USUAL_ENDS)
-                raise ValueError(f"{setting} of the tokenizer must be a token of it, got {wanted}: give another")
+        if eos is None or eos not in vocabulary:
+            usual = ", ".join(USUAL_ENDS)
+            raise ValueError(f"eos of the tokenizer must be a token of it, such as {usual}, got {eos!r}")
+        if bos is not None and bos not in vocabulary:
+            raise ValueError(f"bos of the tokenizer must be a token of it, got {bos!r}")
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
