@@ -133,7 +133,7 @@ def test_numbers_out_of_range_are_named_with_their_limit(words, images, tmp_path
 
 @pytest.mark.parametrize("per_shard", [0, -1])
 def test_a_shard_holds_at_least_one_sample(images, tmp_path, per_shard):
-    with pytest.raises(ValueError, match=f"per_shard is {per_shard}: it must be at"):
+    with pytest.raises(ValueError, match=f"per_shard must be at least 1, got {per_shard}"):
         pack_folder(images, tmp_path / "out", per_shard=per_shard)
     assert not (tmp_path / "out").exists()
 
