@@ -41,7 +41,7 @@ COMMANDS = {
         "POPE, CHAIR and short answers of vision-language models",
     ),
     "generate": Command("generate:generate_text", "continue a text with a language model"),
-    "export": Command("export.export_commands:export", "a model as its host's folder, torch.export or ONNX"),
+    "export": Command("export.export_commands:export", "save for timm, OpenCLIP, transformers, ONNX, torch.export"),
     "inspect": Command("inspection.inspect_command:inspect", "attention maps and their statistics of a model, or two"),
     "adapt": Command(
         "export.export_commands:adapt_to_folder", "make a pretrained model differential, to continue training"

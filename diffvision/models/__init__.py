@@ -1,4 +1,4 @@
-"""Our models for timm, OpenCLIP and text; importing `vit`, `adapted` and `clip` registers names with the hosts."""
+"""Our models for timm, OpenCLIP and text; importing `vit`, `adapted` and `clip` registers their names."""
 
 from typing import TYPE_CHECKING
 

@@ -38,7 +38,7 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
     |---|---|---|
     | "v2" | DIFF V2: its second query a copy of the first, lambda 0.5, the output projection doubled | the same |
     | "dex" | its heads' outputs less lambda times a projection of them, which is zero (arXiv 2505.16333) | the same |
-    | "v1" | DIFF V1 by taking heads in pairs, lambda by depth, for comparison | something else |
+    | "v1" | DIFF V1 by taking heads in pairs, lambda by depth, for comparison | another function |
 
     "v2" and "dex" give every new matrix a gradient from the first step. For "dex" this needs a lambda above zero, which
     the default (the layer's lambda_init) and the paper's `diffvision.training.callbacks.LambdaAnnealing` give.

@@ -1,6 +1,6 @@
 """`variant_by_layer`: models whose layers have different attention by depth, such as plain attention in the lower ones.
 
-One text serves timm's models, OpenCLIP's towers and language models. From the first layer up, parts are joined by "+",
+It works for timm models, OpenCLIP towers and language models. From the first layer, parts are joined by "+",
 and a part is a variant, or a number of layers times a variant; the remaining layers have the model's own variant:
 
     "4*standard"                         the first four layers plain, the others as the model's
@@ -8,10 +8,10 @@ and a part is a variant, or a number of layers times a variant; the remaining la
     "+".join(["standard", "v1"] * 6)     every other one
 
 A layer of another variant than the model's is its matched layer, of the same parameters up to V1's 6 D: between V1
-and plain attention twice or half as many heads and key/value heads of the same size, and the MLP as much wider or
-narrower as V2's second queries and gates cost. `num_heads` and the MLP's width stay those of the model's
-variant. Grouped attention has fewer parameters than its matched layer, as in the models of its name, and DEX has its
-projection in addition.
+and plain attention twice or half as many heads and key/value heads of the same size, and an MLP that is wider or
+narrower by the parameters of V2's second queries and of gates. `num_heads` and the MLP's width stay those of the
+model's variant. Grouped attention has fewer parameters than its matched layer, as in the models of its name, and DEX
+has its projection in addition.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ def extra_rows(layer: str, variant: str, head_dim: int, **settings: Any) -> floa
 
 
 def extra_queries(layer: str, variant: str, **settings: Any) -> int:
-    """Return `extra_rows` in whole queries: V2 has one more than plain attention, and a gate by channel is another."""
+    """Return `extra_rows` in units of a query: 1 for V2's second query, and 1 for a gate by channel."""
     size = 64
     return int(extra_rows(layer, variant, size, **settings) / size)

@@ -26,7 +26,7 @@ _AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last i
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
 _WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
 _SCALAR, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]
-_HARMLESS: list[Any] = [
+_PLAIN_CLASSES: list[Any] = [
     argparse.Namespace,
     *((pathlib.PurePosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),
     *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
@@ -74,7 +74,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, holds objects of a class that is not known to be harmless, no tensors by name,
+        ValueError: the file is damaged, holds objects of other classes than plain data, no tensors by name,
             or tensors twice, with and without a wrapper's prefix.
     """
     content, about = read_content(path)
@@ -145,7 +145,7 @@ def read_content(
         if path.suffix == ".safetensors":
             content, about = _read_safetensors(path)
         else:
-            with harmless():
+            with allow_plain_classes():
                 content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
             is_lightning = isinstance(content, dict) and "pytorch-lightning_version" in content
             about = content.get(METADATA, {}) if is_lightning else {}
@@ -186,9 +186,9 @@ def _check_about(path: Path, about: Any) -> None:
             )
 
 
-def harmless() -> torch.serialization.safe_globals:
-    """Return a context that allows torch, in a host's reader too, the classes of `_HARMLESS`."""
-    return torch.serialization.safe_globals(_HARMLESS)
+def allow_plain_classes() -> torch.serialization.safe_globals:
+    """Return a context in which torch, called by timm or OpenCLIP too, unpickles the classes of `_PLAIN_CLASSES`."""
+    return torch.serialization.safe_globals(_PLAIN_CLASSES)
 
 
 def _bare(name: str, lightning: bool) -> str:

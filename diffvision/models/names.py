@@ -1,4 +1,4 @@
-"""Names that commands take before anything heavy is imported, and the error for one that a host does not know."""
+"""Names of models, found before anything heavy is imported, and the error for an unknown one."""
 
 import json
 import re
@@ -18,12 +18,12 @@ Method = Literal["v2", "dex", "v1"]
 
 
 def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
-    """Return the error for a name that a host does not know, with the three nearest names that it knows.
+    """Return the error for a name that a library does not know, with the three nearest names.
 
     Args:
         name: the unknown name.
         host: the beginning of the message, such as "timm has no" or "neither OpenCLIP nor timm has a".
-        known: all names of that host.
+        known: all names of that library.
     """
     return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")
 
@@ -36,10 +36,10 @@ def is_tag(weights: str | Path, tags: Container[str]) -> bool:
     return isinstance(weights, str) and weights in tags
 
 
-def host_names() -> dict[str, list[str]]:
+def names_by_library() -> dict[str, list[str]]:
     """Return open_clip, timm and language, each with the names of its models, ours included.
 
-    An imported host says them itself, with those that its user has registered. Else they are read from its files.
+    An imported library lists them itself, with those that its user has registered. Otherwise its files are read.
     """
     names, ours = {}, recorded()
     names["open_clip"] = _list_registered("open_clip") or [*_files("open_clip"), *ours["OpenCLIP"]]
@@ -53,14 +53,14 @@ def _list_registered(host: str) -> list[str]:
 
 
 def recorded() -> dict[str, dict[str, int]]:
-    """Return host -> name -> parameters, as recorded in the table."""
+    """Return library -> name -> parameters, as recorded in the table."""
     counts: dict[str, dict[str, int]] = json.loads(TABLE.read_text(encoding="utf-8"))
     return counts
 
 
 @cache
 def _files(host: str) -> list[str]:
-    """Return the model names that a host's source files define, without importing it."""
+    """Return the model names that a library's source files define, without importing it."""
     spec = find_spec(host)
     folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
     if host == "open_clip":

@@ -30,14 +30,14 @@ def models(filter: str = "*") -> None:
         near = nearest(filter.strip("*"), [name for host in counts for name in counts[host]], 3, min_ratio=0.5)
         remedy = f"the nearest names are {', '.join(near)}" if near else "leave the pattern out to see all"
         raise ValueError(f"none of our models matches {filter!r}: {remedy}")
-    table = Table("model", "host", "parameters")
-    for name, host, parameters in rows:
-        table.add_row(name, host, f"{parameters:,}")
-    show(table, data=[dict(zip(("model", "host", "parameters"), row, strict=True)) for row in rows])
+    table = Table("model", "library", "parameters")
+    for name, library, parameters in rows:
+        table.add_row(name, library, f"{parameters:,}")
+    show(table, data=[dict(zip(("model", "library", "parameters"), row, strict=True)) for row in rows])
 
 
 def names() -> dict[str, list[str]]:
-    """Return host -> the names of our models."""
+    """Return library -> the names of our models."""
     from diffvision.models import clip, language, vision_language, vit
 
     images = {"timm": vit.model_names(), "OpenCLIP": clip.model_names()}
@@ -45,7 +45,7 @@ def names() -> dict[str, list[str]]:
 
 
 def build_on_meta(host: str, name: str) -> Any:
-    """Return a model of a host's table on the meta device, where it takes no memory."""
+    """Build a model of the table on the meta device, where it takes no memory."""
     import open_clip
     import timm
     import torch

@@ -5,7 +5,7 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
 
     diff_vit_<shape>     V1: half of the plain model's heads, of the same size     diff_vit_base_patch16_224
     diffv2_vit_<shape>   V2: as many heads, the MLP narrower by half a width       diffv2_vit_base_patch16_224
-    plain_vit_<shape>    standard attention in the same block, the twin of both    plain_vit_base_patch16_clip_224
+    plain_vit_<shape>    standard attention in the same block, their baseline      plain_vit_base_patch16_clip_224
     gda_vit_<shape>      grouped: V1's heads, several to a noise head               gda_vit_base_patch16_224
     dint_vit_<shape>     DINT: V1 whose rows sum to 1                               dint_vit_base_patch16_224
     vca_vit_<shape>      Visual-Contrast Attention: plain heads, a narrower MLP     vca_vit_base_patch16_224
@@ -15,7 +15,7 @@ models (features, resizing, checkpointing, layer decay, saving) works with these
     dna_vit_<shape>      DnA: a softmax of negated logits added, a narrower MLP     dna_vit_base_patch16_224
     coda_vit_<shape>     CoDA: V2 whose second queries are the first ones, rotated  coda_vit_base_patch16_224
 
-`ALIASES` has short names, such as `diff_vit_base`. There is a plain twin for each CLIP tower and
+`ALIASES` has short names, such as `diff_vit_base`. There is a plain baseline for each CLIP tower and
 the debug models; that of `diff_vit_base_patch16_224` is timm's `vit_base_patch16_224`, the same function.
 
 Besides timm's arguments, `timm.create_model` takes those of `ATTENTION_SETTINGS` and what the model's variants take
@@ -106,7 +106,7 @@ class Block(TimmBlock):
 
 
 class GridTransformer(VisionTransformer):
-    """timm's `VisionTransformer` with attention over a grid, which it keeps informed of the grid of patches.
+    """timm's `VisionTransformer` with attention over a grid, whose layers it tells the grid of patches.
 
     The arguments are those of `VisionTransformer`.
 

@@ -39,9 +39,9 @@ def refuse_urls(given: Any, setting: str) -> None:
 
 @contextmanager
 def tensors_only(name: str) -> Iterator[None]:
-    """Turn a host's error about weights into a ValueError that names them.
+    """Turn a library's error about weights into a ValueError that names them.
 
-    It is raised for damaged files, and for weights that the host refuses to unpickle.
+    It is raised for damaged files, and for weights that the library refuses to unpickle.
     """
     try:
         yield
@@ -59,7 +59,7 @@ def tensors_only(name: str) -> Iterator[None]:
 
 
 def is_unreadable(error: Exception) -> bool:
-    """Return whether a host's error says that it cannot read a file of weights, or refuses to."""
+    """Return whether a library's error says that it cannot read a file of weights, or refuses to."""
     if isinstance(error, RuntimeError):
         return any(text in str(error) for text in _UNREADABLE)
     return isinstance(error, pickle.UnpicklingError) or (isinstance(error, LookupError | EOFError) and _of_torch(error))

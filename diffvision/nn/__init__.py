@@ -46,7 +46,7 @@ GRID_ATTENTION: dict[str, type[AttentionLayer]] = {VisualContrastAttention.varia
 def build_attention(
     variant: str, dim: int, num_heads: int, num_kv_heads: int | None = None, **settings: Any
 ) -> AttentionLayer:
-    """Make the attention layer of a variant, so that variants can share a block or a configuration.
+    """Build the attention layer of a variant, so that variants can share a block or a configuration.
 
     Args:
         variant: key of `ATTENTION`.

@@ -43,7 +43,7 @@ class Cache(Protocol):
 
 
 class Inputs(NamedTuple):
-    """What a variant computes its heads from in one call."""
+    """The inputs of `AttentionLayer.attend`."""
 
     x: Tensor  # the queries' tokens [B, N, dim]
     q: Tensor  # [B, H, P, N, D]
@@ -128,7 +128,7 @@ class AttentionLayer(nn.Module):
     # Whether `merge` returns a standard layer that computes the same.
     mergeable: ClassVar[bool] = False
     # The weight by which a state_dict shows that a layer is of this variant, or one derived from it.
-    telling_weight: ClassVar[str] = ""
+    identifying_weight: ClassVar[str] = ""
     # Prefixes of the parameters that `from_standard` adds, or doubles; empty where it is not implemented.
     new_parameters: ClassVar[tuple[str, ...]] = ()
     no_adapting: ClassVar[str] = ""  # why it is not implemented, where people may ask
@@ -240,8 +240,8 @@ class AttentionLayer(nn.Module):
                 computed from that map, which takes its memory.
 
         Raises:
-            ValueError: a float mask has other values than 0 and -inf, the cache has no room for the tokens, this
-                variant takes none, or the context has another width or is given with what has no meaning for it.
+            ValueError: a float mask has other values than 0 and -inf, the cache has no room for the tokens, the variant
+            takes no cache, or the context has the wrong width or comes with an argument that it excludes.
         """
         if cache is not None and not self.cacheable:
             self.check_cacheable()
@@ -344,9 +344,9 @@ class AttentionLayer(nn.Module):
 
     @classmethod
     def extra_rows(cls, head_dim: int, **settings: Any) -> float:
-        """Return how many more rows than the plain layer's its projections have per head of it: 0 in V1.
+        """Return how many more rows the projections have than the plain layer's, per plain head: 0 in V1.
 
-        A twin of equal parameters has an MLP that is so much narrower. The settings are the variant's.
+        In a parameter-matched model the MLP is narrower by as much. The settings are the variant's.
         """
         return (cls.query_maps // cls.value_maps - 1) * head_dim
 
@@ -361,7 +361,7 @@ class AttentionLayer(nn.Module):
         return None
 
     def lambdas(self) -> dict[str, Tensor]:
-        """Return the lambdas that no token changes by name within the layer, the only one as ""; for analysis."""
+        """Return the lambdas that do not depend on tokens, by name, for analysis; a single one is named ""."""
         lam = None if self.lambda_by_token else self.compute_lambda()
         return {} if lam is None else {"": torch.as_tensor(lam)}
 
@@ -370,12 +370,12 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def combine(self, maps: Float[Tensor, "B H P N L"], lam: Tensor | None, inputs: Inputs) -> Float[Tensor, "B H N L"]:
-        """Return the one map of each head with which `attend` weights the values.
+        """Return each head's combined map, with which `attend` weights the values.
 
         Args:
             maps: the softmax maps.
             lam: what `compute_lambda` returned.
-            inputs: those of `attend`; where the maps are a caller's, their mask is in `inputs.mask`.
+            inputs: as in `attend`; `inputs.mask` is the mask of the maps.
         """
         raise NotImplementedError
 
@@ -394,14 +394,14 @@ class AttentionLayer(nn.Module):
 
     @classmethod
     def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
-        """Return a layer of this variant made from a standard one, some of whose parts it takes over.
+        """Build a layer of this variant from a standard one, reusing some of its modules.
 
         Args:
             layer: the standard layer, whose modules may be changed.
             depth: its index from 0.
 
         Raises:
-            ValueError: the variant is not made from a standard layer, or not from one of these sizes.
+            ValueError: the variant cannot be built from a standard layer, or not from one of these sizes.
         """
         raise ValueError(f"variant {cls.variant!r} is not made from standard attention: adapt with another method")
 
@@ -478,7 +478,7 @@ class Attention(AttentionLayer):
 
     @classmethod
     def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
-        """Return a layer of a form of this one, with all parts of a standard layer."""
+        """Build a layer of this class, or a subclass, from all the modules of a standard one."""
         new = cls._with_parts_of(layer, layer.num_heads, layer.num_kv_heads)
         new.q_proj, new.head_norm = layer.q_proj, layer.head_norm
         return new

@@ -28,10 +28,10 @@ class VisualContrastAttention(AttentionLayer):
                  head = RMSNorm((a+ - lambda_2 a-) u) * (1 - lambda_init)
         heads side by side + depthwise 3 x 3 convolution of v on the grid (zeros for prefix tokens) -> projection
 
-    Each lambda is exp(q1 . k1) - exp(q2 . k2) + lambda_init with four vectors for itself. The cost is O(N n) for N
+    Each lambda is exp(q1 . k1) - exp(q2 . k2) + lambda_init with four vectors of its own. The cost is O(N n) for N
     tokens. Queries are pooled over the patches alone; keys and values include the prefix tokens (class, registers).
-    Masks, patch dropout and any other tokens than a whole grid's are refused. No map from tokens to tokens multiplies
-    the values, as there is a norm between the stages, so there are no attention maps to look at.
+    Masks, patch dropout and any other tokens than a whole grid's are refused. Because of the norm between the stages no
+    single map from tokens to tokens multiplies the values, so there are no attention maps to inspect.
 
     The arguments that are not named here are those of `AttentionLayer`.
 
@@ -39,8 +39,8 @@ class VisualContrastAttention(AttentionLayer):
         num_heads: heads, as many as the plain layer's.
         contrast_size: m. The models take half the edge of the grid that they are made for, at least 2: 7 for 14 x 14,
             as in the paper. It stays for images of other sizes, and so do e+ and e-.
-        joint: whether stage 2 has one softmax over t+ and t- together, as the released code does, by which the
-            reported numbers are; False takes two softmaxes and their difference, as in the paper.
+        joint: whether stage 2 has one softmax over t+ and t- together, as in the released code, which gave the
+        reported numbers; False takes two softmaxes and their difference, as in the paper.
         depth: index of the layer from 0, for `lambda_init="depth"`.
         lambda_init: a float, or "depth" for `depth_lambda_init(depth)`, as released.
         attn_drop: must be 0: the released code has this dropout and does not apply it.
@@ -115,7 +115,7 @@ class VisualContrastAttention(AttentionLayer):
             nn.init.normal_(vector, std=0.1)
 
     def set_grid(self, grid: tuple[int, int], prefix_tokens: int = 0) -> None:
-        """Say that the tokens are `prefix_tokens`, then the patches of a grid (height, width) row by row."""
+        """Set the layout of the tokens: `prefix_tokens`, then the patches of a grid (height, width) row by row."""
         self._grid, self._prefix_tokens = (int(grid[0]), int(grid[1])), prefix_tokens
 
     def compute_lambdas(self) -> tuple[Float[Tensor, 1], Float[Tensor, 1]]:

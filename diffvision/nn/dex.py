@@ -15,7 +15,7 @@ from diffvision.nn.linear import refuse_wrapped
 
 
 class DexAttention(Attention):
-    """Standard attention that subtracts from each selected head's output a learned part of it.
+    """Standard attention that subtracts a learned linear map of each selected head's output from it.
 
         head_h <- head_h - lambda head_h W                     W [V, V], one for the layer's selected heads, from zero
         lambda = s_0 lambda_init + s_1 dex_lambda              s: the schedule; dex_lambda learned, from zero
@@ -39,7 +39,7 @@ class DexAttention(Attention):
     that W starts from zero; here it does, so that lambda may be above zero at once.
     """
 
-    variant, mergeable, telling_weight = "dex", True, "dex"
+    variant, mergeable, identifying_weight = "dex", True, "dex"
     new_parameters, recorded = ("dex",), ("dex_lambda_init",)
 
     def __init__(

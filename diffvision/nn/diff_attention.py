@@ -46,7 +46,7 @@ class DiffAttention(DifferentialLayer):
     """
 
     variant, key_maps, value_maps = "v1", 2, 2
-    telling_weight = "lambda_q1"
+    identifying_weight = "lambda_q1"
     recorded: ClassVar[tuple[str, ...]] = ("lambda_init",)
     new_parameters: ClassVar[tuple[str, ...]] = ("lambda_", "head_norm")
 
@@ -126,7 +126,7 @@ class DiffAttentionV2(DifferentialLayer):
     """
 
     variant, key_maps, value_maps, lambda_by_token = "v2", 1, 1, True
-    telling_weight = "lambda_proj.weight"
+    identifying_weight = "lambda_proj.weight"
     new_parameters: ClassVar[tuple[str, ...]] = ("lambda_proj", "q_proj")
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:

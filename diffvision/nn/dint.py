@@ -1,4 +1,4 @@
-"""DINT attention: V1 that adds back, in the share that it subtracts, the mean of its first map."""
+"""DINT attention: V1 plus lambda times the mean of its first map."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DintAttention(DiffAttention):
     Without a mask G is the mean over all queries, the same in every row; in a causal layer it is a running mean, so
     that no token sees a later one; under a padding mask the mean is over real tokens, and among packed documents over
     the token's document (a fourth map, attention with equal weights, takes it without a mask of pairs). In
-    cross-attention tokens attend to a context and not to each other: G is the mean over all queries, and where a mask
-    differs between them, over those that attend to nothing that token i may not, so that G_i does not either. As G v is
-    the mean of A1 v, no map is built. But A1 v is needed by itself, and `ops.diff_attention` returns only the
+    cross-attention G is the mean over all queries. Where a mask differs between queries, G_i is the mean over those
+    that may attend to no more than token i may, so that it reads nothing hidden from token i. As G v is the mean of
+    A1 v, no map is built. But A1 v is needed by itself, and `ops.diff_attention` returns only the
     difference: the first map is computed twice, three maps for V1's two. docs/reference/models.md says what that costs.
 
     Parameters and arguments are those of `DiffAttention`, whose weights it loads. `attn_drop` is drawn for G's first
@@ -85,7 +85,7 @@ def mean_of_rows(
 def mean_over_queries(
     rows: Float[Tensor, "B H N X"], mask: Tensor | None
 ) -> Float[Tensor, "B H N X"] | Float[Tensor, "B H 1 X"]:
-    """Return for each query of cross-attention the mean of the rows of those that attend to nothing that it may not.
+    """Return, for each query of cross-attention, the mean of the rows of queries that may attend to no more than it.
 
     Args:
         rows: a row for each query, of a map or of its output.

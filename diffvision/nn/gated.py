@@ -18,9 +18,8 @@ class Gate(AttentionLayer):
 
         out = proj(head * sigmoid(gate(x)))
 
-    The gate lets a token take little from all others, where a softmax makes it take a whole row. Plain attention has
-    one whose rows sum to 1, V1 and V2 have theirs on the difference. The arguments that are not named here are those of
-    the layer without the gate.
+    The gate lets a token take little from all others, although the rows of a softmax sum to 1. In V1 and V2 it
+    multiplies the difference. The arguments that are not named here are those of the layer without the gate.
 
     Args:
         gate: "element" for a number per channel of a head, as in timm, or "head" for one per head.
@@ -62,9 +61,9 @@ class Gate(AttentionLayer):
     @classmethod
     @torch.no_grad()
     def from_standard(cls, layer: AttentionLayer, *, depth: int) -> Self:
-        """Return what the layer without the gate is made to be, of the same function.
+        """Build the layer from a standard one, with the same function.
 
-        A gate that the standard layer has is taken over. Otherwise gates are 1/2 (sigmoid of 0), and the projection is
+        A gate of the standard layer is kept. Otherwise gates are 1/2 (sigmoid of 0), and the projection is
         doubled.
         """
         new = super().from_standard(layer, depth=depth)
@@ -82,7 +81,7 @@ class Gate(AttentionLayer):
 class GatedAttention(Gate, Attention):
     """Plain attention with a gate."""
 
-    variant, telling_weight, new_parameters = "gated", "gate.weight", ("gate",)
+    variant, identifying_weight, new_parameters = "gated", "gate.weight", ("gate",)
 
 
 class GatedDiffAttention(Gate, DiffAttention):

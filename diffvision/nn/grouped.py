@@ -16,13 +16,13 @@ class GroupedDiffAttention(DiffAttention):
         head_i = RMSNorm((softmax(q_i k1') - lambda softmax(n_g k2')) v) * (1 - lambda_init)    g = i // signal_ratio
 
     `q_proj` has H + H / signal_ratio rows of D: for each group its signal heads and then its noise head. Keys come in
-    pairs and values are 2D wide, as in V1, for every key/value head; of those there are no more than groups. A ratio of
+    pairs and values are 2D wide, as in V1; there are at most as many key/value heads as groups. A ratio of
     1 is V1 itself. The arguments that are not named here are those of `DiffAttention`.
 
     Args:
         num_heads: signal heads, which are those of the output.
         num_kv_heads: key/value heads, a divisor of the number of groups; one for each group if None.
-        signal_ratio: signal heads a noise head (the paper's models have 3 or 4).
+        signal_ratio: signal heads per noise head (the paper's models have 3 or 4).
 
     Source: arXiv 2510.06949; the layout of MotifTechnologies' Motif-2 (num_noise_heads, k_ratio 1).
     """

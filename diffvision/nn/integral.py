@@ -14,8 +14,8 @@ class IntegralAttention(Attention):
 
         head = softmax((q1 k1' + q2 k2') / 2 * D**-0.5) v
 
-    This is plain attention with heads of 2D and a scale smaller by the root of 2, and so it is computed. As a control
-    it has V1's heads and values and neither a second softmax nor lambda. The arguments are those of `AttentionLayer`.
+    This is plain attention with heads of 2D and a scale smaller by sqrt(2), and is computed as such. As a control it
+    has V1's heads and values, but neither a second softmax nor lambda. The arguments are those of `AttentionLayer`.
 
     Source: arXiv 2508.18387 (Integral Transformer) with two signals.
     """

@@ -19,8 +19,8 @@ from diffvision.nn.diff_attention import VECTORS, DiffAttention
 class HeadLambda(DiffAttention):
     """V1 with a lambda of each head: `lambda + delta_h`, where delta has one number per head and starts from zero.
 
-    Source: mrtanke/adaptive-differential-attention ("diff_headwise"), which says of this and the next two that with the
-    same weights they are V1 to begin with.
+    Source: mrtanke/adaptive-differential-attention ("diff_headwise"), which says that this and the next two start as V1
+    with the same weights.
     """
 
     variant = "v1_head"
@@ -83,7 +83,7 @@ class DualLambda(DiffAttention):
     Source: huggingface/pytorch-image-models timm/layers/diff_attention.py (dual_lambda).
     """
 
-    variant, telling_weight = "v1_dual", "lambda_a"
+    variant, identifying_weight = "v1_dual", "lambda_a"
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         # V1's vectors are drawn and dropped, so that one seed gives both variants the same other weights.

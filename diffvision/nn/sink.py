@@ -1,4 +1,4 @@
-"""Attention with a learned sink: plain attention whose softmax has one more logit for each head, of no value."""
+"""Attention with a learned sink: plain attention with one more logit per head in the softmax, whose value is zero."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SinkAttention(Attention):
 
         head_i = sum_j exp(l_ij) v_j / (exp(s_h) + sum_j exp(l_ij))
 
-    A row sums to less than 1, so that a token needs no other to attend to nothing. s starts at 0, which is
+    A row sums to less than 1, so a token can attend to nothing. s starts at 0, which is
     softmax-off-by-one. The sink is one more key before all others, so that causal masks stay aligned to the last key:
     queries have one more channel that holds s_h, keys a zero there, and the sink's key a one. Eight channels are added
     for it, and torch's attention needs no float mask. The arguments are those of `AttentionLayer`.
@@ -28,7 +28,7 @@ class SinkAttention(Attention):
     Source: the sinks of gpt-oss; evanmiller.org "Attention is off by one" for s = 0.
     """
 
-    variant, telling_weight = "sink", "sink"
+    variant, identifying_weight = "sink", "sink"
     no_adapting = ", but a sink above -inf changes every row, and one of -inf has no gradient"
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class SinkAttention(Attention):
         return out[:, :, 1:] if is_square else out
 
     def combine(self, maps: Tensor, lam: Tensor | None, inputs: Inputs) -> Tensor:
-        """Return the softmax maps times one less the sink's share, which their logits say."""
+        """Return the softmax maps, scaled by one minus the sink's share."""
         q, k = inputs.q.squeeze(2).to(maps.dtype), inputs.k.squeeze(2).to(maps.dtype)
         with torch.autocast(q.device.type, enabled=False):
             k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)

@@ -19,7 +19,7 @@ from diffvision.models import hub
 from diffvision.models.architecture import check, recorded
 from diffvision.models.checkpoint import read_origin
 from diffvision.models.hub import HUB, HUGGING_FACE
-from diffvision.models.names import host_names
+from diffvision.models.names import names_by_library
 from diffvision.models.weight_files import FOLDER, refuse_urls
 from diffvision.opening import image_models as images
 from diffvision.opening.model import Host, Model
@@ -73,7 +73,7 @@ def open_model(
             checkpoints.
     """
     images.check_preprocess(preprocess or {})
-    if tokenizer is not None and (str(spec) in host_names()["language"] or not is_name(spec)):
+    if tokenizer is not None and (str(spec) in names_by_library()["language"] or not is_name(spec)):
         from diffvision.opening import texts  # imports the language models, as below
 
         texts.load_tokenizer(tokenizer)  # raises before a language model is loaded; names of others are refused below
@@ -189,7 +189,7 @@ def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, A
     if checkpoint is None and not name.startswith(HUB):
         name, tag = split_tag(name)
         checkpoint = tag or None
-    if name in host_names()["language"]:
+    if name in names_by_library()["language"]:
         from diffvision.opening import texts
 
         return texts.open_language_name(name, checkpoint)

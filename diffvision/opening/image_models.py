@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.models.architecture import check
-from diffvision.models.checkpoint import Checkpoint, harmless, read_checkpoint
+from diffvision.models.checkpoint import Checkpoint, allow_plain_classes, read_checkpoint
 from diffvision.models.hub import HUB
 from diffvision.models.names import is_tag
 from diffvision.models.weight_files import FOLDER, is_unreadable, tensors_only
@@ -107,7 +107,7 @@ def _create_open_clip(
     bias = {key: config[key] for key in ("init_logit_bias",) if key in config}
     quiet = without_warning_of_random_weights() if has_state else nullcontext()
     file = checkpoint if isinstance(checkpoint, Path) else None
-    with tensors_only(name), harmless(), quiet, refuse_misfit(file, name):
+    with tensors_only(name), allow_plain_classes(), quiet, refuse_misfit(file, name):
         try:
             module, _, transform = open_clip.create_model_and_transforms(
                 name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffvision.models.bundled import bundled
 from diffvision.models.hub import HUB, HUGGING_FACE
-from diffvision.models.names import host_names, unknown_model
+from diffvision.models.names import names_by_library, unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
@@ -58,7 +58,7 @@ def is_name(text: str | Path) -> bool:
     """
     if isinstance(text, Path):
         return False
-    known = host_names()
+    known = names_by_library()
     if text.startswith(HUB) or text in known["open_clip"] or text in known["language"]:
         return True
     if split_tag(text)[1]:
@@ -83,7 +83,7 @@ def unknown(text: str) -> Exception:
     path, (name, _, tag) = Path(text), text.partition(".")
     if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
         return no_path(text)
-    known = host_names()
+    known = names_by_library()
     base, dot, last = text.rpartition(".")
     if dot and base in (*known["open_clip"], *known["language"]):
         from diffvision.opening.weights import no_such_weights
@@ -108,12 +108,12 @@ def no_path(text: str) -> FileNotFoundError:
 def split_tag(name: str) -> tuple[str, str]:
     """Return the name and the tag of NAME.TAG, for OpenCLIP and language models; other names whole, with no tag."""
     base, _, tag = name.rpartition(".")
-    return (base, tag) if name not in host_names()["open_clip"] and tag in tags_of(base) else (name, "")
+    return (base, tag) if name not in names_by_library()["open_clip"] and tag in tags_of(base) else (name, "")
 
 
 def tags_of(name: str) -> list[str]:
     """Return the tags of an OpenCLIP or language model's pretrained weights; none for other names."""
-    known = host_names()
+    known = names_by_library()
     if name in known["open_clip"]:
         import open_clip
 

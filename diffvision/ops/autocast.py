@@ -1,4 +1,4 @@
-"""What autocast does on a device, for code that has to know it or to be left alone by it."""
+"""Helpers for code that depends on autocast, or has to run without it."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -68,4 +68,4 @@ def test_names_of_models_are_those_of_the_hosts(monkeypatch):
     for host in listed:
         monkeypatch.delitem(sys.modules, host)
     model_names._files.cache_clear()
-    assert {host: set(names) for host, names in model_names.host_names().items() if host != "language"} == listed
+    assert {host: set(names) for host, names in model_names.names_by_library().items() if host != "language"} == listed

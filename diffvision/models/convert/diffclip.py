@@ -1,4 +1,4 @@
-"""Conversion of DiffCLIP's released checkpoints to our OpenCLIP models, and back: the same function, other names.
+"""Conversion of DiffCLIP's released checkpoints to our OpenCLIP models, and back: the same function under other names.
 
 | | here (OpenCLIP) | hammoudhasan/DiffCLIP |
 |---|---|---|
@@ -105,7 +105,7 @@ def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
                 )
 
 
-def unlike(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
+def lost_settings(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
     """Return the settings of an OpenCLIP configuration that a conversion to DiffCLIP would lose; empty if none.
 
     Args:

@@ -34,7 +34,7 @@ from diffvision.models.names import DIFFCLIP_PREPROCESS
 from diffvision.models.weight_files import check_weights_name, read_json
 from diffvision.nn import ATTENTION, AttentionLayer, depth_lambda_init
 
-_TELLING = tuple(ATTENTION[variant].telling_weight for variant in ("v1", "v2", "gated"))
+_IDENTIFYING = tuple(ATTENTION[variant].identifying_weight for variant in ("v1", "v2", "gated"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _to_diffclip(source: Weights, target: Path, options: Options) -> None:
     if not diffclip.is_diffclip(weights):
         raise ValueError(f"{source.path} has no V1 attention in both towers: give a DiffCLIP model")
     config = read_json(source.path / CONFIG).get("model_cfg", {})
-    if other := diffclip.unlike(config, weights):
+    if other := diffclip.lost_settings(config, weights):
         raise ValueError(
             f"{source.path} cannot be written as diffclip: DiffCLIP's code would compute something else: {few(other)}"
         )
@@ -135,7 +135,7 @@ def _refuse_other_layers(path: Path) -> None:
 def _refuse_mixed_layers(source: Weights) -> None:
     """Raise a ValueError for attention of different variants in one file, which the other layouts' code has not."""
     layers = {name.removesuffix("q_proj.weight") for name in source.state if name.endswith("q_proj.weight")}
-    kinds = {layer: [mark for mark in _TELLING if f"{layer}{mark}" in source.state] for layer in sorted(layers)}
+    kinds = {layer: [mark for mark in _IDENTIFYING if f"{layer}{mark}" in source.state] for layer in sorted(layers)}
     one, *others = kinds
     if differing := [layer for layer in others if kinds[layer] != kinds[one]]:
         raise ValueError(
@@ -154,7 +154,9 @@ def _check_layers(state: Mapping[str, Tensor], what: str) -> None:
     Raises:
         ValueError: a layer has missing, surplus or wrongly shaped tensors; the message names them.
     """
-    prefixes = {name[: -len(mark)] for name in state for mark in ("head_norm.weight", *_TELLING) if name.endswith(mark)}
+    prefixes = {
+        name[: -len(mark)] for name in state for mark in ("head_norm.weight", *_IDENTIFYING) if name.endswith(mark)
+    }
     prefixes = {prefix for prefix in prefixes if not prefix.endswith("mlp.")}  # its gate is SwiGLU's
     faults = [f"{prefix}{fault}" for prefix in sorted(prefixes) for fault in _faults(_under(state, prefix))]
     if faults:
@@ -181,7 +183,7 @@ def _faults(weights: Mapping[str, Tensor]) -> list[str]:
 
 def _build_meta(weights: Mapping[str, Tensor]) -> AttentionLayer:
     """Return the layer of these sizes on the meta device."""
-    is_v2, gate = ATTENTION["v2"].telling_weight in weights, weights.get(ATTENTION["gated"].telling_weight)
+    is_v2, gate = ATTENTION["v2"].identifying_weight in weights, weights.get(ATTENTION["gated"].identifying_weight)
     is_gated = gate is not None and not is_v2 and "lambda_q1" not in weights
     variant = ATTENTION["v2" if is_v2 else "gated" if is_gated else "v1"]
     queries, width = weights["q_proj.weight"].shape

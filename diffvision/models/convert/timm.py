@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 _SUB_NORM, _QKV = r"(^|.*\.)sub_norm\.weight$", r"(^|.*\.)qkv\.(weight|bias)$"
-_TELLING = r"(^|.*\.)(?:sub_norm|(?<!mlp\.)gate)\.weight$"
+_IDENTIFYING = r"(^|.*\.)(?:sub_norm|(?<!mlp\.)gate)\.weight$"
 
 
 def recognised(names: Mapping[str, Tensor]) -> bool:
     """Return whether these are names of timm's differential or gated attention, at the top or within a model."""
-    attentions = {match[1] for name in names if (match := re.match(_TELLING, name))}
+    attentions = {match[1] for name in names if (match := re.match(_IDENTIFYING, name))}
     return bool(attentions) and all(f"{prefix}qkv.weight" in names for prefix in attentions)
 
 

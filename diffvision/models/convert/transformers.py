@@ -206,7 +206,7 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
 
 
 def check_sizes(values: Mapping[str, Any], *optional: str) -> None:
-    """Raise a ValueError if a configuration lacks a size, or one of all, optional ones too, is no number above 0."""
+    """Raise a ValueError if a configuration lacks a size, or a size, optional ones too, is not a number above 0."""
     needed = (*SIZES.values(), "num_attention_heads")
     if missing := [name for name in needed if values.get(name) is None]:
         raise ValueError(f"the transformers model's configuration lacks {', '.join(missing)}: take its whole config")

@@ -67,7 +67,7 @@ class LanguageConfig:
         norm_eps: of the RMSNorms; the head norm's is always 1e-5.
         lambda_init: V1's, a number, or "depth" for 0.8 - 0.6 exp(-0.3 depth).
         head_norm: RMSNorm of each head's output; None for the variant's default, True in V1 and False in the others.
-        signal_ratio: signal heads a noise head in variant gda.
+        signal_ratio: signal heads per noise head in variant gda.
         gate: of variants with one: "element" for a number per channel, "head" for one per head.
 
     Raises:

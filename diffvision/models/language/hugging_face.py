@@ -63,7 +63,7 @@ def as_transformers(model: LanguageModel, **settings: Any) -> Any:
 
 
 def as_ours(model: Any) -> LanguageModel:
-    """Return a DiffLlama, a Llama or a DIFF V2 in a Llama as a language model of ours; the inverse of the above.
+    """Return a DiffLlama, a Llama or a DIFF V2 in a Llama as our language model; the inverse of `as_transformers`.
 
     Raises:
         ValueError: our model does not have one of its settings.

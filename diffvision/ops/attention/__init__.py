@@ -1,4 +1,4 @@
-"""Differential attention behind one function, with a backend in each file or folder.
+"""Differential attention as one function, with one file per backend.
 
 Backends do not import each other; layers with parameters are in `diffvision.nn`.
 """

@@ -74,7 +74,7 @@ def attend(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute `diff_attention` without checking queries, keys, values and lambda, which a layer has made."""
+    """Compute `diff_attention` for a layer, whose queries, keys, values and lambda need no check."""
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     if isinstance(mask, Documents):
         if (out := _packed_attention(q, k, v, lam, mask, causal, scale, dropout, backend)) is not None:

@@ -143,7 +143,7 @@ class _Scratch:
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return an uninitialised tensor; the one taken before under the same name is overwritten."""
+        """Return an uninitialised tensor, which shares memory with earlier ones of the same name."""
         size = math.prod(shape)
         if name not in self._held or self._held[name].numel() < size:
             self._held[name] = self._like.new_empty(size)

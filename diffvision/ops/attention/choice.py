@@ -34,9 +34,9 @@ preferred = "auto"  # what `backend="auto"` stands for, which `attention_backend
 
 @contextmanager
 def attention_backend(name: str) -> Iterator[None]:
-    """Let every call of `backend="auto"` in the context take this backend, in layers and whole models too.
+    """Use this backend for every call with `backend="auto"` in the context, in layers and whole models too.
 
-    It never falls back: a call that the backend cannot take is a ValueError that names the limit. It holds for the
+    It never falls back: a call that the backend cannot take raises a ValueError that names the limit. It holds for the
     process, not for a thread: do not use it in two threads at once.
 
     Args:
@@ -52,7 +52,7 @@ def attention_backend(name: str) -> Iterator[None]:
 
 
 def require(name: str, problem: Problem) -> None:
-    """Raise a ValueError if a backend that was named does not exist, or cannot take the call."""
+    """Raise a ValueError if the named backend does not exist, or cannot take the call."""
     _check_name(name)
     reason = BACKENDS[name].limit(problem)
     if reason is None and name in OPERATORS and in_forward_mode():
@@ -129,7 +129,7 @@ def takes_blocks(backend: str, problem: Problem) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode derivatives are taken (torch.func.jvp), of which operators of ours give zeros."""
+    """Return whether forward-mode derivatives (torch.func.jvp) are computed, for which our operators return zeros."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 

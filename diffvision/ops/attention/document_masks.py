@@ -1,4 +1,4 @@
-"""Masks as the operation takes them, and documents that share rows, which need no mask in packed kernels."""
+"""Masks in the form that the operation takes, and `Documents`: packed rows, which some kernels take without a mask."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """The documents of a batch's rows, each of which attends to itself alone; it stands for a mask.
+    """The documents packed in a batch's rows, given in place of a mask: a token attends within its document.
 
-    No mask is made where the backend of a call takes packed sequences, nor by `flex`; else `mask` is.
+    Backends for packed sequences and `flex` need no mask; for the others `mask` is computed.
     """
 
     numbers: Int[Tensor, "B N"]  # of each token's document; those of one document lie together
@@ -27,9 +27,9 @@ def same_document(numbers: Int[Tensor, "B N"]) -> Bool[Tensor, "B 1 N N"]:
 
 
 def document_ends(numbers: Int[Tensor, "B N"]) -> Int[Tensor, "S1"]:
-    """Return where each document begins if the rows are laid end to end, and the end: int32, as `cu_seqlens` wants it.
+    """Return the offset of each document with the rows laid end to end, and the end: int32, as `cu_seqlens` needs it.
 
-    Their number depends on values, so call it while the batch is on the CPU: on a device it waits.
+    Their number depends on values. Call it while the batch is on the CPU, because on a GPU it waits for the device.
     """
     ends = numbers.new_ones(numbers.numel() + 1, dtype=torch.bool)
     ends[:-1] = first_tokens(numbers).flatten()

@@ -14,7 +14,7 @@ Where the maps share their key (V2) they are stacked as heads: one call.
 
 Source: Dao-AILab/flash-attention: flash_attn_interface.py and csrc/flash_attn/flash_api.cpp (2.8.3.post2),
 hopper/flash_attn_interface.py and hopper/flash_api.cpp (3.0.0 at 0251105a), flash_attn/cute/interface.py (4.0.0b36).
-None was run by the author of this file: tests bind each call to their signatures, and stand in for what they compute.
+None of these packages was run with this file: tests check calls against their signatures and replace the computation.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The card, which kernels torch's attention may take on it, and a context without cuDNN's (see `sdpa.plan_cuda`)."""
+"""The GPU's capability, the attention kernels that torch has enabled, and a context without cuDNN's."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

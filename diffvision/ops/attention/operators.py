@@ -1,7 +1,7 @@
-"""What backends share that are operators registered with torch: arguments, fake shapes, gradients and FLOPs.
+"""Shared code of backends that register operators with torch: arguments, fake shapes, gradients and FLOPs.
 
-torch's `FlopCounterMode` cannot look into an operator. FLOPs are counted as `eager` makes them, densely, causal or
-masked or not, and without what a backward computes again.
+torch's `FlopCounterMode` cannot look into an operator. The FLOPs are those of `eager`: dense, whether causal or masked
+or not, and without what a backward pass computes again.
 """
 
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def describe(
 
 
 def is_grouped(q: Tensor, k: Tensor) -> bool:
-    """Return whether several query heads (axis 1) read one key/value head, decided: torch takes no symbol for it."""
+    """Return whether several query heads (axis 1) share one key/value head, as a bool and not a symbol."""
     if q.shape[1] != k.shape[1]:  # noqa: SIM103
         return True
     return False
