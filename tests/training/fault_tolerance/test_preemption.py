@@ -394,7 +394,11 @@ def test_a_rank_ends_with_the_first_one_that_started_it(tmp_path):
     (worker,) = children(rank)
     started.kill()
     started.join()
-    until(lambda: not alive(rank) and not alive(worker), 60, "the end of the rank and its worker")
+    try:
+        until(lambda: not alive(rank) and not alive(worker), 20, "the end of the rank and its worker")
+    finally:
+        for left in filter(alive, (rank, worker)):  # or pytest's reader waits for their end
+            os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.forks
