@@ -119,26 +119,16 @@ def test_gradcheck_of_the_input(variant):
     assert gradcheck(lambda x: layer(x, is_causal=True), x)
 
 
-@pytest.mark.quick(
-    "standard-None",
-    "v1-None",
-    "v2-None",
-    "gda-None",
-    "dex-None",
-    "v1_dual-None",
-    "v1_head-None",
-    "v1_token-None",
-    "v1_token_head-None",
+@pytest.mark.parametrize(
+    ("variant", "autocast"), [*((variant, None) for variant in VARIANTS), ("v1", torch.bfloat16), ("v2", torch.float16)]
 )
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_trains_and_every_parameter_has_a_gradient(variant, autocast):
     layer = build_attention(variant, 32, 4, 2, qk_norm=True, qkv_bias=True, attn_drop=0.1, proj_drop=0.1, rotary=1e4)
     target = torch.randn(4, 10, 32)
     x = torch.randn(4, 10, 32)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     losses = []
-    for _ in range(30):
+    for _ in range(20):
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             loss = F.mse_loss(layer(x).float(), target)
         optimizer.zero_grad()
@@ -197,28 +187,6 @@ def test_v2_lambda_is_the_token_s_own():
     assert (layer.compute_lambda(x) == 0.5).all()
 
 
-@pytest.mark.parametrize(
-    "variant", [one for one in VARIANTS if one not in ("sink", "integral", "dna")]
-)  # see test_cross_attention
-def test_maps_explain_the_output(variant):
-    layer = build_attention(variant, 32, 2, head_norm=False, rotary=1e4)
-    x = torch.randn(2, 6, 32)
-    maps = layer.attention_maps(x, is_causal=True)
-    assert maps.shape == (2, 2, layer.query_maps, 6, 6)
-    difference = maps[:, :, 0]
-    if layer.query_maps == 2:
-        difference = difference - layer.compute_lambda(x) * maps[:, :, 1]
-    if variant == "v1_dint":
-        means = maps[:, :, 0].cumsum(2) / torch.arange(1, 7)[:, None]
-        difference = difference + layer.compute_lambda(x) * means
-    v = layer.v_proj(x).unflatten(-1, (layer.num_kv_heads, layer.value_dim)).transpose(1, 2)
-    v = v.repeat_interleave(2 // layer.num_kv_heads, dim=1)
-    factor = 1 - layer.lambda_init if isinstance(layer, DiffAttention) else 1.0
-    heads = layer.modulate(factor * difference @ v, x)
-    out = layer.proj(heads.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(layer(x, is_causal=True), out, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_masks_of_hosts(variant):
     """Boolean and 0/-inf masks mean the same, and padding changes no other token."""
@@ -245,48 +213,6 @@ def test_head_norm_is_optional_and_ablates():
     torch.testing.assert_close(normed(x), normed.proj.bias.expand(2, 6, 32))
 
 
-def reference(layer, x, lam, queries):
-    """V1's formula with any lambda [..., H, N, 1] and queries [B, N, H, 2, D], written out head by head."""
-    heads, size = layer.num_heads, layer.head_dim
-    k = layer.k_proj(x).unflatten(-1, (layer.num_kv_heads, 2, size))
-    v = layer.v_proj(x).unflatten(-1, (layer.num_kv_heads, 2 * size))
-    lam = lam.expand(len(x), heads, x.shape[1], 1)
-    out = []
-    for i in range(heads):
-        kv = i * layer.num_kv_heads // heads
-        first, second = (
-            (queries[:, :, i, m] @ k[:, :, kv, m].transpose(1, 2) / size**0.5).softmax(-1) for m in range(2)
-        )
-        head = (first - lam[:, i] * second) @ v[:, :, kv]
-        rms = (head.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        out.append(head / rms * layer.head_norm.weight * (1 - layer.lambda_init))
-    return layer.proj(torch.cat(out, dim=-1))
-
-
-def scattered(layer):
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return layer.double()
-
-
-def test_lambdas_of_heads_and_tokens_by_their_formulas():
-    x = torch.randn(2, 5, 32, dtype=torch.float64)
-    for variant in ("v1_head", "v1_token", "v1_token_head", "v1_dual"):
-        layer = scattered(build_attention(variant, 32, 4, 2, depth=3))
-        if variant == "v1_dual":
-            lam = layer.lambda_a.exp() - layer.lambda_b.exp() + layer.lambda_init
-        else:
-            pairs = ((layer.lambda_q1, layer.lambda_k1), (layer.lambda_q2, layer.lambda_k2))
-            first, second = (torch.exp((q * k).sum()) for q, k in pairs)
-            lam = first - second + layer.lambda_init
-        if variant == "v1_head":
-            lam = lam + layer.lambda_head[None, :, None, None]
-        elif variant != "v1_dual":
-            lam = lam + (x @ layer.lambda_token.T).transpose(1, 2)[..., None]
-        queries = layer.q_proj(x).unflatten(-1, (4, 2, layer.head_dim))
-        torch.testing.assert_close(layer(x), reference(layer, x, lam, queries), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("variant", ["v1_head", "v1_token", "v1_token_head"])
 def test_other_lambdas_are_v1_to_begin_with(variant):
     torch.manual_seed(3)
@@ -294,18 +220,6 @@ def test_other_lambdas_are_v1_to_begin_with(variant):
     assert v1.load_state_dict(layer.state_dict(), strict=False).missing_keys == []
     x = torch.randn(2, 5, 32)
     torch.testing.assert_close(layer(x), v1(x))
-
-
-@pytest.mark.parametrize(("ratio", "kv_heads"), [(3, None), (3, 1), (2, 3), (1, 6)])
-def test_grouped_attention_by_its_formula(ratio, kv_heads):
-    """Noise head g serves the signal heads g * ratio ... g * ratio + ratio - 1."""
-    layer = scattered(GroupedDiffAttention(48, 6, kv_heads, signal_ratio=ratio, depth=2, head_dim=8))
-    x = torch.randn(2, 5, 48, dtype=torch.float64)
-    rows = layer.q_proj(x).unflatten(-1, (6 // ratio, ratio + 1, 8))
-    queries = torch.stack(
-        [torch.stack((rows[:, :, i // ratio, i % ratio], rows[:, :, i // ratio, ratio]), 2) for i in range(6)], dim=2
-    )
-    torch.testing.assert_close(layer(x), reference(layer, x, layer.compute_lambda(), queries), rtol=0, atol=1e-6)
 
 
 def test_a_ratio_of_one_is_v1_and_others_must_fit():

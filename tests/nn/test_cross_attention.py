@@ -1,4 +1,4 @@
-"""Attention over a context, against the equations written out head by head, and what is refused."""
+"""Every variant over itself and over a context, against the equations written out head by head; what is refused."""
 
 import re
 from pathlib import Path
@@ -19,6 +19,24 @@ MASKS = {
     "segments": torch.block_diag(torch.ones(2, 3), torch.ones(3, 4)).bool(),
     "heads": torch.rand(2, 4, N, L, generator=torch.Generator().manual_seed(1)) > 0.3,
 }
+# mask of the layer, is_causal, which tokens each may attend to
+KEYS = torch.tensor([[True, False, True, False, True]])
+DOCUMENTS = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool()
+WINDOW = torch.ones(N, N).tril().bool() & ~torch.ones(N, N).tril(-3).bool()
+OVER_ITSELF = {
+    "all": (None, False, None),
+    "causal": (None, True, torch.ones(N, N).tril().bool()),
+    "padding": (KEYS, False, KEYS),
+    "padding, causal": (KEYS, True, KEYS & torch.ones(N, N).tril().bool()),
+    "documents": (DOCUMENTS, True, DOCUMENTS.tril()),
+    "window": (WINDOW, False, WINDOW),
+}
+CASES = [
+    *((variant, {}) for variant in VARIANTS),
+    *((variant, {"gate": "head"}) for variant in VARIANTS if variant.endswith("gated")),
+    ("gda", {"signal_ratio": 4}),
+]
+each_case = pytest.mark.parametrize(("variant", "settings"), CASES, ids=lambda given: str(given))
 
 
 def layer_of(variant, **settings):
@@ -46,11 +64,15 @@ def lambda_of(layer, x):
     return lam
 
 
-def mean_by_definition(first, allowed):
-    """DINT's G of one sequence and head [N, L]: for each query, over those that see nothing that it may not."""
+def mean_by_definition(first, allowed, is_itself):
+    """DINT's G of one sequence and head [N, L]: for each query, over those that see nothing that it may not.
+
+    Over itself, that is over those that it sees.
+    """
     rows = []
     for i in range(len(first)):
         counted = [j for j in range(len(first)) if allowed[j].any() and not (allowed[j] & ~allowed[i]).any()]
+        counted = allowed[i].nonzero()[:, 0].tolist() if is_itself else counted
         rows.append(sum((first[j] for j in counted), torch.zeros_like(first[0])) / max(len(counted), 1))
     return torch.stack(rows)
 
@@ -61,12 +83,16 @@ def written_out(layer, x, context, mask):
     q = x @ layer.q_proj.weight.T + layer.q_proj.bias
     k = (context @ layer.k_proj.weight.T + layer.k_proj.bias).unflatten(-1, (layer.num_kv_heads, -1, size))
     v = (context @ layer.v_proj.weight.T + layer.v_proj.bias).unflatten(-1, (layer.num_kv_heads, -1))
-    if layer.variant == "gda":  # two signal heads, then their noise head
-        rows = q.unflatten(-1, (2, 3, size))
-        q = torch.stack([torch.stack((rows[:, :, i // 2, i % 2], rows[:, :, i // 2, 2]), 2) for i in range(heads)], 2)
+    if layer.variant == "gda":  # some signal heads, then their noise head
+        ratio = layer.signal_ratio
+        rows = q.unflatten(-1, (heads // ratio, ratio + 1, size))
+        pairs = [(rows[:, :, i // ratio, i % ratio], rows[:, :, i // ratio, ratio]) for i in range(heads)]
+        q = torch.stack([torch.stack(pair, 2) for pair in pairs], 2)
     else:
         q = q.unflatten(-1, (heads, kinds, size))
-    allowed = torch.ones(len(x), heads, N, L, dtype=torch.bool) if mask is None else mask.expand(len(x), heads, N, L)
+    count = context.shape[1]
+    allowed = torch.ones((), dtype=torch.bool) if mask is None else mask
+    allowed = allowed.expand(len(x), heads, x.shape[1], count)
     out, applied = [], []
     for h in range(heads):
         g = h * layer.num_kv_heads // heads
@@ -75,8 +101,8 @@ def written_out(layer, x, context, mask):
             logits = q[:, :, h, m] @ k[:, :, g, min(m, layer.key_maps - 1)].mT / size**0.5
             logits = logits.masked_fill(~allowed[:, h], -torch.inf)
             if layer.variant == "sink":
-                logits = torch.cat((layer.sink[h].expand(len(x), N, 1), logits), -1)
-            maps.append(logits.softmax(-1)[..., -L:])
+                logits = torch.cat((layer.sink[h].expand(len(x), x.shape[1], 1), logits), -1)
+            maps.append(logits.softmax(-1)[..., -count:])
         one = maps[0]
         if layer.variant == "integral":
             logits = sum(q[:, :, h, m] @ k[:, :, g, m].mT for m in range(2)) / 2 / size**0.5
@@ -86,7 +112,7 @@ def written_out(layer, x, context, mask):
             one = maps[0] - lam * maps[1]
             if isinstance(layer, DintAttention):
                 pairs = zip(maps[0], allowed[:, h], strict=True)
-                one = one + lam * torch.stack([mean_by_definition(*pair) for pair in pairs])
+                one = one + lam * torch.stack([mean_by_definition(*pair, x is context) for pair in pairs])
         applied.append(one)
         head = one @ v[:, :, g]
         if isinstance(layer, DiffAttention):
@@ -103,17 +129,29 @@ def written_out(layer, x, context, mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_the_equations_with_all_gradients(variant, mask):
-    layer = layer_of(variant, context_dim=WIDE)
+@each_case
+def test_equals_the_equations_with_all_gradients(variant, settings, mask):
+    layer = layer_of(variant, context_dim=WIDE, **settings)
     x = torch.randn(2, N, DIM, dtype=torch.float64, requires_grad=True)
     context = torch.randn(2, L, WIDE, dtype=torch.float64, requires_grad=True)
-    expected, applied = written_out(layer, x, context, MASKS[mask])
-    weight = torch.randn_like(expected)
-    inputs = [x, context, *layer.parameters()]
+    compare(layer, [x, context], written_out(layer, x, context, MASKS[mask]), MASKS[mask], context=context)
+
+
+@pytest.mark.parametrize("mask", OVER_ITSELF)
+@each_case
+def test_equals_the_equations_over_itself(variant, settings, mask):
+    layer, x = layer_of(variant, **settings), torch.randn(2, N, DIM, dtype=torch.float64, requires_grad=True)
+    given, causal, allowed = OVER_ITSELF[mask]
+    compare(layer, [x], written_out(layer, x, x, allowed), given, causal)
+
+
+def compare(layer, inputs, true, *arguments, **settings):
+    """Compare the output, the maps and all gradients of a layer with what was written out."""
+    expected, applied = true
+    weight, inputs = torch.randn_like(expected), [*inputs, *layer.parameters()]
     gradients = torch.autograd.grad((expected * weight).sum(), inputs, allow_unused=True)
-    out, maps = layer(x, MASKS[mask], context=context), []
-    explicit = layer(x, MASKS[mask], context=context, maps=maps)
+    out, maps = layer(inputs[0], *arguments, **settings), []
+    explicit = layer(inputs[0], *arguments, **settings, maps=maps)
     for result in (out, explicit):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)  # V1 computes lambda in float32
         ours = torch.autograd.grad((result * weight).sum(), inputs, allow_unused=True)

@@ -8,62 +8,11 @@ from diffvision.models.language.kv_cache import KVCache
 from diffvision.nn import DiffAttention, DintAttention, Inputs
 
 
-def transcribed(layer, x, allowed):
-    """The equations for one sequence [N, dim]; allowed [N, N] says which tokens each may attend to."""
-    heads, size, count = layer.num_heads, layer.head_dim, len(x)
-    q = (x @ layer.q_proj.weight.T).reshape(count, heads, 2, size)
-    k = (x @ layer.k_proj.weight.T).reshape(count, layer.num_kv_heads, 2, size)
-    v = (x @ layer.v_proj.weight.T).reshape(count, layer.num_kv_heads, 2 * size)
-    lam = torch.exp(layer.lambda_q1 @ layer.lambda_k1) - torch.exp(layer.lambda_q2 @ layer.lambda_k2)
-    lam = lam + layer.lambda_init
-    rows, outputs = [], []
-    for head in range(heads):
-        kv = head * layer.num_kv_heads // heads
-        maps = torch.zeros(2, count, count, dtype=x.dtype)
-        for m in range(2):
-            for i in range(count):
-                seen = allowed[i].nonzero()[:, 0]
-                maps[m, i, seen] = (k[seen, kv, m] @ q[i, head, m] / size**0.5).softmax(0)
-        integral = torch.stack([maps[0, allowed[i]].mean(0) for i in range(count)])
-        applied = maps[0] - lam * maps[1] + lam * integral
-        rows.append(applied.sum(-1))
-        output = applied @ v[:, kv]
-        output = output / (output.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight
-        outputs.append(output * (1 - layer.lambda_init))
-    torch.testing.assert_close(torch.stack(rows), torch.ones(heads, count, dtype=x.dtype))
-    return torch.cat(outputs, -1) @ layer.proj.weight.T + layer.proj.bias
-
-
 def scattered(**settings):
     layer = DintAttention(32, 4, depth=3, dtype=torch.float64, **settings)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return layer
-
-
-ALL = torch.ones(7, 7, dtype=torch.bool)
-DOCUMENTS = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()
-WINDOW = ALL.tril() & ~ALL.tril(-3)
-
-
-@pytest.mark.parametrize("kv_heads", [None, 2])
-@pytest.mark.parametrize(
-    ("mask", "causal", "allowed"),
-    [
-        (None, False, ALL),
-        (None, True, ALL.tril()),
-        (DOCUMENTS, True, DOCUMENTS.tril()),
-        (WINDOW, False, WINDOW),
-    ],
-    ids=["all", "causal", "documents", "window"],
-)
-def test_equals_the_equations(mask, causal, allowed, kv_heads):
-    layer, x = scattered(num_kv_heads=kv_heads), torch.randn(2, 7, 32, dtype=torch.float64)
-    expected = torch.stack([transcribed(layer, sample, allowed) for sample in x])
-    torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=causal), expected)
-    maps = []
-    torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=causal, maps=maps), expected)
-    torch.testing.assert_close(maps[0].sum(-1), torch.ones_like(maps[0][..., 0]))
 
 
 def test_the_mean_is_over_real_tokens_and_padding_rows_are_finite():

@@ -1,6 +1,5 @@
 """What a layer does besides its products: functions of ours that it enters, copies, and its joined projections."""
 
-import itertools
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -42,10 +41,10 @@ FUNCTIONS = {
 
 
 def enters(layer, x, **given):
-    """Count the functions and calls of a warm layer: the most with and without gradients and autocast."""
+    """Count the functions and calls of a warm layer: the most with gradients and autocast, and without."""
     functions = calls = 0
-    for grad, half in itertools.product([True, False], repeat=2):
-        with torch.set_grad_enabled(grad), autocast(x.device.type, half):
+    for on in (True, False):
+        with torch.set_grad_enabled(on), autocast(x.device.type, on):
             layer(x, **given)
             counter = code_paths.Counter()
             with counter.counting():
@@ -71,6 +70,7 @@ def autocast(device, half):
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")  # of torch.autocast("cuda", enabled=False)
+@pytest.mark.quick("standard", "v1", "v2", "v1_dint", "dex", "gated", "sink")
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_a_warm_layer_enters_few_functions(variant, monkeypatch):
     """On a CPU, and on fake tensors as on a GPU; rotary embedding takes the tables that a model computes once."""
