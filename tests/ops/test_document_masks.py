@@ -6,6 +6,7 @@ the formula.
 
 import pytest
 import torch
+from oracle import plain_flex
 from torch.nn.attention import varlen as torch_varlen
 
 from diffvision import ops
@@ -18,13 +19,6 @@ from diffvision.training.module import mark_batch_dynamic
 
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
 PACKED = Problem(2, 4, 2, 512, 512, 64, 128, True, True, dtype=torch.bfloat16, device="cuda", packed=True)
-
-
-def plain_flex(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
-    groups = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(groups, 1).mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    allowed = block_mask.mask_mod(*torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij"))
-    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 1)
 
 
 def one_by_one(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from oracle import plain_flex
 from torch.torch_version import TorchVersion
 
 from diffvision.ops import diff_attention
@@ -12,7 +13,7 @@ from diffvision.ops.attention import Problem, flex, reference
 
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, grad=False)
 
-LIMITS = {
+LIMITS = {  # what differs, and what the limit names
     "dropout": ({"dropout": 0.1}, "dropout 0.1"),
     "float64": ({"dtype": torch.float64}, "float64"),
     "device": ({"device": "mps"}, "not on mps"),
@@ -23,12 +24,12 @@ LIMITS = {
     "no queries": ({"queries": 0}, "0 queries"),
     "no batch": ({"batch": 0}, "batch 0"),
 }
-TAKEN = {
-    "grad on CUDA": {"device": "cuda", "grad": True},
-    "value size of its own": {"value_dim": 5},
-    "masked, causal, grouped": {"masked": True, "causal": True, "kv_heads": 2},
-    "bfloat16": {"dtype": torch.bfloat16},
-}
+TAKEN = (
+    {"device": "cuda", "grad": True},
+    {"value_dim": 5},
+    {"masked": True, "causal": True, "kv_heads": 2},
+    {"dtype": torch.bfloat16},
+)
 
 
 @pytest.fixture
@@ -42,16 +43,11 @@ on_this_cpu = pytest.mark.skipif(
 
 
 @pytest.mark.usefixtures("avx512")
-@pytest.mark.parametrize("case", LIMITS)
-def test_a_limit_names_the_value(case):
-    change, message = LIMITS[case]
-    assert message in flex.limit(PROBLEM._replace(**change))
-
-
-@pytest.mark.usefixtures("avx512")
-@pytest.mark.parametrize("case", TAKEN)
-def test_takes(case):
-    assert flex.limit(PROBLEM._replace(**TAKEN[case])) is None
+def test_a_limit_names_the_value():
+    for change, message in LIMITS.values():
+        assert message in flex.limit(PROBLEM._replace(**change))
+    for change in TAKEN:
+        assert flex.limit(PROBLEM._replace(**change)) is None
 
 
 def test_is_refused_where_its_kernel_reads_what_was_never_written(monkeypatch):
@@ -79,7 +75,7 @@ def masks(b, h, m, n):
 
 
 MASKS = ["none", "full", "shared by heads", "padding", "all"]
-LENGTHS = [(1, 1), (1, 300), (7, 7), (128, 128), (129, 129), (130, 256), (130, 257), (130, 300), (300, 130), (256, 257)]
+LENGTHS = [(1, 300), (7, 7), (128, 128), (130, 257), (300, 130)]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -185,31 +181,14 @@ def test_a_graph_asks_for_flash_attention_4(keys, causal, monkeypatch):
     assert all("'BACKEND': 'FLASH'" in arguments for arguments in seen)
 
 
-def test_causal_block_masks_are_kept_but_not_without_bound():
-    flex._causal_blocks.cache_clear()
-    q, k = torch.empty(1, 1, 2, 7, 16), torch.empty(1, 1, 2, 9, 16)
-    first = flex._block_mask(q, k, causal=True, mask=None, maps_a_head=1)
-    assert flex._block_mask(q, k, causal=True, mask=None, maps_a_head=2) is first
-    assert flex._causal_blocks.cache_info().maxsize == 16
-
-
-def test_a_block_mask_first_made_in_inference_serves_training():
+def test_causal_block_masks_are_kept_within_a_bound_and_those_of_inference_serve_training():
     flex._causal_blocks.cache_clear()
     q, k = torch.empty(1, 1, 2, 7, 16), torch.empty(1, 1, 2, 9, 16)
     with torch.inference_mode():
-        blocks = flex._block_mask(q, k, causal=True, mask=None, maps_a_head=1)
-    assert not blocks.kv_indices.is_inference()
-
-
-def plain_flex(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
-    """What `flex_attention` computes, written out; as strict as it is about heads."""
-    assert enable_gqa == (q.shape[1] != k.shape[1])
-    groups = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * (q.shape[3] ** -0.5 if scale is None else scale)
-    grid = torch.meshgrid(*(torch.arange(size) for size in scores.shape), indexing="ij")
-    allowed = torch.ones((), dtype=torch.bool) if block_mask is None else block_mask.mask_mod(*grid)
-    weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1) * allowed
-    return weights @ v.repeat_interleave(groups, 1)
+        first = flex._block_mask(q, k, causal=True, mask=None, maps_a_head=1)
+    assert not first.kv_indices.is_inference()
+    assert flex._block_mask(q, k, causal=True, mask=None, maps_a_head=2) is first
+    assert flex._causal_blocks.cache_info().maxsize == 16
 
 
 SHAPES = {
@@ -296,41 +275,6 @@ def test_another_mask_of_one_shape_needs_no_other_kernel():
         with torch.compiler.set_stance("fail_on_recompile" if _ else "default"):
             out = flex.diff_attention(q, k, v, lam, **settings)
         torch.testing.assert_close(out, reference.diff_attention(q, k, v, lam, **settings))
-
-
-GPU = {
-    "vision": {"m": 197, "n": 197, "d": 64, "v": 128},
-    "text": {"m": 77, "n": 77, "d": 64, "v": 128},
-    "language, grouped": {"hk": 2, "m": 300, "n": 300, "d": 128, "v": 256},
-    "shared keys, grouped": {"hk": 2, "keys": 1, "m": 257, "n": 257, "d": 64, "v": 64},
-    "a cache": {"m": 5, "n": 300, "d": 64, "v": 128},
-    "one query": {"m": 1, "n": 300, "d": 64, "v": 128},
-    "more queries than keys": {"m": 150, "n": 40, "d": 64, "v": 128},
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["none", "full", "padding"])
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", GPU)
-def test_forward_and_backward_on_a_gpu(shape, dtype, causal, name):
-    inputs = [t.detach().requires_grad_() for t in tensors(**GPU[shape], dtype=dtype, device="cuda")]
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
-    mask = None if mask is None else mask.cuda()
-    out = diff_attention(*inputs, causal=causal, mask=mask, backend="flex")
-    expected = diff_attention(*exact, causal=causal, mask=mask, backend="eager")
-    tolerance = 1e-2 if dtype == torch.float32 else 4e-2  # float32 within TF32, should a setting allow it
-    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
-    weight = torch.randn_like(out)
-    grads = torch.autograd.grad(out, inputs, weight)
-    exact_grads = torch.autograd.grad(expected, exact, weight.double())
-    for own, oracle in zip(grads, exact_grads, strict=True):
-        error = (own.double() - oracle).norm() / oracle.norm()
-        assert error < tolerance
-        assert own.isfinite().all()
 
 
 @pytest.mark.gpu
