@@ -110,12 +110,6 @@ def refused(command: list[str], capsys, *message: str) -> None:
 # ---- configurations ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(
-    "--model={0}.Thing",
-    "--trainer.callbacks+={0}.Watcher",
-    "--model.class_path={0}.Thing",
-    "--trainer.plugins=[{{class_path: {0}.Plugin}}]",
-)
 @pytest.mark.parametrize(
     "words",
     [
@@ -124,9 +118,6 @@ def refused(command: list[str], capsys, *message: str) -> None:
         "--model.help={0}.Thing",
         "--data={0}.Data",
         "--trainer.callbacks+={0}.Watcher",
-        "--trainer.callbacks={0}.Watcher",
-        "--trainer.callbacks=[{{class_path: {0}.Watcher}}]",
-        "--trainer.logger.class_path={0}.Logger",
         "--trainer={{strategy: {{class_path: {0}.Strategy}}}}",
         "--trainer.plugins=[{{class_path: {0}.Plugin}}]",
         '--model={{"class_path": "{0}.Thing", "init_args": {{}}}}',
@@ -138,8 +129,7 @@ def test_a_class_path_outside_of_the_list_is_not_imported(words, module, shards,
     assert module not in sys.modules
 
 
-@pytest.mark.quick("config", "nested")
-@pytest.mark.parametrize("how", ["config", "second config", "sub-configuration", "of a sub-configuration", "nested"])
+@pytest.mark.parametrize("how", ["second config", "sub-configuration", "of a sub-configuration", "nested"])
 def test_a_class_path_in_a_file_is_named_with_the_file(how, module, shards, tmp_path, capsys):
     hostile, outer, inner = tmp_path / "hostile.yaml", tmp_path / "outer.yaml", tmp_path / "inner.yaml"
     hostile.write_text(f"trainer:\n  callbacks:\n    - class_path: {module}.Watcher\n")
@@ -195,23 +185,14 @@ def test_what_is_only_data_is_not_imported(module, shards):
     assert module not in sys.modules
 
 
-@pytest.mark.quick(
-    "os.system",
-    "torch.utils.cpp_extension.load",
-    "diffvision.__main__.main",
-    "lightning.pytorch.callbacks.LambdaCallback",
-)
 @pytest.mark.parametrize(
     "path",
     [
         "os.system",
-        "subprocess.Popen",
         "torch.hub.load",
-        "torch.utils.cpp_extension.load",
         "diffvision.training.fit.sys.exit",
         "diffvision.__main__.main",
         "lightning.pytorch.callbacks.model_checkpoint.os.system",
-        "lightning.pytorch.callbacks.LambdaCallback",
         "lightning.pytorch.callbacks.lambda_function.LambdaCallback",
     ],
 )
@@ -256,15 +237,14 @@ def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("flag", "text"),
     [
-        "seed_everything: !!python/object/apply:pathlib.Path.touch [{0}]\n",
-        "seed_everything: !!python/object/new:pathlib.Path [{0}]\n",
-        "model: !!python/name:os.system\n",
-        "model: !!python/module:stranger_module\n",
+        ("--config={0}", "seed_everything: !!python/object/apply:pathlib.Path.touch [{0}]\n"),
+        ("--model={0}", "seed_everything: !!python/object/new:pathlib.Path [{0}]\n"),
+        ("--model={0}", "model: !!python/name:os.system\n"),
+        ("--config={0}", "model: !!python/module:stranger_module\n"),
     ],
 )
-@pytest.mark.parametrize("flag", ["--config={0}", "--model={0}"])
 def test_yaml_makes_no_objects(text, flag, module, trace, tmp_path):
     hostile = tmp_path / "hostile.yaml"
     hostile.write_text(text.format(trace))
@@ -314,12 +294,9 @@ def server(tmp_path, trace):
     assert asked == []
 
 
-URLS = ["http://127.0.0.1:{0}/x.ckpt", "https://127.0.0.1:{0}/x.pt", "s3://bucket/x.ckpt", "memory://x.ckpt",
-        "file:///x.ckpt", "simplecache::http://127.0.0.1:{0}/x.ckpt", "data:;base64,gASVAA==", "hf://x/y"]  # fmt: skip
-
-
-@pytest.mark.quick("memory://x.ckpt", "http://127.0.0.1:{0}/x.ckpt", "file:///x.ckpt")
-@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{0}/x.ckpt", "file:///x.ckpt", "simplecache::http://127.0.0.1:{0}/x.ckpt", "data:,gASV"]
+)
 def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     url = url.format(server.server_port)
     message = "checkpoints are not loaded from URLs: download it, check its sha256"
@@ -489,11 +466,7 @@ def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
         fit(run_of(directory, "--data.max_bad_fraction=1"))
 
 
-COMMANDS = ["pipe:touch {0}", "a.tar::pipe:touch {0}", "file:{0}", "ssh://x/{0}", "-c touch {0}", "gs+pipe://touch {0}"]
-
-
-@pytest.mark.quick("pipe:touch {0}", "-c touch {0}")
-@pytest.mark.parametrize("location", COMMANDS)
+@pytest.mark.parametrize("location", ["pipe:touch {0}", "a.tar::pipe:touch {0}", "-c touch {0}", "gs+pipe://touch {0}"])
 def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monkeypatch, capsys):
     """Through every command that reads shards; what webdataset rewrites by the environment stays as it is."""
     monkeypatch.setenv("GOPEN_REWRITE", "s3://=pipe:touch ")
@@ -520,7 +493,7 @@ def test_rewritten_urls_are_not_followed(tmp_path, trace, monkeypatch):
         ShardSet("s3://bucket/0.tar", ShardCache(tmp_path / "cache"))
 
 
-TRAVERSALS = ["../../escaped", "/tmp/diffvision-escaped", "a/../../escaped", "..", "\x1b]0;x\x07/escaped", "link"]
+TRAVERSALS = ["../../escaped", "/tmp/diffvision-escaped", "\x1b]0;x\x07/escaped", "link"]
 
 
 @pytest.mark.parametrize("key", TRAVERSALS)
@@ -597,19 +570,17 @@ def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("name", ["config.json", "open_clip_config.json"])
 @pytest.mark.parametrize(
-    "command",
+    ("name", "command"),
     [
-        ["export", "{0}", "{1}/out"],
-        ["convert", "{0}", "{1}/out.pt", "--to=diffclip"],
-        ["adapt", "local-dir:{0}", "{1}/out"],
-        ["inspect", "local-dir:{0}", "--output={1}/out"],
-        ["evaluate-language", "{0}", "--tasks=perplexity", "--data={1}/t.txt"],
-        ["evaluate-language", "hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"],
-        ["generate", "{0}", "--prompt=a"],
+        ("config.json", ["export", "{0}", "{1}/out"]),
+        ("open_clip_config.json", ["convert", "{0}", "{1}/out.pt", "--to=diffclip"]),
+        ("open_clip_config.json", ["adapt", "local-dir:{0}", "{1}/out"]),
+        ("config.json", ["inspect", "local-dir:{0}", "--output={1}/out"]),
+        ("config.json", ["evaluate-language", "hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"]),
+        ("config.json", ["generate", "{0}", "--prompt=a"]),
     ],
-    ids=lambda words: " ".join(words[:2]),
+    ids=str,
 )
 def test_json_of_a_folder_that_is_nested_too_deeply(command, name, tmp_path, capsys):
     pytest.importorskip("transformers")

@@ -74,7 +74,7 @@ def test_python_of_start(tmp_path):
     assert (tmp_path / "photos" / "captions.csv").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_python_of_your_own_parts(tmp_path):
     executed("\n".join(blocks(ROOT / "docs/guides/own.md", "python")), tmp_path)
 

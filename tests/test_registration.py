@@ -57,7 +57,7 @@ def test_diffvision_after_its_hosts():
     run("-c", f"import open_clip, timm\nassert not timm.is_model('diff_vit_base')\nimport diffvision\n{REGISTERED}")
 
 
-@pytest.mark.parametrize("module", ["adapt", "adapted", "clip", "language.decoder"])
+@pytest.mark.parametrize("module", ["adapt", "clip"])  # of timm and of OpenCLIP
 @pytest.mark.slow
 def test_a_module_of_ours_that_imports_a_host_first(module):
     run("-c", f"import diffvision.models.{module}\n{REGISTERED}")
@@ -91,7 +91,7 @@ def test_spawned_workers_build_and_receive_models(tmp_path):
     run(str(tmp_path / "program.py"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun(tmp_path):
     (tmp_path / "program.py").write_text(f"import diffvision\n{REGISTERED}\nprint('registered')")
     printed = run("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "program.py"))

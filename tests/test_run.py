@@ -22,20 +22,20 @@ def run(*arguments, cwd):
 
 
 @pytest.mark.slow
-def test_files_and_modules_run_as_main_with_our_models(tmp_path):
+def test_a_file_runs_as_main_with_our_models(tmp_path):
     (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "folder", tmp_path):
-        (path / "program.py").write_text(PROGRAM)
-        (path / "neighbour.py").write_text("print('its neighbours are importable')")
+    (tmp_path / "folder/program.py").write_text(PROGRAM)
+    (tmp_path / "folder/neighbour.py").write_text("print('its neighbours are importable')")
     expected = "__main__ ['--flag', '3'] True True\nits neighbours are importable\n"
     done = run("folder/program.py", "--flag", "3", cwd=tmp_path)
-    assert done.stdout == expected, done.stderr
-    done = run("program", "--flag", "3", cwd=tmp_path)
     assert done.stdout == expected, done.stderr
 
 
 CHILDREN = """
 import subprocess, sys
+from transformers import AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_pretrained("folder")).__module__)
+sys.stdout.flush()
 for code in (
     "import open_clip, timm; print(timm.is_model('diff_vit_debug'), 'DiffCLIP-debug' in open_clip.list_models());"
     "from transformers import AutoConfig; print(type(AutoConfig.for_model('diffllama_v2')).__module__)",
@@ -46,8 +46,11 @@ for code in (
 
 
 @pytest.mark.slow
-def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
+def test_a_module_and_its_child_processes_know_our_models_and_open_our_folders(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
+    language.save(language.create("diffv2-debug", vocab_size=20), tmp_path / "checkpoint")
+    with pytest.warns(UserWarning, match="no tokenizer next to"):
+        assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 0
     (tmp_path / "program.py").write_text(CHILDREN)
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("import sys; sys.was_customized = True")
@@ -55,22 +58,8 @@ def test_child_processes_know_our_models_too(tmp_path, monkeypatch):
         "PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(tmp_path / "site"))))
     )
     done = run("program", cwd=tmp_path)
-    lines = ["True True", "diffvision.models.language.modeling_diffllama_v2", "False True"]
-    assert done.stdout.splitlines() == lines, done.stderr
-
-
-@pytest.mark.slow
-def test_exported_folders_need_no_trust(tmp_path):
-    pytest.importorskip("transformers")
-    language.save(language.create("diffv2-debug", vocab_size=20), tmp_path / "checkpoint")
-    (tmp_path / "program.py").write_text(
-        "from transformers import AutoModelForCausalLM\n"
-        "print(type(AutoModelForCausalLM.from_pretrained('folder')).__module__)\n"
-    )
-    with pytest.warns(UserWarning, match="no tokenizer next to"):
-        assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 0
-    done = run("program", cwd=tmp_path)
-    assert done.stdout == "diffvision.models.language.modeling_diffllama_v2\n", done.stderr
+    ours = "diffvision.models.language.modeling_diffllama_v2"
+    assert done.stdout.splitlines() == [ours, "True True", ours, "False True"], done.stderr
 
 
 def test_a_missing_program_is_named(tmp_path):

@@ -207,7 +207,7 @@ def test_a_lambda_that_is_a_number_is_captured(monkeypatch):
     assert len(layer_maps(model, torch.randn(3, 32, 32))) == 4
 
 
-@pytest.mark.parametrize("shaped", [("H", 1, 1), ("N", 1)], indirect=True, ids=str)
+@pytest.mark.parametrize("shaped", [("N", 1)], indirect=True, ids=str)
 def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_path):
     model = language.create("transformer-debug", variant="shaped", vocab_size=300, max_length=64)
     language.save(model, tmp_path / "shaped", train_tokenizer([TEXT * 30], 300))

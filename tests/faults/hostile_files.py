@@ -86,21 +86,20 @@ def hugging_face_folder(folder: Path, trace: Path, tokenizer: bool) -> Path:
     return folder
 
 
-HOSTILE_TYPES = ("pyd", "pkl", "pickle", "pth", "PYD", "foo.pyd", "pyd.gz", "npy", "npz", "pt", "bin", "mp", "jpg")
+HOSTILE_TYPES = ("pickle", "pth", "foo.pyd", "pyd.gz", "npy", "jpg")
 
 
 def hostile_shards(directory: Path, trace: Path, suffix: str) -> Path:
     """Write good samples, each with a member that is a payload; the last has no other."""
     directory.mkdir()
     data = pickle.dumps(Payload(trace))
-    if suffix in ("pth", "pt", "bin"):
+    if suffix == "pth":
         file = io.BytesIO()
         torch.save(Payload(trace), file)
         data = file.getvalue()
-    elif suffix in ("npy", "npz"):
+    elif suffix == "npy":
         file = io.BytesIO()
-        save = np.save if suffix == "npy" else np.savez
-        save(file, np.array([Payload(trace)], dtype=object), allow_pickle=True)
+        np.save(file, np.array([Payload(trace)], dtype=object), allow_pickle=True)
         data = file.getvalue()
     elif suffix.endswith(".gz"):
         data = gzip.compress(data)

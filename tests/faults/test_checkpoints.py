@@ -71,9 +71,6 @@ def test_a_disk_that_fills_up_during_a_run_is_one_error_and_the_checkpoint_befor
 
 CLASSES = "--model.num_classes=10"
 OTHER = {
-    "depth": (["--model.model=diff_vit_debug", "--model.model_args={depth: 3}"], "cannot resume from"),
-    "heads and width": (["--model.model_args={embed_dim: 96, num_heads: 3}"], "cannot resume from"),
-    "classes": (["--model.num_classes=11"], "cannot resume from"),
     "kind of lambda": (["--model.model=diffv2_vit_debug"], "cannot resume from"),
     "kind of module": (["--model=ContrastiveModule", "--data=ImageTextData", "--model.model=CLIP-debug"], "resume"),
     "number of processes": (["--trainer.devices=2", "--trainer.strategy=ddp"], "processes trained it"),

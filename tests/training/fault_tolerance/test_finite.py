@@ -183,7 +183,7 @@ class Rate(pl.Callback):
         trainer.optimizers[0].param_groups[0]["lr"] = 1e30 if batch_idx == 5 else 0.1
 
 
-@pytest.mark.parametrize(("every", "step"), [(1, 6), (2, 6), (3, 6), (4, 4)])
+@pytest.mark.parametrize(("every", "step"), [(1, 6), (4, 4)])
 def test_while_steps_are_skipped_the_file_before_them_stays(every, step, tmp_path):
     """A step of 1e30, then ten that are skipped. What it has spoiled may be saved once: nothing tells yet."""
     saving = [ModelCheckpoint(tmp_path / "kept", "{step}"), LastCheckpoint(every_n_train_steps=every)]
@@ -242,8 +242,10 @@ def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
     torch.testing.assert_close(one, good.state_dict())
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "adamuon", "lamb", "adan", "sgd", "adafactor"])
-@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [*((name, 2) for name in ("lion", "muon", "adamuon", "lamb", "sgd", "adafactor")), ("lamb", 0), ("adan", 0)],
+)
 def test_other_optimizers_skip_a_step_too(name, bad, tmp_path):
     """Also their counts of steps, which LAMB and Adan keep with a group's settings."""
 
@@ -310,10 +312,9 @@ def test_chunks_of_a_batch_are_skipped_together():
     assert trainer.logged_metrics["train/skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("loss", ["clip", "siglip"])
 @pytest.mark.parametrize("start", [100.0, -100.0])
-def test_an_exploded_logit_scale_is_back_in_its_range(loss, start):
-    module = contrastive(loss=loss)
+def test_an_exploded_logit_scale_is_back_in_its_range(start):
+    module = contrastive()
     nn.init.constant_(module.model.logit_scale, start)
     if start > 0:  # exp(100) is infinite in float32
         with pytest.warns(UserWarning, match="at step 0"):
@@ -323,9 +324,7 @@ def test_an_exploded_logit_scale_is_back_in_its_range(loss, start):
     assert 0 <= module.model.logit_scale.item() <= math.log(100)
 
 
-@pytest.mark.quick("1-clip", "2-siglip")
-@pytest.mark.parametrize("loss", ["clip", "siglip"])
-@pytest.mark.parametrize("accum_freq", [1, 2])
+@pytest.mark.parametrize(("loss", "accum_freq"), [("clip", 1), ("siglip", 2)])
 def test_zero_identical_and_single_embeddings(loss, accum_freq):
     """All text embeddings zero, all images alike; and, in one pass, a batch of one pair."""
     module = contrastive(loss=loss, accum_freq=accum_freq)

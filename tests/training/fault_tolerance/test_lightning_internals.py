@@ -141,7 +141,7 @@ for command in ("evaluate", "export", "fit"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_private_names_all_but_fit_works():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ABSENT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

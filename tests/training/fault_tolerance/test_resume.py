@@ -242,12 +242,8 @@ def checkpoint(tmp_path_factory) -> Path:
     ("module", "message"),
     [
         (Tiny(width=4, layers=2), r"4 keys differ: layers.0.weight \[3, 3\] in the checkpoint and \[4, 4\] in the"),
-        (
-            Tiny(layers=1),
-            r"2 keys .*: layers.1.weight \[3, 3\] in the checkpoint and missing in the model; .*. Set the",
-        ),
-        (Tiny(layers=4), r"4 keys .*: layers.2.weight missing in the checkpoint .*; and 1 more. Set the"),
-        (Tiny(layers=9), r"14 keys .* missing in .*; and 11 more. Set the model"),
+        (Tiny(layers=1), r"2 keys .*: layers.1.weight \[3, 3\] in the checkpoint and missing"),
+        (Tiny(layers=9), r"14 keys .* missing in .*; and 11 more"),
     ],
 )
 def test_another_architecture_is_refused_with_its_keys(checkpoint, module, message, tmp_path):
