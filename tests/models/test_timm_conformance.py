@@ -513,7 +513,7 @@ def _compiled_equals_eager(name: str, backend: str) -> None:
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-3, atol=1e-5)
 
 
-@each_model
+@pytest.mark.parametrize("name", [DEBUG, VCA])
 @pytest.mark.slow
 def test_compiles_whole(name):
     _compiled_equals_eager(name, "aot_eager")

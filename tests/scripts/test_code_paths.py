@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import code_paths
@@ -35,6 +36,7 @@ def test_the_count_ends_when_a_named_function_returns():
     assert [function.split()[-1] for function in counter.functions.values()] == ["rotary_tables"]
 
 
+@pytest.mark.nightly
 def test_a_path_is_counted_and_listed():
     words = [sys.executable, str(SCRIPT), "--only", "block", "--list"]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout

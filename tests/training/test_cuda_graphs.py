@@ -22,7 +22,7 @@ from diffvision.training.language import LanguageModule
 
 # torch.autocast("cuda", enabled=False) says that there is no GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-LANGUAGE = {"vocab_size": 50, "dim": 32, "num_heads": 4, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
+LANGUAGE = {"vocab_size": 50, "depth": 1, "dim": 32, "num_heads": 4, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
 
 
 @pytest.fixture
@@ -82,12 +82,14 @@ def move(module, fakes):
 
 
 def make_step(kind, variant, fakes, **settings):
-    """Return a training step with its loss, and a batch."""
+    """Return a training step of a model of one block, with its loss."""
     if kind == "vit":
-        module = ClassificationModule("diff_vit_debug", num_classes=10, model_args={"variant": variant}, **settings)
+        module = ClassificationModule(
+            "diff_vit_debug", num_classes=10, model_args={"variant": variant, "depth": 1}, **settings
+        )
     elif kind == "clip":
         module = ContrastiveModule("traced", **settings)
-        module.model.visual.trunk = timm.create_model("plain_vit_debug_clip", variant=variant, num_classes=0)
+        module.model.visual.trunk = timm.create_model("plain_vit_debug_clip", variant=variant, num_classes=0, depth=1)
         module.loss = create_loss("clip", rank=0, world_size=1)
         module._device = torch.device("cuda")
     else:
@@ -105,13 +107,17 @@ def make_step(kind, variant, fakes, **settings):
     return lambda: module.sums(tokens)[0]
 
 
+def clip_of_one_block(variant):
+    configuration = clip_configs._config("debug", "plain_vit_debug_clip", variant)
+    return configuration | {"text_cfg": configuration["text_cfg"] | {"layers": 1}}
+
+
 @pytest.mark.quick("v1-clip", "v2-packed")
 @pytest.mark.parametrize(
     ("variant", "kind"), [("v1", "clip"), *((variant, kind) for variant in ATTENTION for kind in ("vit", "packed"))]
 )
 def test_a_training_step_is_one_graph(gpu, variant, kind, monkeypatch):
-    configuration = clip_configs._config("debug", "plain_vit_debug_clip", variant)
-    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "traced", configuration)
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "traced", clip_of_one_block(variant))
     (graph,) = trace(make_step(kind, variant, FakeTensorMode()))
     outputs = [node.meta["example_value"] for node in graph.graph.nodes if "linear" in str(node.target)]
     assert outputs
@@ -129,6 +135,5 @@ def test_a_training_step_is_one_graph_on_other_cards(gpu, kind, capability, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", "clip", "language"])
 def test_a_training_step_with_checkpointing_is_one_graph(gpu, kind, monkeypatch):
-    configuration = clip_configs._config("debug", "plain_vit_debug_clip", "v1")
-    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "traced", configuration)
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "traced", clip_of_one_block("v1"))
     assert len(trace(make_step(kind, "v1", FakeTensorMode(), grad_checkpointing=True))) == 1

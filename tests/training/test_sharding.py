@@ -143,7 +143,7 @@ def test_other_optimizers_resume_exactly(name, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("clip", {}),
+        pytest.param("clip", {}, marks=pytest.mark.nightly),
         ("clip", {"loss": "siglip", "accum_freq": 2, "grad_checkpointing": True, "lock_image": 1}),
         pytest.param("vit", {}, marks=pytest.mark.nightly),
         pytest.param(
@@ -197,7 +197,7 @@ def mixed_and_refused(directory):
 
 
 @pytest.mark.forks
-@pytest.mark.slow
+@pytest.mark.nightly  # without sharding, `test_finite.py` has a step that no rank makes
 def test_sharded_runs_in_bf16_skip_what_is_not_finite(tmp_path, monkeypatch):
     """Compiled in bfloat16 the losses stay near; a step of which one rank's loss is NaN is skipped on both."""
     compiled = nn.Module.compile

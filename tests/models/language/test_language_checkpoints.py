@@ -263,10 +263,9 @@ def test_half_precision_and_autocast(name):
     torch.testing.assert_close(half, exact, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
-def test_compiles_whole(name):
-    model = language.create(name, vocab_size=64).eval()
+def test_compiles_whole():
+    model = language.create("diff-debug", vocab_size=64).eval()
     tokens = torch.randint(64, (2, 12))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens), model(tokens))
