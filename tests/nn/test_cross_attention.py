@@ -34,14 +34,16 @@ OVER_ITSELF = {
 CASES = [
     *((variant, {}) for variant in VARIANTS),
     *((variant, {"gate": "head"}) for variant in VARIANTS if variant.endswith("gated")),
-    ("gda", {"signal_ratio": 4}),
+    ("gda", {"signal_ratio": 4, "num_kv_heads": 1}),
+    ("v1", {"num_kv_heads": 4}),
 ]
 each_case = pytest.mark.parametrize(("variant", "settings"), CASES, ids=lambda given: str(given))
 
 
-def layer_of(variant, **settings):
+def layer_of(variant, num_kv_heads=2, **settings):
     torch.manual_seed(0)
-    layer = build_attention(variant, DIM, 4, 2, head_dim=6, qkv_bias=True, depth=2, dtype=torch.float64, **settings)
+    fixed = {"head_dim": 6, "qkv_bias": True, "depth": 2, "dtype": torch.float64}
+    layer = build_attention(variant, DIM, 4, num_kv_heads, **fixed, **settings)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.4)
     return layer
