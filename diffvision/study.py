@@ -389,7 +389,7 @@ def _check_test(options: argparse.Namespace, settings: Sequence[str]) -> None:
 
     data: dict[str, Any] = {}
     for config in options.config:
-        content = read_mapping(Path(config) if Path(config).is_file() else recipe(config))[1]
+        content = read_mapping(Path(config) if Path(config).is_file() else recipe(config))
         data |= content.get("data", {}).get("init_args", {})
     for setting in settings:
         name, _, value = setting.partition("=")

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
 from diffvision import study
 from diffvision.cli import main
@@ -27,6 +29,8 @@ TWINS = {
     "DiffCLIP-DINT-debug": "CLIP-debug",
     "DiffCLIP-V2-ViT-B-16": "CLIP-ViT-B-16",
     "SinkCLIP-ViT-S-16": "CLIP-ViT-S-16",
+    "DnACLIP-debug": "CLIP-debug",
+    "coda_vit_small_patch16_clip_224": "plain_vit_small_patch16_clip_224",
     "diffv2-1.4b": "transformer-1.4b",
 }
 
@@ -155,6 +159,20 @@ def test_a_disk_that_is_too_small_is_refused_before_a_run_begins(made):
     with pytest.raises(OSError, match=r"2 runs need .* free"):
         of.train([Run("a", 0), Run("a", 1), Run("a", 2)])
     assert begun == [Run("a", 0)]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 0.002), ("min", 0.001)])
+def test_the_rate_with_the_best_value_of_the_watched_metric_is_taken(mode, best, tmp_path, capsys):
+    of = Study([], tmp_path)
+    for rate, score in ((0.001, 0.25), (0.002, 0.5), (0.004, float("nan"))):
+        folder = of.folder(Run("a", TUNING_SEED, rate))
+        (folder / "checkpoints").mkdir(parents=True)
+        state = {"monitor": "val/x", "best_model_path": "best.ckpt", "best_model_score": torch.tensor(score)}
+        torch.save({"callbacks": {"ModelCheckpoint{}": state}, "global_step": 3}, folder / "checkpoints" / "best.ckpt")
+        watching = [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/x", "mode": mode}}]
+        (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": watching}}))
+    assert of.rate_of("a", [0.001, 0.002, 0.004]) == best
+    assert ("edge" in capsys.readouterr().out) == (best == 0.001)
 
 
 @pytest.mark.slow

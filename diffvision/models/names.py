@@ -69,8 +69,8 @@ def _files(host: str) -> list[str]:
     return [name for source in sources for name in re.findall(r"^@register_model\s+def (\w+)\(", source, re.MULTILINE)]
 
 
-_VIT = re.compile(r"(?:diff|diffv2|dint|vca|gated|sink|integral)_vit_(.+)")
-_CLIP = re.compile(r"(?:Diff|Gated|Sink|Integral)CLIP-(?:DINT-|V2-)?((?!GDA).+?)(?:-dynamic|-vision|-0\.2)?")
+_VIT = re.compile(r"(?!plain|gda)[a-z0-9]+_vit_(.+)")  # the grouped models are smaller than plain ones
+_CLIP = re.compile(r"\w+CLIP-(?!GDA)(?:[A-Z0-9]+-)?((?:ViT|debug|nano).*?)(?:-dynamic|-vision|-0\.2)?")
 
 
 def plain_twin(name: str) -> str:
@@ -81,17 +81,19 @@ def plain_twin(name: str) -> str:
     """
     from diffvision.models.vit import ALIASES
 
-    known, candidates = host_names(), []
-    if match := _VIT.fullmatch(ALIASES.get(name, name)):
+    known, ours = host_names(), recorded()
+    candidates: list[str] = []
+    if name in ours["timm"] and (match := _VIT.fullmatch(ALIASES.get(name, name))):
         shape = match[1].replace("_dynamic", "").replace("_lambda02", "")
-        candidates = [one for one in (f"plain_vit_{shape}", f"vit_{shape}") if one in known["timm"]]
-    elif match := _CLIP.fullmatch(name):
-        candidates = [one for one in (f"CLIP-{match[1]}",) if one in known["open_clip"]]
-    elif name in known["language"]:
+        candidates = [f"plain_vit_{shape}", f"vit_{shape}"]
+    elif name in ours["OpenCLIP"] and (match := _CLIP.fullmatch(name)):
+        candidates = [f"CLIP-{match[1]}"]
+    elif name in ours["text"]:
         candidates = [f"transformer-{name.partition('-')[2]}"]
-    if not candidates or name in candidates:
+    twin = next((one for one in candidates if any(one in names for names in known.values())), name)
+    if twin == name:
         raise ValueError(f"{name} has no plain twin: name the models to compare without --twin")
-    return candidates[0]
+    return twin
 
 
 DIFFCLIP_PREPROCESS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bicubic"}

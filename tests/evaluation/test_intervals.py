@@ -85,6 +85,22 @@ def test_seeds_and_pictures_are_both_drawn():
     ) == pytest.approx((low, high))
 
 
+def test_an_interval_over_seeds_knows_of_few_samples():
+    """Equal differences of all seeds say nothing about other samples: Welch's interval alone would be narrow."""
+    generator = np.random.default_rng(4)
+    a, b = generator.random(60) < 0.5, generator.random(60) < 0.6
+    first, other = ([each(torch.tensor(row)) for _ in range(3)] for row in (a, b))
+    first[0].values[0] ^= True
+    values = [[run.mean() for run in runs] for runs in (first, other)]
+    alone = difference(*values)
+    both = difference(*values, runs=(first, other))
+    assert (alone.method, both.method) == ("seeds", "seeds and samples")
+    assert both.high - both.low > 4 * (alone.high - alone.low)
+    assert difference(*values, runs=(first, other[:2])) == alone
+    fewer = [run._replace(units=torch.arange(60) % 9) for run in first]
+    assert difference(*values, runs=(fewer, fewer)) == alone
+
+
 def test_a_mean_over_classes_draws_within_each_class():
     """A class of two samples that differ in every draw alike has no spread; the other class has all of it."""
     classes = torch.tensor([0, 0, 1, 1, 1, 1])
