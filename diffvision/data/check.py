@@ -3,13 +3,9 @@
 The commands are in `make`.
 """
 
-import multiprocessing
-import os
-import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +17,7 @@ from PIL.Image import Image
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.conversations import conversation_key, read_row
 from diffvision.data.images.decode import check_processed, decode_image
@@ -37,10 +34,9 @@ from diffvision.data.images.samples import (
     label_key,
 )
 from diffvision.data.shards.index import ShardIndex, scan
-from diffvision.data.shards.reader import ShardReader
 from diffvision.data.shards.remote import Shard
-from diffvision.data.shards.sample import BadSample, Members, SampleKind
-from diffvision.data.shards.sources import find_shards, is_shard, natural, read_counts, read_small_file
+from diffvision.data.shards.sample import BadSample, Members
+from diffvision.data.shards.sources import MANIFEST, find_shards, is_shard, natural, read_counts, read_small_file
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember, check_document
 from diffvision.data.text.tokens import IDS, TOKENS, TokenFiles
@@ -48,7 +44,6 @@ from diffvision.files import sha256
 from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
-_TEXT = "text"  # what is read of a directory of text where no key is given
 _PACKED_FIRST = (".zip", ".csv", ".tsv", ".jsonl", ".json", ".parquet")  # of pictures that are not in shards
 
 
@@ -57,10 +52,10 @@ class ShardCheck:
     """The result of checking one shard: its samples, how many of them can be used, and all problems."""
 
     location: str
+    problems: list[str] = field(default_factory=list)  # of the shard as a whole
     read: str = ""  # the setting by which samples were read
     samples: int = 0
     good: int = 0
-    problems: list[str] = field(default_factory=list)  # of the shard as a whole
     bad: Counter[str] = field(default_factory=Counter)  # of samples, by reason
     examples: dict[str, str] = field(default_factory=dict)  # reason -> key of the first
 
@@ -96,24 +91,25 @@ class Keys:
 
     def resolved(self, shards: Sequence[Shard], directory: Path) -> "_Reading":
         """Return how to read the shards of one directory: by the keys, else by the first shard that has samples."""
-        if self.caption_key or self.label_key or self.text_key:
-            return self._reading()
-        for shard in filter(is_file, shards):
-            with suppress(OSError, ValueError):
-                index, samples = open_shard(shard)
-                if len(index):
-                    return self._reading_of(index, samples, directory)
+        if not (self.caption_key or self.label_key or self.text_key):
+            for shard in filter(is_file, shards):
+                with suppress(OSError, ValueError):
+                    index, samples = open_shard(shard)
+                    if len(index):
+                        return self._reading_of(index, samples, directory)
         return self._reading()
 
     def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
         """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
-        if holds_text(index):
-            return _Reading(_TEXT)
-        if (folder := _evaluation(directory)) is not None:
-            return _Reading(folder.task, folder.kind(_no_tensor))
+        if index.types and {name.rpartition(".")[2] for name in index.types} <= {"txt", "json", "jsonl"}:
+            return "text", _check_documents
+        with suppress(ValueError, OSError):  # no evaluation folder, of which the directory may be a split
+            folder = EvaluationFolder(directory.parent)
+            if directory.name in folder.splits:
+                return folder.task, folder.kind(_no_tensor).decode
         first = samples.first()
         if any(map(conversation_key, first)):
-            return _Reading("conversations", cast(Any, _Conversations()))
+            return "conversations", _check_conversation
         if any(map(label_key, first)) and not any(map(caption_key, first)):
             return replace(self, label_key=find_label_key(samples))._reading()
         return replace(self, caption_key=find_caption_key(samples))._reading()
@@ -121,67 +117,48 @@ class Keys:
     def _reading(self) -> "_Reading":
         image = ImageMember(_no_tensor, self.image_key)
         if self.text_key is not None:
-            return _Reading(f"text_key {self.text_key}", text=TextMember(self.text_key))
+            return f"text_key {self.text_key}", partial(_check_text, TextMember(self.text_key))
         if self.label_key is not None:
-            return _Reading(f"label_key {self.label_key}", ImageLabel(image, self.label_key))
+            return f"label_key {self.label_key}", ImageLabel(image, self.label_key).decode
         key = self.caption_key or "txt"
-        return _Reading(f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens))
+        return f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens).decode
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """How the samples of a directory are read: `name` as the tables have it, `kind` as training makes them."""
-
-    name: str
-    kind: SampleKind | None = None
-    text: TextMember | None = None  # of a language corpus, by its key; without one, every member is text
-
-    def check(self, reader: ShardReader, row: int) -> None:
-        """Raise BadSample where a sample cannot be used."""
-        if self.kind is not None:
-            self.kind.decode(reader.read(row))
-        elif self.text is None:
-            _check_text(reader, row)
-        else:
-            for document in self.text.documents(reader.read(row)):
-                if isinstance(document, BadSample):
-                    raise document
+_Reading = tuple[str, Callable[[Members], Any]]
+"""How the samples of a directory are read: as the tables have it, and what raises BadSample for one."""
 
 
-class _Conversations:
-    """Reads conversations and their images, without the tokens of any model."""
-
-    def decode(self, members: Members) -> list[Image]:
-        images = [decode_image(data) for data in read_row(members)[1]]
-        for image in images:
-            check_processed(image.size, pads=True)  # as our models' processor does
-        return images
+def _check_conversation(members: Members) -> None:
+    """Read a conversation and its images, without the tokens of any model."""
+    for data in read_row(members)[1]:
+        check_processed(decode_image(data).size, pads=True)  # as our models' processor does
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A shard to check and what is known before it is read; `reading` is None where it cannot be read."""
-
-    shard: Shard
-    problem: str = ""
-    reading: _Reading | None = None
+def _check_text(member: TextMember, members: Members) -> None:
+    for document in member.documents(members):
+        if isinstance(document, BadSample):
+            raise document
 
 
-def shard_directories(directory: str | Path) -> list[Path]:
-    """Return the directory and those under it that hold shards or token files.
+def _check_documents(members: Members) -> None:
+    """Check all members of a sample, of a language corpus."""
+    if not members:
+        raise BadSample("missing text")
+    for name, data in members.items():
+        check_document(data, name)
 
-    Raises:
-        ValueError: none does.
-    """
-    root = Path(directory)
-    directories = sorted({p.parent for p in root.rglob("*") if is_shard(p.name) and not p.parent.name.startswith(".")})
-    for name in ("manifest.json", TOKENS):
-        directories += [p.parent for p in root.rglob(name) if p.parent not in directories]
-    if not directories:
-        raise ValueError(
-            f"no shards (.tar) in or under {directory}: pack images first with `diffvision data make folder`"
-        )
-    return directories
+
+class _Calls(Dataset):
+    """The number of a check -> its result."""
+
+    def __init__(self, calls: list[Callable[[], ShardCheck]]) -> None:
+        self.calls = calls
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __getitem__(self, number: int) -> ShardCheck:
+        return self.calls[number]()
 
 
 def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
@@ -194,32 +171,23 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
         num_workers: processes.
         keys: what is read of each sample; by default what the samples of each directory have.
     """
-    keys, jobs = keys or Keys(), []
+    keys, calls = keys or Keys(), []
     for directory, shards in list_directories(source).items():
         if (directory / TOKENS).is_file():
-            jobs.append(_Job(Shard(str(directory / IDS))))
+            calls.append(partial(_check_tokens, directory))
             continue
         reading = keys.resolved(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
         for shard in shards:
-            jobs.append(_Job(shard, "not in the manifest" if listed and shard.name not in listed else "", reading))
-        jobs += _list_absent(directory, listed, shards) if _is_directory(source) else []
-    return list(run_in_parallel(_check, jobs, num_workers, "checking"))
-
-
-def run_in_parallel(function, jobs: list, num_workers: int, label: str) -> Iterator:
-    workers = min(num_workers, len(jobs))
-    if workers < 2:
-        yield from track(map(function, jobs), label, total=len(jobs))
-        return
-    with ProcessPoolExecutor(workers, initializer=_end_with_parent) as pool:
-        yield from track(pool.map(function, jobs), label, total=len(jobs))
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent is killed: it would wait for work for ever."""
-    parent = cast(Any, multiprocessing.parent_process())
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+            problems = ["not in the manifest"] if listed and shard.name not in listed else []
+            calls.append(partial(_check_shard, shard, reading, problems))
+        if _is_directory(source):
+            calls += [partial(ShardCheck, *absent) for absent in _list_absent(directory, listed, shards)]
+    workers = min(num_workers, len(calls))
+    loader: Any = DataLoader(
+        _Calls(calls), batch_size=None, num_workers=workers if workers > 1 else 0, generator=torch.Generator()
+    )
+    return list(track(loader, "checking", total=len(calls)))
 
 
 def _is_directory(source: Source) -> bool:
@@ -227,7 +195,7 @@ def _is_directory(source: Source) -> bool:
 
 
 def list_directories(source: Source) -> dict[Path, list[Shard]]:
-    """Return the shards that exist, by directory.
+    """Return the shards that exist, by directory; a directory of token files has none.
 
     Raises:
         ValueError: a table or an archive of pictures, or there are no shards.
@@ -236,13 +204,21 @@ def list_directories(source: Source) -> dict[Path, list[Shard]]:
         shards = find_shards(source)
         if other := [shard.location for shard in shards if Path(shard.location).suffix in _PACKED_FIRST]:
             raise ValueError(f"data check must have shards, got {other[0]}: pack it by `diffvision data make folder`")
-        return {part: [shard for shard in shards if find_folder(shard) == part] for part in map(find_folder, shards)}
-    directories = {}
-    for directory in shard_directories(cast(str, source)):
-        listed = read_counts(directory)
-        names = sorted((p.name for p in directory.iterdir() if is_shard(p.name)), key=natural)
-        directories[directory] = [Shard(str(directory / name), **listed.get(name, {})) for name in names]
-    return directories
+        folders = [Path(shard.location).parent for shard in shards]
+        return {
+            folder: [shard for shard, of in zip(shards, folders, strict=True) if of == folder] for folder in folders
+        }
+    found: dict[Path, list[str]] = {}
+    for path in sorted(Path(cast(str, source)).rglob("*"), key=lambda path: natural(path.name)):
+        if (is_shard(path.name) or path.name in (MANIFEST, TOKENS)) and not path.parent.name.startswith("."):
+            found.setdefault(path.parent, []).extend([path.name] * is_shard(path.name))
+    if not found:
+        raise ValueError(f"{source} must have shards (.tar): write them by `diffvision data make folder`")
+    counts = {directory: read_counts(directory) for directory in found}
+    return {
+        directory: [Shard(str(directory / name), **counts[directory].get(name, {})) for name in found[directory]]
+        for directory in sorted(found)
+    }
 
 
 def is_file(shard: Shard) -> bool:
@@ -250,29 +226,13 @@ def is_file(shard: Shard) -> bool:
     return shard.remote or Path(shard.location).is_file()
 
 
-def find_folder(shard: Shard) -> Path:
-    return Path(shard.location).parent
-
-
-def _list_absent(directory: Path, listed: dict, shards: list[Shard]) -> list[_Job]:
-    """Return a job with a problem for each shard that the manifest or nshards.txt has and the directory lacks."""
-    names = {shard.name for shard in shards}
-    absent = [Shard(str(directory / name)) for name in listed if name not in names]
-    jobs = [_Job(shard, "in the manifest, but not there") for shard in absent]
-    count = directory / "nshards.txt"
-    number = (read_small_file(directory, count.name) or "").strip()
-    if count.is_file() and number != str(len(shards)):
-        jobs.append(_Job(Shard(str(count)), f"says {number[:40]!r}, but there are {len(shards)} shards"))
-    return jobs
-
-
-def _evaluation(directory: Path) -> EvaluationFolder | None:
-    """Return the evaluation folder of which a directory is a split, or None."""
-    try:
-        folder = EvaluationFolder(directory.parent)
-    except (ValueError, OSError):
-        return None
-    return folder if directory.name in folder.splits else None
+def _list_absent(directory: Path, listed: dict, shards: list[Shard]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what the manifest or nshards.txt has and the directory lacks, each with the problem."""
+    for name in sorted(listed.keys() - {shard.name for shard in shards}, key=natural):
+        yield str(directory / name), ["in the manifest, but not there"]
+    number = read_small_file(directory, "nshards.txt")
+    if number is not None and number.strip() != str(len(shards)):
+        yield str(directory / "nshards.txt"), [f"says {number.strip()[:40]!r}, but there are {len(shards)} shards"]
 
 
 def open_shard(shard: Shard) -> tuple[ShardIndex, ShardSet]:
@@ -289,24 +249,9 @@ def open_shard(shard: Shard) -> tuple[ShardIndex, ShardSet]:
     return index, samples
 
 
-def _check(job: _Job) -> ShardCheck:
-    """Check one shard: open it, compare it with its manifest, and decode every sample."""
-    shard = job.shard
-    if shard.name == IDS:
-        return _check_tokens(Path(shard.location).parent)
-    result = ShardCheck(shard.location)
-    if job.reading is not None:
-        if is_file(shard):
-            result = _read_shard(shard, job.reading)
-        else:
-            result.problems.append("not a file")
-    result.problems[:0] = [job.problem] if job.problem else []
-    return result
-
-
 def _check_tokens(folder: Path) -> ShardCheck:
     """Check the token files of a folder; its samples are the documents."""
-    result = ShardCheck(str(folder / IDS), "tokens")
+    result = ShardCheck(str(folder / IDS), read="tokens")
     try:
         files = TokenFiles(folder)
         files.check()
@@ -316,14 +261,24 @@ def _check_tokens(folder: Path) -> ShardCheck:
     return result
 
 
-def _read_shard(shard: Shard, reading: _Reading) -> ShardCheck:
-    result = ShardCheck(shard.location, reading.name)
+def _check_shard(shard: Shard, reading: _Reading, problems: list[str]) -> ShardCheck:
+    """Open a shard, compare it with its manifest, and read every sample as training does."""
+    if not is_file(shard):
+        return ShardCheck(shard.location, [*problems, "not a file"])
+    result = ShardCheck(shard.location, problems, reading[0])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same is reported as problems
             index, samples = open_shard(shard)
             result.problems += _problems(shard, index)
-            _decode(result, reading, index, samples)
+            result.samples = len(samples)
+            for row in range(len(samples)):
+                try:
+                    reading[1](samples.reader(0).read(row))
+                    result.good += 1
+                except BadSample as reason:
+                    result.bad[str(reason)] += 1
+                    result.examples.setdefault(str(reason), index.key(row) if row < len(index) else f"sample {row}")
     except ValueError as error:  # training would stop
         result.problems.append(str(error))
     except OSError as error:
@@ -332,18 +287,6 @@ def _read_shard(shard: Shard, reading: _Reading) -> ShardCheck:
             result.samples, result.bad["unreadable shard"] = shard.samples, shard.samples
             result.examples["unreadable shard"] = "all"
     return result
-
-
-def _decode(result: ShardCheck, reading: _Reading, index: ShardIndex, samples: ShardSet) -> None:
-    """Read every sample as training does, and count the good and, by reason, the bad."""
-    result.samples = len(samples)
-    for row in range(len(samples)):
-        try:
-            reading.check(samples.reader(0), row)
-            result.good += 1
-        except BadSample as reason:
-            result.bad[str(reason)] += 1
-            result.examples.setdefault(str(reason), index.key(row) if row < len(index) else f"sample {row}")
 
 
 def _problems(shard: Shard, index: ShardIndex) -> list[str]:
@@ -361,22 +304,6 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     if repeated := [key for key, count in keys.items() if count > 1]:
         problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")
     return problems
-
-
-def holds_text(index: ShardIndex) -> bool:
-    """Return whether a shard is of a language corpus."""
-    kinds = {name.rpartition(".")[2] for name in index.types}
-    return bool(kinds) and kinds <= {"txt", "json", "jsonl"}
-
-
-def _check_text(reader: ShardReader, row: int) -> None:
-    """Raise BadSample where a text member cannot be used, or there is none."""
-    names = reader.index.members(row)
-    if not names:
-        raise BadSample("missing text")
-    members = reader.read(row)
-    for name in names:
-        check_document(members[name], name)
 
 
 def _no_tensor(image: Image) -> Tensor:

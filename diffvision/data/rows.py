@@ -58,28 +58,19 @@ def _line(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where} is not JSON ({error}): write one object on each line, or a list of them in a .json"
-        ) from None
+        raise ValueError(f"{where} must be JSON, got an error ({error}): write one object on each line") from None
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file without their empty cells."""
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a parquet file without their empty cells."""
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
+        from pyarrow.parquet import read_table
     except ImportError as error:
         raise ValueError(f'.parquet files are read by pyarrow ({error}): pip install "diffvision[data]"') from None
     try:
-        for batch in ParquetFile(path).iter_batches():
-            for index, field in enumerate(batch.schema):
-                if field.type in (pyarrow.float16(), pyarrow.float32()):  # 0.1, and not 0.10000000149
-                    numbers = batch.column(index).cast(pyarrow.float32()).cast(pyarrow.string())
-                    batch = batch.set_column(index, field.name, numbers.cast(pyarrow.float64()))
-            yield from ({name: cell for name, cell in row.items() if cell is not None} for row in batch.to_pylist())
+        rows = read_table(path).to_pylist()
     except FileNotFoundError:
         raise
-    except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}): get the file again, or leave out the columns that are not needed"
-        ) from None
+    except (OSError, OverflowError, ValueError) as error:  # pyarrow's are among them
+        raise ValueError(f"{path} cannot be read ({error}): get it again, or leave out unneeded columns") from None
+    return [{name: cell for name, cell in row.items() if cell is not None} for row in rows]

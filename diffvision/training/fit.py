@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -331,7 +331,8 @@ def _refuse_nulls(name: str, given: Any) -> None:
     if not isinstance(given, Namespace):
         return
     module, _, cls = given["class_path"].rpartition(".")
-    taken = inspect.signature(getattr(import_module(module), cls), eval_str=True).parameters
+    classes = getattr(import_module(module), cls).__mro__[:-1]  # a class may pass settings on to its bases
+    taken = ChainMap(*(inspect.signature(one.__init__, eval_str=True).parameters for one in classes))
     for key, value in given.get("init_args", {}).items():
         parameter = taken.get(key)
         if value is not None or parameter is None or parameter.default is None:

@@ -1,11 +1,7 @@
 import io
 import json
 import os
-import subprocess
-import sys
 import tarfile
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from diffvision.data.check import Keys, check_shards
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData
 from diffvision.data.make import check, write_manifest
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
-from ranks import alive, until
 from tests.data.conftest import Corpus
 
 
@@ -244,22 +239,6 @@ def test_the_samples_of_an_evaluation_folder_are_read_as_evaluation_does(corpus,
     (folder / "dataset_type.txt").write_text("retrieval")
     (result,) = check_shards(tmp_path, 0)
     assert (result.read, result.bad) == ("retrieval", {"empty caption": 1})
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_killed_check_end(shards):
-    code = (
-        f"import time; from diffvision.data import check; list(check.run_in_parallel(time.sleep, [60, 60], 2, {'x'!r}))"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while len(workers := children.read_text().split()) < 2:
-            time.sleep(0.1)
-        time.sleep(0.5)
-        process.kill()
-    until(
-        lambda: not any(alive(int(pid)) for pid in workers), 50, "the end of both workers, which would sleep for 60 s"
-    )
 
 
 @pytest.mark.parametrize("name", ["pictures.zip", "captions.csv"])

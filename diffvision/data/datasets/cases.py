@@ -3,12 +3,10 @@
 Nothing is written before all questions are read and all images are found and decoded.
 """
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from filecmp import cmp
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,12 +15,7 @@ from diffvision.data.images.pack_images import SUFFIXES
 from diffvision.data.images.samples import MAX_KIND
 from diffvision.data.rows import read_rows as rows_of
 from diffvision.data.shards.sample import BadSample, BadSource
-from diffvision.data.shards.writer import (
-    Sample,
-    refuse_existing,
-    write_about,
-    write_evaluation_split,
-)
+from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_evaluation_split
 from diffvision.progress import track
 
 _PER_SHARD = 1000  # samples are in memory until their shard is written
@@ -34,62 +27,45 @@ class Case:
 
     Attributes:
         images: files or encoded bytes, by the name of the member without its suffix ("" where there is one image).
-        texts: the other members.
+        captions: by the name of their member.
+        facts: its JSON; a kind becomes part of the names of metrics.
     """
 
     images: Mapping[str, Path | bytes]
-    texts: Mapping[str, str]
+    captions: Mapping[str, Sequence[str]]
+    facts: Mapping[str, Any]
+
+    @property
+    def fault(self) -> str:
+        """Why it says nothing; "" where it says something."""
+        captions = [caption for of_member in self.captions.values() for caption in of_member]
+        if any(map(is_blank, captions)):
+            return "with a blank caption"
+        return "whose captions are the same" if captions and len({*map(one_line, captions)}) == 1 else ""
+
+    def members(self) -> dict[str, str | bytes]:
+        """Return the members of its sample."""
+        members: dict[str, str | bytes] = {}
+        for name, image in self.images.items():
+            data = _read_image(image)
+            suffix = SUFFIXES[open_image(data).format or ""]
+            members[f"{name}.{suffix}" if name else suffix] = data
+        texts = {name: "\n".join(map(one_line, captions)) for name, captions in self.captions.items()}
+        facts = dict(self.facts)
+        if "kind" in facts:
+            facts["kind"] = one_line(facts["kind"]).replace("/", "-")[:MAX_KIND].strip()
+        return {**members, **texts, "json": json.dumps(facts, ensure_ascii=False)}
 
 
-@dataclass(frozen=True)
-class Folder:
-    """An evaluation folder to write.
-
-    Attributes:
-        name: of the folder.
-        task: of its samples.
-        cases: its samples.
-        templates: prompts, where the task has some.
-        left_out: how many of the set's rows are left out, by reason.
-    """
-
-    name: str
-    task: str
-    cases: Sequence[Case]
-    templates: Sequence[str] = ()
-    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-def composition(image: Path, captions: Sequence[str], kind: str) -> Case:
-    """Return a case with one image, its right caption and then wrong ones, and its kind."""
-    return Case({"": image}, {"txt": "\n".join(map(one_line, captions)), "json": _json(kind=_kind(kind))})
-
-
-def pair(images: Sequence[Path | bytes], captions: Sequence[str], kind: str, **facts: object) -> Case:
-    """Return a case with two images and two captions, caption i of image i, its kind, and other facts."""
-    texts = {f"{side}.txt": one_line(caption) for side, caption in enumerate(captions)}
-    return Case(
-        {str(side): image for side, image in enumerate(images)}, {**texts, "json": _json(kind=_kind(kind), **facts)}
-    )
-
-
-def objects(image: Path, present: Sequence[str], absent: Sequence[str]) -> Case:
-    """Return a case with one image, objects that are in it, and as many that are not, each asked against one."""
-    return Case({"": image}, {"json": _json(present=list(present), absent=list(absent))})
+def pair(images: Sequence[Path | bytes], captions: Sequence[str], **facts: object) -> Case:
+    """Return a case with two images and two captions, caption i of image i."""
+    texts = {f"{side}.txt": [caption] for side, caption in enumerate(captions)}
+    return Case({str(side): image for side, image in enumerate(images)}, texts, facts)
 
 
 def one_line(text: str) -> str:
     """Return a text in one line, for captions are the lines of a member; a tokenizer reads the same words."""
     return " ".join(text.split())
-
-
-def _kind(text: str) -> str:
-    """Return a kind as the names of metrics can have it: in one line, without slashes, not too long."""
-    return one_line(text).replace("/", "-")[:MAX_KIND].strip()
-
-
-def _json(**facts: object) -> str:
-    return json.dumps(facts, ensure_ascii=False)
 
 
 def folder_of(source: str | Path, *names: str) -> Path:
@@ -130,54 +106,51 @@ def read_rows(path: Path, **fields: type) -> list[dict[str, Any]]:
 class Images:
     """Finds images by the names that a set's files give them, and remembers those that are missing.
 
-    An image is looked for in the folders and in the folders in them, by its path and then by another one.
+    An image is looked for in a folder and in those in it, by its path and then by another one.
 
     Args:
-        folders: where to look, the first one first.
+        folder: where to look.
         remedy: what to do if images are missing.
         other: returns the other path of an image; its file name by default.
     """
 
     def __init__(
-        self, folders: Iterable[Path], remedy: str, other: Callable[[PurePosixPath], str] = lambda path: path.name
+        self, folder: Path, remedy: str, other: Callable[[PurePosixPath], str] = lambda path: path.name
     ) -> None:
-        given = list(folders)
-        if missing := [folder for folder in given if not folder.is_dir()]:
-            raise ValueError(f"there is no folder {missing[0]}: {remedy}")
-        self._inside = [child for folder in given for child in sorted(folder.iterdir()) if child.is_dir()]
-        self.folders, self._remedy, self._other = given, remedy, other
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}: {remedy}")
+        self.folder, self._remedy, self._other = folder, remedy, other
+        self._places = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
         self._known: dict[str, Path | None] = {}
 
     def __call__(self, name: str) -> Path:
-        """Return the path of an image; one that is missing is remembered.
-
-        Raises:
-            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
-        """
+        """Return the path of an image; one that is missing is remembered; ValueError for one outside of the folder."""
         if name not in self._known:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
-                raise ValueError(f"{name!r} is not a path inside {self.folders[0]}: correct the row")
-            named: list[PurePosixPath | str] = [path, self._other(path)]
-            found = [folder / one for one in named for folder in self.folders if (folder / one).is_file()]
-            if not found:
-                found = [folder / one for one in named for folder in self._inside if (folder / one).is_file()]
-                if other := next((one for one in found[1:] if not cmp(one, found[0], shallow=False)), None):
-                    raise ValueError(f"{name} must be one image, got {found[0]} and {other}: give the folder of one")
-            self._known[name] = found[0] if found else None
-        return self._known[name] or self.folders[0] / name
+                raise ValueError(f"{name!r} is not a path inside {self.folder}: correct the row")
+            places = (place / one for place in self._places for one in (path, self._other(path)))
+            self._known[name] = next(filter(Path.is_file, places), None)
+        return self._known[name] or self.folder / name
 
     def check(self) -> None:
         """Raise ValueError if images are missing: how many, the first, and what to do."""
         if missing := [name for name, path in self._known.items() if path is None]:
             raise ValueError(
-                f"{len(missing):,} of {len(self._known):,} images are not in {self.folders[0]}, first {missing[0]}: "
+                f"{len(missing):,} of {len(self._known):,} images are not in {self.folder}, first {missing[0]}: "
                 f"{self._remedy}"
             )
 
 
 def write_folders(
-    directory: str | Path, folders: Sequence[Folder], images: Images, *, source: str, licence: str
+    directory: str | Path,
+    task: str,
+    folders: Mapping[str, Sequence[Case]],
+    images: Images,
+    *,
+    templates: Sequence[str] = (),
+    left_out: Mapping[str, Mapping[str, int]] | None = None,
+    **about: str,
 ) -> str:
     """Write evaluation folders with a split `test`, and about.json; return what was written and what was left out.
 
@@ -185,57 +158,42 @@ def write_folders(
 
     Args:
         directory: what is to hold the folders.
-        folders: in this order.
+        task: of all samples.
+        folders: {name: samples}, in this order.
         images: the finder of the images of all cases.
-        source: of the set, for about.json.
-        licence: of the set and its images.
+        templates: prompts, where the task has some.
+        left_out: {name: how many of the set's rows were left out, by reason}.
+        about: source and licence of the set and its images.
 
     Raises:
         ValueError: an image is missing or damaged, nothing is left of a folder, or one has shards already; nothing is
             written.
     """
-    directory = Path(directory)
-    for folder in folders:
-        refuse_existing(directory / folder.name / "test")
+    for name in folders:
+        refuse_existing(Path(directory, name, "test"))
     images.check()
-    _decode_all([image for folder in folders for case in folder.cases for image in case.images.values()])
-    folders = [_drop_faulty(folder) for folder in folders]
-    for folder in folders:
-        samples = _samples(track(folder.cases, f"writing {folder.name}"))
-        texts = {"dataset_type": [folder.task], "templates": folder.templates}
-        write_evaluation_split(directory / folder.name / "test", samples, _PER_SHARD, **texts)
-    counts = {folder.name: len(folder.cases) for folder in folders}
-    left_out = {folder.name: folder.left_out for folder in folders if folder.left_out}
-    write_about(directory, source, licence, samples=counts, left_out=left_out)
+    _decode_all(image for cases in folders.values() for case in cases for image in case.images.values())
+    kept = {name: [case for case in cases if not case.fault] for name, cases in folders.items()}
+    faults = {name: Counter(filter(None, (case.fault for case in cases))) for name, cases in folders.items()}
+    lost = {name: counts | (left_out or {}).get(name, {}) for name, counts in faults.items()}
+    lost = {name: counts for name, counts in lost.items() if counts}
+    listed = {
+        name: ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) for name, counts in lost.items()
+    }
+    for name, cases in kept.items():
+        if not cases:
+            raise BadSource(f"no row of the set can be used for {name} ({listed.get(name, 'it has none')})")
+    for name, cases in kept.items():
+        samples = _samples(track(cases, f"writing {name}"))
+        texts = {"dataset_type": [task], "templates": templates}
+        write_evaluation_split(Path(directory, name, "test"), samples, _PER_SHARD, **texts)
+    counts = {name: len(cases) for name, cases in kept.items()}
+    write_about(directory, samples=counts, left_out=lost, **about)
     written = ", ".join(f"{count:,} samples in {name}" for name, count in counts.items())
-    return "\n".join([written, *(f"left out of {name}: {_list_counts(counts)}" for name, counts in left_out.items())])
+    return "\n".join([written, *(f"left out of {name}: {reasons}" for name, reasons in listed.items())])
 
 
-def _drop_faulty(folder: Folder) -> Folder:
-    """Return a folder without the cases that say nothing; raise BadSource if there are no others."""
-    faults = [_find_fault(case) for case in folder.cases]
-    kept = [case for case, fault in zip(folder.cases, faults, strict=True) if not fault]
-    left_out = folder.left_out | Counter(filter(None, faults))
-    if not kept:
-        raise BadSource(f"no row of the set can be used for {folder.name} ({_list_counts(left_out) or 'it has none'})")
-    return replace(folder, cases=kept, left_out=left_out)
-
-
-def _find_fault(case: Case) -> str:
-    """Return why a case says nothing; "" where it says something."""
-    captions = [line for name, text in case.texts.items() if name.endswith("txt") for line in text.split("\n")]
-    if any(map(is_blank, captions)):
-        return "with a blank caption"
-    if captions and len(set(captions)) == 1:
-        return "whose captions are the same"
-    return ""
-
-
-def _list_counts(left_out: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-
-
-def _decode_all(images: Sequence[Path | bytes]) -> None:
+def _decode_all(images: Iterable[Path | bytes]) -> None:
     """Decode each image once; raise ValueError at the first that cannot be."""
     for image in track(list(dict.fromkeys(images)), "checking images"):
         try:
@@ -246,14 +204,8 @@ def _decode_all(images: Sequence[Path | bytes]) -> None:
 
 
 def _samples(cases: Iterable[Case]) -> Iterator[Sample]:
-    """Yield one sample for a shard per case."""
     for number, case in enumerate(cases):
-        members: dict[str, str | bytes] = {"__key__": f"{number:06d}"}
-        for name, image in case.images.items():
-            data = _read_image(image)
-            suffix = SUFFIXES[open_image(data).format or ""]
-            members[f"{name}.{suffix}" if name else suffix] = data
-        yield {**members, **case.texts}
+        yield {"__key__": f"{number:06d}", **case.members()}
 
 
 def _read_image(image: Path | bytes) -> bytes:

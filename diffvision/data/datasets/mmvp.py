@@ -14,7 +14,7 @@ import csv
 from io import StringIO
 from pathlib import Path
 
-from diffvision.data.datasets.cases import Case, Folder, Images, file_in, folder_of, pair, write_folders
+from diffvision.data.datasets.cases import Case, Images, file_in, folder_of, pair, write_folders
 from diffvision.files import decoded
 
 PATTERNS = {
@@ -53,15 +53,9 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
         "as --images give the folder that has one for each pattern (Orientation/1.jpg), of MMVP/MMVP_VLM; MMVP/MMVP is "
         "another set, whose images have the same numbers"
     )
-    finder = Images([given], remedy, lambda path: str(path).replace(" ", "_"))
+    finder = Images(given, remedy, lambda path: str(path).replace(" ", "_"))
     cases = _pairs(file_in(root, "Questions.csv", _LAYOUT), finder)
-    return write_folders(
-        directory,
-        [Folder("pairs", "pairs", cases)],
-        finder,
-        source="MMVP-VLM, tsb0601/MMVP",
-        licence="MIT",
-    )
+    return write_folders(directory, "pairs", {"pairs": cases}, finder, source="MMVP-VLM, tsb0601/MMVP", licence="MIT")
 
 
 def _pairs(table: Path, images: Images) -> list[Case]:

@@ -14,7 +14,7 @@ its numbers are not those of POPE's tables. There is a folder for each file, nam
 import re
 from pathlib import Path
 
-from diffvision.data.datasets.cases import Folder, Images, folder_of, objects, read_rows, write_folders
+from diffvision.data.datasets.cases import Case, Images, folder_of, read_rows, write_folders
 from diffvision.data.images.folders import TEMPLATES
 from diffvision.data.shards.sample import BadSource
 
@@ -40,19 +40,26 @@ def make_pope(directory: str | Path, source: str | Path, images: str | Path | No
     files = sorted(root.glob("*pope*_*.json")) or sorted(root.glob("*pope*_*.jsonl"))
     if not files:
         raise BadSource(f"{root} has no file of POPE's questions: {_LAYOUT}")
-    finder = Images([Path(images or source)], "give the folder of COCO's val2014 as --images")
-    folders = [_folder(path, finder) for path in files]
+    finder = Images(Path(images or source), "give the folder of COCO's val2014 as --images")
+    cases, left_out = {}, {}
+    for path in files:
+        name = path.stem.replace("_", "-")
+        cases[name], lost = _read(path, finder)
+        left_out[name] = {"questions without a partner of the other answer": lost} if lost else {}
     return write_folders(
         directory,
-        folders,
+        "objects",
+        cases,
         finder,
+        templates=TEMPLATES,
+        left_out=left_out,
         source="POPE's questions, RUCAIBox/POPE",
         licence="MIT; images under the terms of their collection",
     )
 
 
-def _folder(path: Path, images: Images) -> Folder:
-    """Return the questions of a file; an object that is both in an image and not, or one without partner, is left out.
+def _read(path: Path, images: Images) -> tuple[list[Case], int]:
+    """Return the questions of a file, and how many are left out: of an object both in an image and not, or unpaired.
 
     Raises:
         ValueError: a row is no question of POPE's.
@@ -71,7 +78,6 @@ def _folder(path: Path, images: Images) -> Folder:
         both = set(lists["yes"]) & set(lists["no"])
         present, absent = ([name for name in lists[answer] if name not in both] for answer in ("yes", "no"))
         if pairs := min(len(present), len(absent)):
-            cases.append(objects(images(image), present[:pairs], absent[:pairs]))
+            cases.append(Case({"": images(image)}, {}, {"present": present[:pairs], "absent": absent[:pairs]}))
             paired += 2 * pairs
-    left_out = {"questions without a partner of the other answer": len(rows) - paired} if paired < len(rows) else {}
-    return Folder(path.stem.replace("_", "-"), "objects", cases, TEMPLATES, left_out)
+    return cases, len(rows) - paired

@@ -9,7 +9,7 @@ here.
 
 from pathlib import Path
 
-from diffvision.data.datasets.cases import Folder, Images, composition, file_in, folder_of, read_rows, write_folders
+from diffvision.data.datasets.cases import Case, Images, file_in, folder_of, read_rows, write_folders
 
 KINDS = ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
 _LAYOUT = f"SugarCrepe's folder data has {', '.join(f'{kind}.json' for kind in KINDS)}"
@@ -30,14 +30,16 @@ def make_sugarcrepe(directory: str | Path, source: str | Path, images: str | Pat
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source, "data")
-    finder = Images([Path(images or source)], "give the folder of COCO's val2017 as --images")
+    finder = Images(Path(images or source), "give the folder of COCO's val2017 as --images")
     cases = []
     for kind in KINDS:
         for row in read_rows(file_in(root, f"{kind}.json", _LAYOUT), filename=str, caption=str, negative_caption=str):
-            cases.append(composition(finder(row["filename"]), [row["caption"], row["negative_caption"]], kind))
+            captions = {"txt": [row["caption"], row["negative_caption"]]}
+            cases.append(Case({"": finder(row["filename"])}, captions, {"kind": kind}))
     return write_folders(
         directory,
-        [Folder("composition", "composition", cases)],
+        "composition",
+        {"composition": cases},
         finder,
         source="SugarCrepe, RAIVNLab/sugar-crepe, on images of COCO val2017",
         licence="MIT; COCO's captions CC BY 4.0, its images under Flickr's terms",

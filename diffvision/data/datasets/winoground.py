@@ -12,7 +12,7 @@ with the images in them, or (formerly) as examples.jsonl with images.zip, which 
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.datasets.cases import Folder, Images, folder_of, pair, read_rows, write_folders
+from diffvision.data.datasets.cases import Images, folder_of, pair, read_rows, write_folders
 from diffvision.data.shards.sample import BadSource
 
 _FIELDS = {"caption_0": str, "caption_1": str, "collapsed_tag": str}
@@ -35,9 +35,7 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source, "data")
-    finder = Images(
-        [Path(images)] if images else [root, Path(source)], "unpack images.zip, and give its folder as --images"
-    )
+    finder = Images(Path(images or root), "unpack images.zip, and give its folder as --images")
     tables = sorted(root.glob("test-*.parquet"))
     if tables:
         rows = [row for path in tables for row in read_rows(path, image_0=dict, image_1=dict, **_FIELDS)]
@@ -56,7 +54,8 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
     ]
     return write_folders(
         directory,
-        [Folder("pairs", "pairs", cases)],
+        "pairs",
+        {"pairs": cases},
         finder,
         source="Winoground, facebook/winoground",
         licence="Winoground's, for research only; images of Getty Images",

@@ -13,25 +13,12 @@ CACHED_WORDS = 1 << 16
 
 
 class BoundedCache(dict):
-    """A dictionary that forgets the older half when it is full.
-
-    Not the least recently used entries: noting each use would make the common case, a known word, slower.
-    """
-
-    def __init__(self, limit: int = CACHED_WORDS) -> None:
-        if limit < 2:
-            raise ValueError(f"a cache of {limit} words: it must have room for at least 2")
-        super().__init__()
-        self._limit = limit
+    """A dictionary that is emptied when it is full: noting each use would slow down the common case, a known word."""
 
     def __setitem__(self, key: str, value: str) -> None:
-        if len(self) >= self._limit:
-            for old in list(self)[: self._limit // 2]:
-                del self[old]
+        if len(self) >= CACHED_WORDS:
+            self.clear()
         super().__setitem__(key, value)
-
-    def __reduce__(self) -> tuple:
-        return (BoundedCache, (self._limit,))  # another process begins with an empty one
 
 
 def text_only(tokenizer: Any) -> Any:

@@ -73,7 +73,7 @@ def _collection(root: Path, table: Path, split: str, captions: dict[Any, Caption
     names = [check_path(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
     source = f"{table}, split {split}" if split else str(table)
     read = ImageFiles(folder, names)
-    return ImageCollection(source, names, read, captions=list(captions.values()), is_numbered=True)
+    return ImageCollection(source, names, read, captions=list(captions.values()))
 
 
 def _find_folder(root: Path, table: Path, names: list[str]) -> Path:

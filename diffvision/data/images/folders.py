@@ -45,12 +45,10 @@ from diffvision.data.images.samples import (
     ImagePair,
     Retrieval,
     Transform,
-    caption_key,
-    label_key,
 )
-from diffvision.data.images.shard_images import every_caption, shard_collection
+from diffvision.data.images.shard_images import every_caption, read_shards
 from diffvision.data.shards.loader import EvaluationLoader
-from diffvision.data.shards.remote import Shard, is_remote
+from diffvision.data.shards.remote import is_remote
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind
 from diffvision.data.shards.sources import find_shards, is_shard, list_splits
@@ -135,14 +133,15 @@ class EvaluationFolder:
 
     def kind(self, transform: Transform) -> SampleKind:
         """Return how a sample becomes a row of a batch: which members are read for the folder's task, and as what."""
-        image = ImageMember(transform)
-        if self.task == "zero_shot":
-            return ImageLabel(image)
-        if self.task == "pairs":
-            return ImagePair(transform)
-        if self.task == "objects":
-            return ImageObjects(image)
-        return Composition(image, CaptionMember()) if self.task == "composition" else Retrieval(image, CaptionMember())
+        image, caption = ImageMember(transform), CaptionMember()
+        kinds: dict[str, SampleKind] = {
+            "zero_shot": ImageLabel(image),
+            "retrieval": Retrieval(image, caption),
+            "composition": Composition(image, caption),
+            "pairs": ImagePair(transform),
+            "objects": ImageObjects(image),
+        }
+        return kinds[self.task]
 
     def samples(self, split: str) -> ShardSet | ImageSet:
         """Return the samples of a split."""
@@ -250,9 +249,16 @@ class ShardEvaluationFolder(ImageEvaluationFolder):
         splits: dict[str, Any] = list_splits(location) or {"": location}
         self._shards = {split or "test": find_shards(shards) for split, shards in splits.items()}
         self.own_names = []
-        read = partial(_read_shards, location=location, task=task)
-        parts = {split: partial(read, split, self._shards[split or "test"]) for split in splits}
-        return ImageSource(location, parts)
+        return ImageSource(location, {split: partial(self._read, location, split, task) for split in splits})
+
+    def _read(self, location: str, split: str, task: str | None) -> ImageCollection:
+        source = f"{location}, split {split}" if split else location
+        shards = ShardSet(self._shards[split or "test"])
+        images = read_shards(source, shards, packed_names(location), every_caption)
+        is_labelled = images.labels is not None and bool(images.classnames or images.captions is None)
+        if task in ("zero_shot", "retrieval"):
+            is_labelled = task == "zero_shot"
+        return replace(images, captions=None) if is_labelled else replace(images, labels=None, classnames=())
 
     def _own_name(self, location: str) -> str:
         absolute = Path(os.path.abspath(location))
@@ -262,25 +268,6 @@ class ShardEvaluationFolder(ImageEvaluationFolder):
         """Return the files whose content decides what a split is."""
         shards = self._shards.get(split) or self._shards["validation"]
         return [Path(shard.location) for shard in shards]
-
-
-def _read_shards(split: str, found: list[Shard], *, location: str, task: str | None) -> ImageCollection:
-    """Return the images of a split of shards, with captions or class numbers."""
-    shards, names = ShardSet(found), packed_names(location)
-    first = shards.first()
-    has_captions, has_labels = any(map(caption_key, first)), any(map(label_key, first))
-    if not has_captions and not has_labels:
-        having = ", ".join(sorted({name for members in first for name in members})) or "none"
-        raise ValueError(f"samples of {location} must have captions or class numbers, got the members {having}")
-    is_labelled = has_labels and bool(names or not has_captions)
-    if task in ("zero_shot", "retrieval"):
-        is_labelled = has_labels if task == "zero_shot" else not has_captions
-    ends = [os.path.relpath(shard.location, location) for shard in (found[0], found[-1])]
-    source = f"{location}, {ends[0]} to {ends[1]}" if split else location
-    kept = names if is_labelled else ()
-    return shard_collection(
-        source, shards, kept, has_captions=not is_labelled, has_labels=is_labelled, read_caption=every_caption
-    )
 
 
 def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFolder]:

@@ -4,6 +4,7 @@ Transforms and tokenizer belong to the model: what is not given is taken from th
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, cast, get_args
 
@@ -45,26 +46,57 @@ from diffvision.data.shards.workers import STALL_TIMEOUT
 from diffvision.data.trainer import LoaderData
 
 
-class _ImageData(LoaderData):
-    """Training images with captions or labels: shards, images in another layout, or a pipeline."""
+class ImageData(LoaderData):
+    """Training images with captions or labels: shards, images in another layout, or a pipeline.
+
+    Args:
+        train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar`), http(s), s3 or gs
+            URLs, or a list of these; or images as `images.image_sources.find_images` takes them, read in place.
+            In Python also a pipeline such as `webdataset.WebDataset`: see `images.pipelines`.
+        batch_size: global, over all ranks.
+        num_workers: processes that read and decode, on each rank.
+        seed: with the epoch, it determines the order of the samples.
+        max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
+        image_key: the member types that hold an image; the first that a sample has is taken.
+        columns: of a table of images for training: its columns image, caption and label, where they have other names.
+        window: shards shuffled together.
+        cache_bytes: room on local disk for remote shards.
+        stall_timeout: seconds that the next batch may take before the run stops.
+        decoder: of training images: "pillow", as the transform has it, or "torchvision", which is faster and differs in
+            few values by one level.
+        transform: the model's, for training; None: that of the LightningModule that is trained, as for the next one.
+        eval_transform: the model's, for evaluation.
+    """
 
     _reads: Reads
 
     def __init__(
         self,
         train: str | list[str],
-        *args: Any,
-        image_key: Sequence[str],
-        columns: dict[str, str] | None,
-        cache_bytes: int,
-        decoder: Decoder,
-        transform: Any,
-        eval_transform: Any,
-        **settings: Any,
+        batch_size: int,
+        *,
+        num_workers: int = 2,
+        seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        image_key: Sequence[str] = IMAGE_KEYS,
+        columns: dict[str, str] | None = None,
+        window: int = 16,
+        cache_bytes: int = 100 * 10**9,
+        stall_timeout: float = STALL_TIMEOUT,
+        decoder: Decoder = "pillow",
+        transform: Any = None,  # a callable; not annotated as one, so that no configuration can name it
+        eval_transform: Any = None,
     ) -> None:
-        super().__init__(*args, **settings)
+        super().__init__(
+            batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_bad_fraction=max_bad_fraction,
+            window=window,
+            stall_timeout=stall_timeout,
+        )
         if decoder not in get_args(Decoder):
-            raise ValueError(f"decoder is {decoder!r}: choose {', '.join(get_args(Decoder))}")
+            raise ValueError(f"decoder must be one of {', '.join(get_args(Decoder))}, got {decoder!r}")
         self.decoder, self._pixels = decoder, cast(Pixels | None, None)
         self.train, self.cache_bytes = _check_named(train, "train"), cache_bytes
         self.image_key, self.columns = image_key, columns
@@ -104,7 +136,7 @@ class _ImageData(LoaderData):
         trainer: Any = self.trainer
         if getattr(trainer, "datamodule", None) is not self or trainer.state.status != TrainerStatus.RUNNING:
             return False
-        if type(self).on_after_batch_transfer is not _ImageData.on_after_batch_transfer:
+        if type(self).on_after_batch_transfer is not ImageData.on_after_batch_transfer:
             return False
         earlier = ("on_before_batch_transfer", "transfer_batch_to_device")
         return not any(is_overridden(hook, part) for hook in earlier for part in (self, trainer.lightning_module))
@@ -118,31 +150,17 @@ class _ImageData(LoaderData):
         return trainer.lightning_module.on_after_batch_transfer(batch, dataloader_idx)
 
 
-class ImageTextData(_ImageData):
+class ImageTextData(ImageData):
     """Image and caption pairs for contrastive training, evaluation folders for validation.
 
     Args:
-        train: a directory of shards, tar files, a pattern (`{00000..00009}.tar`, `**/*.tar`), http(s), s3 or gs
-            URLs, or a list of these; or images as `images.image_sources.find_images` takes them, read in place.
-            In Python also a pipeline such as `webdataset.WebDataset`: see `images.pipelines`.
-        batch_size: global, over all ranks.
+        train, batch_size: as `ImageData` takes them.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
-        num_workers: processes that read and decode, on each rank.
-        seed: with the epoch, it determines the order of the samples.
-        max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
-        image_key: the member types that hold an image; the first that a sample has is taken.
         caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
         json_text_key: in place of `caption_key`, fields of the JSON as "alt_text;synthetic": the first with a caption.
         json_text_key_probs: weights by which one of these fields is drawn for each sample in each epoch; they sum to 1.
-        columns: of a table of images for training: its columns image, caption and label, where they have other names.
-        window: shards shuffled together.
-        cache_bytes: room on local disk for remote shards.
-        stall_timeout: seconds that the next batch may take before the run stops.
-        decoder: of training images: "pillow", as the transform has it, or "torchvision", which is faster and differs in
-            few values by one level.
-        transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
-        eval_transform: the model's, for evaluation.
-        tokenizer: the model's.
+        tokenizer: the model's; None: that of the LightningModule that is trained.
+        settings: those of `ImageData`.
     """
 
     _reads = "captions"
@@ -153,37 +171,13 @@ class ImageTextData(_ImageData):
         batch_size: int,
         evaluations: Sequence[str] = (),
         *,
-        num_workers: int = 2,
-        seed: int = 0,
-        max_bad_fraction: float = 0.01,
-        image_key: Sequence[str] = IMAGE_KEYS,
         caption_key: str | None = None,
         json_text_key: str | None = None,
         json_text_key_probs: list[float] | None = None,
-        columns: dict[str, str] | None = None,
-        window: int = 16,
-        cache_bytes: int = 100 * 10**9,
-        stall_timeout: float = STALL_TIMEOUT,
-        decoder: Decoder = "pillow",
-        transform: Any = None,  # a callable; not annotated as one, so that no configuration can name it
-        eval_transform: Any = None,
         tokenizer: Any = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            train,
-            batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_bad_fraction=max_bad_fraction,
-            image_key=image_key,
-            columns=columns,
-            window=window,
-            cache_bytes=cache_bytes,
-            stall_timeout=stall_timeout,
-            decoder=decoder,
-            transform=transform,
-            eval_transform=eval_transform,
-        )
+        super().__init__(train, batch_size, **settings)
         self.evaluations, self.caption_key, self.tokenizer = list(evaluations), caption_key, tokenizer
         if json_text_key is None and json_text_key_probs is not None:
             raise ValueError("json_text_key_probs are the weights of json_text_key, which is not set: set it")
@@ -206,7 +200,7 @@ class ImageTextData(_ImageData):
         """Return the training batches, `ImageTextBatch`es."""
         tokenizer = self.setting_or_model("tokenizer")
         if tokenizer is None:
-            raise ValueError(_no_tokenizer(self))
+            raise ValueError("captions need a tokenizer: set ImageTextData's, or train a module that has one")
         if self._images is not None and self._images.captions is None:
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
 
@@ -233,23 +227,19 @@ class ImageTextData(_ImageData):
         return [folder for folders in self.folders_by_path for folder in folders]
 
 
-class ImageLabelData(_ImageData):
+class ImageLabelData(ImageData):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
-    Arguments that are not described here are those of `ImageTextData`.
-
     Args:
-        train: shards of images and class numbers, or images in a folder for each class; see `ImageTextData`.
-        batch_size: global, over all ranks.
+        train, batch_size: as `ImageData` takes them, with class numbers, or a folder for each class.
         evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or images.
         split: which split of the evaluation folder.
-        label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
-        eval_columns: the evaluation's columns; by default `columns`.
-        eval_label_key: the evaluation's `label_key`; by default the same.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
-        transform: the model's, for training; None: that of the LightningModule that is trained, as for the next two.
-        eval_transform: the model's, for evaluation.
+        label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
+        eval_label_key: the evaluation's `label_key`; by default the same.
+        eval_columns: the evaluation's columns; by default `columns`.
         num_classes: a sample whose label is not below it is bad. It must be the number of classes that images have.
+        settings: those of `ImageData`.
     """
 
     _reads = "labels"
@@ -262,42 +252,18 @@ class ImageLabelData(_ImageData):
         *,
         split: str = "test",
         eval_batch_size: int | None = None,
-        num_workers: int = 2,
-        seed: int = 0,
-        max_bad_fraction: float = 0.01,
-        image_key: Sequence[str] = IMAGE_KEYS,
         label_key: str | None = None,
-        columns: dict[str, str] | None = None,
         eval_label_key: str | None = None,
         eval_columns: dict[str, str] | None = None,
-        window: int = 16,
-        cache_bytes: int = 100 * 10**9,
-        stall_timeout: float = STALL_TIMEOUT,
-        decoder: Decoder = "pillow",
-        transform: Any = None,
-        eval_transform: Any = None,
         num_classes: int | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            train,
-            batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_bad_fraction=max_bad_fraction,
-            image_key=image_key,
-            columns=columns,
-            window=window,
-            cache_bytes=cache_bytes,
-            stall_timeout=stall_timeout,
-            decoder=decoder,
-            transform=transform,
-            eval_transform=eval_transform,
-        )
+        super().__init__(train, batch_size, **settings)
+        self.eval_batch_size = eval_batch_size
         self.evaluation = None if evaluation is None else _check_named(evaluation, "evaluation")
         self.split, self.label_key, self.num_classes = split, label_key, num_classes
         self.eval_label_key = label_key if eval_label_key is None else eval_label_key
-        self.eval_columns = columns if eval_columns is None else eval_columns
+        self.eval_columns = self.columns if eval_columns is None else eval_columns
 
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
@@ -310,7 +276,9 @@ class ImageLabelData(_ImageData):
 
     def train_dataloader(self) -> Any:
         """Return the training batches, `ImageLabelBatch`es."""
-        self._check_training_classes()
+        outputs = self.setting_or_model("num_classes")
+        if self._images is not None and outputs not in (None, classes := self._check_classes(self._images)):
+            raise ValueError(f"model.num_classes must be {classes} or null for {self.train}, got {outputs}")
         return self._read_images(lambda source: self._kind(source, "transform", self.label_key))
 
     def val_dataloader(self) -> EvaluationLoader | list:
@@ -323,18 +291,14 @@ class ImageLabelData(_ImageData):
     def count_classes(self) -> int | None:
         """Return the number of classes that the images have, or that shards or their evaluation folder name, if any."""
         if self._images is not None:
-            return _classes(self._images)
+            return _count_classes(self._images)
         if not is_pipeline(self.train):
             find_shards(split_shards(self.train, "train"))  # raises where there are none
-        names = packed_names(self.train)
-        if names or self.evaluation is None:
-            return len(names) or None
-        try:
-            return len(EvaluationFolder(self.evaluation).classnames) or None
-        except ValueError:  # not that layout
-            if not is_image_source(self.evaluation):
-                find_shards(split_shards(self.evaluation, self.split))
-            return None
+        names: Sequence[str] = packed_names(self.train)
+        if not names and self.evaluation is not None:
+            with suppress(ValueError):  # another layout
+                names = EvaluationFolder(self.evaluation).classnames
+        return len(names) or None
 
     def take_images(self, other: "ImageLabelData") -> None:
         """Take the training images as another one has listed them."""
@@ -349,54 +313,44 @@ class ImageLabelData(_ImageData):
             folder = EvaluationFolder(source)
         except ValueError:  # not that layout
             if is_image_source(source):
-                settings: dict[str, Any] = {"columns": self.eval_columns, "classnames": classnames}
-                images = ImageEvaluationFolder(source, task="zero_shot", **settings).images(self.split)
-                self._check_classes(images)
-                count, outputs = len(images.classnames), self.setting_or_model("num_classes")
-                if not classnames and outputs is not None and 0 < count < outputs:
-                    rank_zero_warn(
-                        f"{source} has {count} classes, taken for the first of the model's {outputs}: if they are not, "
-                        f"name the classes of {self.train} in a classnames.txt there"
-                    )
-                trained = self._images
-                if trained is not None and (images.source, {*images.names}) == (trained.source, {*trained.names}):
-                    rank_zero_warn(
-                        f"{source} is what the model is trained on, and what it is evaluated on: its accuracy says "
-                        "nothing about other pictures; divide it into train/ and val/"
-                    )
-                _say("evaluating", source, images, self.split)
-                return ImageSet(images)
+                return self._read_evaluation_images(source, classnames)
             _say("evaluating", source, None, self.split)
             return self._open_shards(source, self.split)
-        named = () if self._images is None else name_classes(classnames)  # a folder may name packed ones better
+        named = [] if self._images is None else name_classes(classnames)  # a folder may name packed ones better
         if named and folder.classnames and named != folder.classnames:
             raise ValueError(
-                f"{source} numbers other classes than {self.train}: {', '.join(folder.classnames[:3])}, ... and "
-                f"{', '.join(classnames[:3])}, ...; make the evaluation folder of images of the same classes"
+                f"{source} must have the classes of {self.train}, {', '.join(named[:3])}, ..., got "
+                f"{', '.join(folder.classnames[:3])}, ..."
             )
         folder.check_split(self.split)
         return folder.samples(self.split)
 
-    def _check_training_classes(self) -> None:
-        """Check that the training images have as many classes as the model: once it is known whether a run resumes."""
-        if self._images is None:
-            return
-        self._check_classes(self._images)
-        classes, outputs = _classes(self._images), self.setting_or_model("num_classes")
-        if outputs is None or classes == outputs:
-            return
-        text = f"{self.train} has {classes} classes, the model {outputs}: set model.num_classes to {classes}"
-        if self.trainer is None or self.trainer.ckpt_path is None:
-            raise ValueError(f"{text} or null")
-        rank_zero_warn(text)  # earlier versions began such runs
-
-    def _check_classes(self, images: ImageCollection) -> None:
-        """Check that images have labels, and no more classes than the model."""
-        classes, limit = _classes(images), self.setting_or_model("num_classes")
-        if limit is not None and classes > limit:
-            raise ValueError(
-                f"{images.source} has {classes} classes, the model {limit}: set model.num_classes to {classes}"
+    def _read_evaluation_images(self, source: str, classnames: Sequence[str]) -> ImageSet:
+        folder = ImageEvaluationFolder(source, task="zero_shot", columns=self.eval_columns, classnames=classnames)
+        images = folder.images(self.split)
+        count, outputs = self._check_classes(images), self.setting_or_model("num_classes")
+        if not classnames and images.classnames and outputs is not None and count < outputs:
+            rank_zero_warn(
+                f"{source} has {count} classes, taken for the first of the model's {outputs}: if they are not, name "
+                f"those of {self.train} in its classnames.txt"
             )
+        if self._images is not None and (images.source, {*images.names}) == (
+            self._images.source,
+            {*self._images.names},
+        ):
+            rank_zero_warn(
+                f"{source} is what the model is trained on, so its accuracy says nothing about other pictures: divide "
+                "it into train/ and val/"
+            )
+        _say("evaluating", source, images, self.split)
+        return ImageSet(images)
+
+    def _check_classes(self, images: ImageCollection) -> int:
+        """Return the number of classes of images; raise ValueError where they have none, or more than the model."""
+        classes, limit = _count_classes(images), self.setting_or_model("num_classes")
+        if limit is not None and classes > limit:
+            raise ValueError(f"model.num_classes must be {classes}, the classes of {images.source}, got {limit}")
+        return classes
 
     def _kind(self, source: Any, transform: str, label_key: str | None) -> ImageLabel:
         """Return the kind of samples of a source, None for a pipeline."""
@@ -422,18 +376,11 @@ def to_float(image: Image) -> torch.Tensor:
     return pil_to_tensor(image).float() / 255
 
 
-def _classes(images: ImageCollection) -> int:
+def _count_classes(images: ImageCollection) -> int:
     """Return the number of classes that labelled images have."""
     if images.labels is None:
         raise ValueError(f"{images.source} has captions and no labels: train on them with ImageTextData")
     return max(len(images.classnames), int(images.labels.max()) + 1)
-
-
-def _no_tokenizer(data: ImageTextData) -> str:
-    if data.trainer is None:
-        return "ImageTextData has no tokenizer: pass the model's, or give it to Trainer.fit with a module that has one"
-    module = type(data.trainer.lightning_module).__name__
-    return f"{module} has no tokenizer for captions: set ImageTextData's, or train on labels with ImageLabelData"
 
 
 def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) -> None:

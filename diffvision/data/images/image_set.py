@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +21,6 @@ from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSo
 from diffvision.progress import track
 
 _LISTED = 10  # classes, in a description
-_END = 1 << 12  # bytes that tell most files of one size apart
 Captions = tuple[str, ...]
 
 
@@ -53,7 +51,6 @@ class ImageCollection:
         captions: one tuple for each image, empty where it has none; None where the source has no captions.
         labels: class numbers, int64 [N]; None where the source has no labels.
         classnames: by class number; empty where the source does not name them.
-        is_numbered: the source counts its images, as COCO does: one with another's content is an image of its own.
     """
 
     source: str
@@ -62,7 +59,6 @@ class ImageCollection:
     captions: Sequence[Captions] | None = None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
-    is_numbered: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
@@ -94,28 +90,29 @@ class ImageCollection:
             digest.update(json.dumps(None if part is None else list(part)).encode())
         return digest.hexdigest()[:16]
 
+    @property
+    def label_names(self) -> list[str]:
+        """The name of each image's class, its number where it has none; empty without labels."""
+        labels = [] if self.labels is None else self.labels.tolist()
+        return [self.classnames[label] for label in labels] if self.classnames else list(map(str, labels))
+
     def by_image(self) -> ImageCollection:
         """Return the collection with one row per image, which has the captions of all rows of that image.
 
-        Rows with the same path are one image. So are images with the same bytes, unless there are labels or the source
-        counts its images. A row without a usable caption stays on its own, and is counted when it is read.
+        Rows with the same path are one image. So are images that are no files and have the same bytes, unless there
+        are labels. A row without a usable caption stays on its own, and is counted when it is read.
 
         Raises:
             ValueError: rows of one image have different labels.
         """
         rows: dict[Hashable, list[int]] = {}
-        digests: dict[Hashable, Hashable] = {}
-        keys: list[Hashable] = [self.read.path(row) or row for row in range(len(self))]
-        if self.labels is None and not self.is_numbered:
-            suspects = _files_alike({key for key in keys if isinstance(key, str)})
-            read = [row for row, key in enumerate(keys) if key in suspects or not isinstance(key, str)]
-            for row in track(read, "comparing images"):
-                if keys[row] not in digests:
-                    digests[keys[row]] = self._digest(row) or keys[row]
-        for row, key in enumerate(keys):
-            key = digests.get(key, key)
+        paths = [self.read.path(row) for row in range(len(self))]
+        for row in range(len(self)) if all(paths) else track(range(len(self)), "comparing images"):
+            key: Hashable = paths[row]
+            if key is None and self.labels is None:
+                key = self._digest(row)
             is_usable = self.captions is None or _is_usable(self.captions, row)
-            rows.setdefault((key,) if is_usable else row, []).append(row)
+            rows.setdefault(row if key is None or not is_usable else key, []).append(row)
         if len(rows) == len(self):
             return self
         first = [of_image[0] for of_image in rows.values()]
@@ -152,25 +149,8 @@ class ImageCollection:
         return members
 
 
-def _files_alike(paths: set[str]) -> set[str]:
-    """Return the files whose size and last bytes another has too: of millions of images most share a size."""
-    alike = {path for path in paths if os.path.isfile(path)}
-    looks: tuple[Callable[[str], Hashable], ...] = (os.path.getsize, _read_end)
-    for look in looks:
-        seen = {path: look(path) for path in alike}
-        count = Counter(seen.values())
-        alike = {path for path, value in seen.items() if count[value] > 1}
-    return alike
-
-
-def _read_end(path: str) -> Hashable:
-    """Return the last bytes of a file; a file that cannot be read equals no other, and is counted when it is read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - _END))
-            return file.read()
-    except OSError:
-        return path
+Parts = dict[str, Callable[[], ImageCollection]]
+"""The splits of a source, and what reads each; of one that is not split, one called ""."""
 
 
 def _encode(text: str) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,10 @@ from typing import Any, Literal
 import numpy as np
 
 from diffvision.data.images.coco import read_caption_file
-from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
+from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles, Parts
 from diffvision.data.images.image_tables import (
     COLUMNS,
-    are_numbers,
     check_path,
-    has_columns,
     has_labels,
     number_labels,
     read_caption_cell,
@@ -35,7 +33,6 @@ from diffvision.data.images.image_tables import (
 )
 from diffvision.data.images.library_datasets import (
     TORCHVISION,
-    list_saved_splits,
     list_torchvision_splits,
     read_parquet,
     read_saved,
@@ -43,7 +40,7 @@ from diffvision.data.images.library_datasets import (
     unpack_archive,
 )
 from diffvision.data.shards.remote import TAR, is_remote
-from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard
+from diffvision.data.shards.sources import has_shards, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
 
@@ -60,8 +57,6 @@ _SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
 _ROOTED = re.compile(rf"(.+(?:{'|'.join(map(re.escape, NAMED_TABLES))}))@(.+)", re.DOTALL | re.IGNORECASE)
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
-# ---- finding them --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class ImageSource:
@@ -73,7 +68,7 @@ class ImageSource:
     """
 
     location: str
-    parts: Mapping[str, Callable[[], ImageCollection]]
+    parts: Parts
 
     @property
     def splits(self) -> list[str]:
@@ -91,7 +86,8 @@ class ImageSource:
             known = f"it has {', '.join(self.splits)}" if self.splits else "it has no splits; leave split out"
             raise ValueError(f"{self.location} has no split {split!r}: {known}")
         images = self.parts[split]()
-        if classnames and images.labels is not None and (images.classnames or are_numbers(classnames)):
+        # Numbers without names are those of the classes, unless these have numbers for names.
+        if images.labels is not None and classnames and (images.classnames or {*images.label_names} <= {*classnames}):
             return _renumber(images, classnames)
         return images
 
@@ -108,7 +104,7 @@ def is_image_source(source: Any) -> bool:
         return False
     if path.is_file():
         return path.suffix.lower() in (*NAMED_TABLES, ARCHIVE)
-    return not has_shards(path) or _has_images(path)
+    return not has_shards(path)
 
 
 def split_root(location: str) -> tuple[str, str | None]:
@@ -120,14 +116,6 @@ def split_root(location: str) -> tuple[str, str | None]:
 def is_shard_source(source: Any) -> bool:
     """Return whether a source on the disk is one of shards: tars, a folder or a pattern of them."""
     return is_shard(str(source)) or (Path(source).is_dir() and not is_image_source(source))
-
-
-def _has_images(path: Path) -> bool:
-    """Return whether a folder is one of images that has shards beside them, such as a backup."""
-    if any((path / name).is_file() for name in (MANIFEST, SIZES)):
-        return False
-    images = walk(path, IMAGE_SUFFIXES)
-    return any(image.parent != path or image.with_suffix(".txt").is_file() for image in images)
 
 
 def find_images(
@@ -176,65 +164,49 @@ def open_source(source: str | Path, columns: dict[str, str] | None = None, reads
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
     """Give a collection's labels the numbers that the training data gives their classes."""
     known = {name: number for number, name in enumerate(name_classes(classnames))}
-    assert images.labels is not None
-    labels, indices = np.unique(images.labels, return_inverse=True)
-    names = [name_classes(images.classnames)[label] if images.classnames else str(label) for label in labels.tolist()]
-    if unknown := [name for name in names if name not in known]:
+    names = name_classes(images.label_names)
+    if unknown := sorted({*names} - known.keys()):
         raise ValueError(
-            f"{images.source} has classes that are not among the {len(known)} of the training data: rename or "
-            f"remove {', '.join(unknown[:5])}"
+            f"classes of {images.source} must be among the {len(known)} of the training data, got "
+            f"{', '.join(unknown[:5])}: rename or remove them"
         )
-    numbers = np.array([known[name] for name in names], dtype=np.int64)
-    return replace(images, labels=numbers[indices], classnames=tuple(classnames))
+    return replace(images, labels=np.array([known[name] for name in names]), classnames=tuple(classnames))
 
 
-def _find_parts(
-    location: str, table: Path | None, columns: dict[str, str], reads: Reads | None
-) -> dict[str, Callable[[], ImageCollection]]:
+def _find_parts(location: str, table: Path | None, columns: dict[str, str], reads: Reads | None) -> Parts:
     """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
     if location.startswith(TORCHVISION):
-        names = list_torchvision_splits(location)
-        return {name: partial(read_torchvision, location, name or None) for name in names or [""]}
+        return {split: partial(read_torchvision, location, split) for split in list_torchvision_splits(location)}
     path = Path(location)
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
     if path.suffix.lower() == ARCHIVE and path.is_file():
-        folder = str(unpack_archive(path))
-        parts = _find_parts(folder, table, columns, reads)
-        return {split: partial(_read_renamed, read, folder, location) for split, read in parts.items()}
-    if path.is_file():
-        return _open_table(path.parent, path, columns)
-    if table is not None:
-        return _open_table(path, table, columns)
+        return _find_parts(str(unpack_archive(path)), table, columns, reads)
+    if table is not None or path.is_file():
+        return _open_table(path.parent if table is None else path, table or path, columns)
     if (path / "dataset_dict.json").is_file():
-        saved = named_splits(list_saved_splits(path), path)
-        return _number_together({split: partial(read_saved, path, name, columns) for split, name in saved.items()})
-    tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
+        return read_saved(path, columns)
     is_classes = reads == "labels" and _has_classes(path, columns)
+    tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
     if any(map(file_split, tables)) and not is_classes:
         return _open_tables(path, by_split(tables, path), columns)
-    folders, index = [p.name for p in _class_folders(path)], _find_index_table(path, columns)
+    folders, index = [p.name for p in _class_folders(path)], None if is_classes else _find_index_table(path)
     if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
         folders = [name for name in folders if splits_in(name) or any(walk(path / name, _SAMPLE_SUFFIXES))]
-    are_called_so = {name.lower() for name in folders} <= _SPLIT_NAMES  # else they may be what a table describes
-    is_described = index is not None and not is_classes and (reads == "captions" or not are_called_so)
-    if folders and all(map(splits_in, folders)) and not is_described:
-        named = named_splits(folders, path)
-        parts = {split: partial(_read_folder, path / name, columns, reads) for split, name in named.items()}
-        return _number_together(parts, [path / name for name in named.values()])
-    if index is not None and not is_classes:
+    is_split = bool(folders) and all(map(splits_in, folders))
+    if is_split and (index is None or (reads != "captions" and {name.lower() for name in folders} <= _SPLIT_NAMES)):
+        inside = [path / name for name in named_splits(folders, path).values()]
+        classes = tuple(sorted({composed(folder.name) for split in inside for folder in _class_folders(split)}))
+        named = named_splits(folders, path).items()
+        parts: Parts = {split: partial(_read_folder, path / name, columns, reads, classes) for split, name in named}
+        return _number_together(parts, classes)
+    if index is not None:
         return _open_table(path, index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
     if splits := by_split(nested, path):
         return _open_tables(path, splits, columns)
     return {"": partial(_read_folder, path, columns, reads)}
-
-
-def _read_renamed(read: Callable[[], ImageCollection], folder: str, location: str) -> ImageCollection:
-    """Return the images of an unpacked archive, called as the archive is."""
-    images = read()
-    return replace(images, source=images.source.replace(folder, location))
 
 
 def _has_classes(path: Path, columns: dict[str, str]) -> bool:
@@ -245,97 +217,79 @@ def _has_classes(path: Path, columns: dict[str, str]) -> bool:
     return not any(has_labels(p, columns) for p in path.iterdir() if p.suffix.lower() in TABLES)
 
 
-def _open_table(root: Path, table: Path, columns: dict[str, str]) -> dict[str, Callable[[], ImageCollection]]:
+def _open_table(root: Path, table: Path, columns: dict[str, str]) -> Parts:
     """Return split -> reader for a table of captions or labels."""
-    if not table.is_file():
-        raise ValueError(f"there is no {table}: give a table of captions or labels ({', '.join(NAMED_TABLES)})")
-    if not root.is_dir():
-        raise ValueError(f"{root} is not a folder: give a folder of images")
+    if not table.is_file() or not root.is_dir():
+        raise ValueError(f"{table} must be a table ({', '.join(NAMED_TABLES)}), and {root} the folder of its images")
     if table.suffix.lower() == ".json":
         return read_caption_file(root, table)
+    if table.suffix.lower() == ".parquet":
+        return read_parquet(table, {"": [table]}, columns, root)
     return {"": partial(_read_tables, str(table), root, [table], columns)}
 
 
-def _open_tables(
-    path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]
-) -> dict[str, Callable[[], ImageCollection]]:
+def _open_tables(path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]) -> Parts:
     """Return the reader of each split's tables, whose paths are relative to one folder."""
-    every = [path / name for names in splits.values() for name in names]
-    if all(table.suffix.lower() == ".parquet" for table in every):
-        return {
-            split: partial(
-                read_parquet, f"{path}, split {split}", [path / name for name in names], columns, path, every
-            )
-            for split, names in splits.items()
-        }
+    tables = {split: [path / name for name in names] for split, names in splits.items()}
+    if all(table.suffix.lower() == ".parquet" for of_split in tables.values() for table in of_split):
+        return read_parquet(path, tables, columns, path)
     return _number_together(
         {
-            split: partial(_read_tables, f"{path}, split {split}", path, [path / name for name in names], columns)
-            for split, names in splits.items()
+            split: partial(_read_tables, f"{path}, split {split}", path, of_split, columns)
+            for split, of_split in tables.items()
         }
     )
 
 
-def _number_together(
-    parts: dict[str, Callable[[], ImageCollection]], folders: Sequence[Path] = ()
-) -> dict[str, Callable[[], ImageCollection]]:
-    """Return the parts with the classes of all of them numbered together.
-
-    Class folders of splits, which are `folders`, are numbered by name even if that is a number, and only listed.
-    """
+def _number_together(parts: Parts, classes: tuple[str, ...] = ()) -> Parts:
+    """Return the parts with the classes of all of them numbered together; those of `classes` are already."""
 
     def read(split: str) -> ImageCollection:
         """Read one split with labels that are numbered over the classes of all splits."""
         images = parts[split]()
-        if images.labels is None:
+        if images.labels is None or (classes and images.classnames == classes):
             return images
-        classes = sorted({composed(inner.name) for folder in folders for inner in _class_folders(folder)})
-        if images.classnames and set(images.classnames) <= set(classes):
-            return _renumber(images, classes)
-        names = _names(images)
-        known = set(names.values())
+        known = set(images.label_names) | set(images.classnames)
         for part in (part for other, part in parts.items() if other != split):
             with suppress(ValueError):  # it is refused when it is read itself: a test split may have no labels
-                known |= set(_names(part()).values())
-        labels, classnames = number_labels([names[label] for label in images.labels.tolist()], sorted(known))
+                known |= set((others := part()).label_names) | set(others.classnames)
+        labels, classnames = number_labels(images.label_names, known)
         return replace(images, labels=labels, classnames=classnames)
 
     return {split: partial(read, split) for split in parts}
 
 
-def _names(images: ImageCollection) -> dict[int, str]:
-    """Return {class number: its name, else the number}."""
-    if images.classnames or images.labels is None:
-        return dict(enumerate(images.classnames))
-    return {label: str(label) for label in images.labels.tolist()}
+def _find_index_table(path: Path) -> Path | None:
+    """Return the table in a folder of images that describes them."""
+    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
+    return next(filter(Path.is_file, tables), None)
 
 
-def _find_index_table(path: Path, columns: dict[str, str]) -> Path | None:
-    """Return the table in a folder of images that describes them; a .txt is one if its first line names columns."""
-    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in NAMED_TABLES]
-    return next((p for p in tables if p.is_file() and (p.suffix in TABLES or has_columns(p, columns))), None)
+def _read_folder(
+    path: Path, columns: dict[str, str], reads: Reads | None, classes: Sequence[str] = ()
+) -> ImageCollection:
+    """Read a folder by what is in it: a saved dataset, a table, texts next to images, classes, or parquet files.
 
-
-def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> ImageCollection:
-    """Read a folder by what is in it: a saved dataset, a table, texts next to images, classes, or parquet files."""
+    `classes` are the folders in all splits, which are numbered together.
+    """
     if (path / "state.json").is_file():
-        return read_saved(path, None, columns)
-    if reads == "labels" and _has_classes(path, columns):
-        return _read_classes(path, list(walk(path, IMAGE_SUFFIXES)))
-    if (index := _find_index_table(path, columns)) is not None:
+        return read_saved(path, columns)[""]()
+    is_classes = reads == "labels" and _has_classes(path, columns)
+    if not is_classes and (index := _find_index_table(path)) is not None:
         return _open_table(path, index, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))
-    if any(image.with_suffix(".txt").is_file() for image in images) or (not images and any(walk(path, (".txt",)))):
+    has_texts = any(image.with_suffix(".txt").is_file() for image in images) or (
+        not images and any(walk(path, (".txt",)))
+    )
+    if has_texts and not is_classes:
         return _read_texts(path)
     if images:
-        if others := sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES):
-            raise ValueError(
-                f"{path} has {', '.join(others[:5])} next to its images: give the table that describes them as the "
-                "source, or move it elsewhere if none does"
-            )
-        return _read_classes(path, images)
+        others = [] if is_classes else sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES)
+        if others:
+            raise ValueError(f"{path} must have no table next to its images, got {others[0]}: give it as the source")
+        return _read_classes(path, images, classes)
     if parquet := sorted(walk(path, (".parquet",))):
-        return read_parquet(str(path), parquet, columns, path)
+        return read_parquet(path, {"": parquet}, columns, path)[""]()
     if shards := sorted({str(shard.parent) for shard in walk(path, (TAR,))}):
         raise ValueError(f"{path} must be one folder of shards, or one for each split, got {', '.join(shards[:3])}")
     raise ValueError(f"no images in {path}: give a folder or table of images, or shards (.tar)")
@@ -343,20 +297,16 @@ def _read_folder(path: Path, columns: dict[str, str], reads: Reads | None) -> Im
 
 def _check_undivided(path: Path, names: Sequence[str]) -> None:
     """Check that the folders of images, which are read together, do not tell of several splits."""
-    files = [PurePosixPath(name) for name in names]
-    nested, direct = ({file.parts[0] for file in files if (len(file.parts) > 2) is deep} for deep in (True, False))
+    folders = {folder for name in names if (folder := PurePosixPath(name).parent).parts}
+    nested = {folder.parts[0] for folder in folders if len(folder.parts) > 1}
+    direct = {folder.parts[0] for folder in folders if len(folder.parts) == 1}
     is_only = len(nested | direct) == 1
-    for name in sorted(nested - direct):
-        if name.lower() in _SPLIT_NAMES or (is_only and splits_in(name)):
-            raise ValueError(f"{path}/{name} may be a split or a class: rename it, or move what is beside it elsewhere")
-    found = {folder: splits_in(*folder.parts) for folder in {file.parent for file in files}}
-    if len(set().union(*found.values())) < 2 and all(file_split(file.name) for file in files):
-        found = {file: file_split(file.name) for file in files}
-    if len(splits := set().union(*found.values())) > 1:
-        examples = [next(str(name) for name in sorted(found) if split in found[name]) for split in splits]
+    outer = {name for name in nested - direct if name.lower() in _SPLIT_NAMES or (is_only and splits_in(name))}
+    splits = sorted(set().union(*(splits_in(*folder.parts) for folder in folders)))
+    if outer or len(splits) > 1:
         raise ValueError(
-            f"{path} has images of {' and '.join(sorted(splits))} ({', '.join(sorted(examples))}) among its classes: "
-            "put a folder for each split directly into it, or rename these"
+            f"folders of {path} must be classes, or each a split, got images of {' and '.join(splits)} among others: "
+            "put a folder for each split directly into it, or rename them"
         )
 
 
@@ -369,7 +319,7 @@ def walk(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
+def _read_classes(path: Path, images: list[Path], classes: Sequence[str] = ()) -> ImageCollection:
     """Read a folder for each class, numbered in the order of their names, as torchvision's ImageFolder does."""
     files = sorted(image.relative_to(path) for image in images)
     if loose := [file for file in files if len(file.parts) == 1]:
@@ -377,28 +327,17 @@ def _read_classes(path: Path, images: list[Path]) -> ImageCollection:
             f"{path} has images without class or caption, first {loose[0]}: use a folder per class, .txt captions "
             "or a table of captions"
         )
-    _check_undivided(path, [file.as_posix() for file in files])
-    folders = _class_folders(path)
-    if lost := sorted(p for p in path.iterdir() if p.is_symlink() and not p.exists()):
-        raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")
+    names, folders = [file.as_posix() for file in files], _class_folders(path)
+    _check_undivided(path, names)
     used = {file.parts[0] for file in files}
-    empty = [folder.name for folder in folders if folder.name not in used]
-    if others := [p.relative_to(path).as_posix() for name in empty for p in walk(path / name, ("",))]:
-        tables = [name for name in others if name.lower().endswith(TABLES)]
-        hint = f"give {tables[0]} as the source" if tables else "move it elsewhere, or put images into it"
-        raise ValueError(f"{path} has no image in its folder {empty[0]}: {hint}")
-    if empty:
-        warnings.warn(
-            f"{path} has no images of {', '.join(empty[:5])}: if it is not a class, remove the empty folder",
-            stacklevel=2,
-        )
-    resolved = [folder.resolve() for folder in folders]
-    if twice := [folder.name for folder in folders if resolved.count(folder.resolve()) > 1]:
-        raise ValueError(f"{path} has the same folder as the classes {' and '.join(twice)}: remove the link")
-    classnames = tuple(sorted({composed(folder.name) for folder in folders}))
+    if empty := [folder for folder in folders if folder.name not in used]:
+        if others := next(walk(empty[0], ("",)), None):
+            raise ValueError(f"{empty[0]} must have images of a class, got {others.name}: remove or move the folder")
+        found = ", ".join(folder.name for folder in empty[:5])
+        warnings.warn(f"{path} has no images of {found}: if it is not a class, remove the empty folder", stacklevel=2)
+    classnames = tuple(sorted({composed(folder.name) for folder in folders} | {*classes}))
     number = {name: label for label, name in enumerate(classnames)}
     labels = np.array([number[composed(file.parts[0])] for file in files], dtype=np.int64)
-    names = [file.as_posix() for file in files]
     return ImageCollection(str(path), names, ImageFiles(path, names), labels=labels, classnames=classnames)
 
 
@@ -433,9 +372,7 @@ def _read_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[
     """Read tables of one format as one, with paths relative to `root`."""
     suffixes = {table.suffix.lower() for table in tables}
     if len(suffixes) > 1:
-        raise ValueError(f"{source} has tables in several formats, {tables[0].name} and others: keep one format")
-    if suffixes == {".parquet"}:
-        return read_parquet(source, list(tables), columns, root)
+        raise ValueError(f"tables of {source} must have one format, got {', '.join(sorted(suffixes))}")
     resolved = root.resolve()
     images: list[str] = []
     captions: list[Captions] = []

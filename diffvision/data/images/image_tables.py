@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,8 +35,7 @@ _LIST = re.compile(
     rf"\[\s*{_ITEM}(?:(?:\s*,\s*|\s+){_ITEM})*\s*,?\s*\]|\(\s*{_ITEM}\s*,(?:\s*{_ITEM}\s*,?)*\s*\)", re.DOTALL
 )
 """A list of texts or numbers as JSON, Python (a tuple too) or NumPy, which has no commas, print it."""
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
-_MAX_LABEL = 10**16
+_NUMBER = re.compile(r"\d{1,16}(\.0*)?", re.ASCII)
 _LISTED, _NAME = 8, 40  # columns in a message, and characters of their names
 _DELIMITERS = ",\t|"
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
@@ -99,115 +99,58 @@ def read_label(cell: Any, where: str) -> str:
     return text
 
 
-def number_labels(labels: Sequence[str], others: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
+def number_labels(labels: Sequence[str], others: Iterable[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return class numbers, and the names of classes that are not numbered as they are.
 
-    Whole numbers from 0 on, also as 10.0, stay as they are. Other numbers are numbered in their order, and names in
-    alphabetical order.
+    Whole numbers from 0 on, also as 10.0, stay as they are; names are numbered in alphabetical order.
 
     Args:
         labels: one for each image.
         others: further labels, such as those of other splits, that are numbered together with them.
     """
-    values: dict[str, Any] = {text: text for text in (*labels, *others)}
-    if are_numbers(values):
-        values = {text: _number(text) for text in values}
-        if all(isinstance(value, int) and 0 <= value < _MAX_LABEL for value in values.values()):
-            return np.array([values[text] for text in labels], dtype=np.int64), ()
-    classes = sorted(set(values.values()))
-    number = {value: label for label, value in enumerate(classes)}
-    return np.array([number[values[text]] for text in labels], dtype=np.int64), tuple(map(str, classes))
-
-
-def are_numbers(labels: Iterable[str]) -> bool:
-    """Return whether all labels are numbers."""
-    return all(map(_NUMBER.fullmatch, labels))
-
-
-def _number(text: str) -> int | float:
-    if text.lstrip("+-").isdecimal():
-        return int(text)
-    return int(value) if (value := float(text)).is_integer() else value
+    every = {*labels, *others}
+    if all(map(_NUMBER.fullmatch, every)):
+        return np.array([int(text.partition(".")[0]) for text in labels], dtype=np.int64), ()
+    number = {name: label for label, name in enumerate(sorted(every))}
+    return np.array([number[text] for text in labels], dtype=np.int64), tuple(number)
 
 
 def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
     """Return which column is which: an image, and a caption or a label; those given, else those with usual names."""
-    if len(header) == 1 and ";" in header[0]:
-        raise ValueError(f"{table} has semicolons between its columns: save it with commas, or with tabs as .tsv")
-    if not header:
-        raise ValueError(f"{table} is empty: write the column names in its first line, such as image,caption")
+    names = [name[:_NAME] for name in header[:_LISTED]]
     resolved: dict[str, str] = {}
     for what, known in COLUMNS.items():
         if what in given:
             matches = [name for name in header if name == given[what]]
-            if not matches:
-                raise ValueError(f"{table} has columns {_list_names(header)}: rename one to {given[what]!r} ({what})")
         else:
             called = ([name for name in header if name.strip().lower() == usual] for usual in known)
             matches = next(filter(None, called), [])
-        if len(matches) > 1:
-            raise ValueError(f"{table} has {len(matches)} columns called {matches[0]!r} ({what}): rename all but one")
+        if len(matches) > 1 or (what in given and not matches):
+            name = matches[0] if matches else given[what]
+            raise ValueError(f"{table} must have one column {name!r} ({what}), got {names}: rename it, or set columns")
         if matches:
             resolved[what] = matches[0]
-    if "image" not in resolved and any(name.lower().startswith(("url", "http://", "https://")) for name in header):
-        raise ValueError(f"{table} lists URLs, not images: download them with img2dataset first (guide: Data)")
-    if "image" not in resolved:
-        usual = " or ".join(COLUMNS["image"][:2])
-        raise ValueError(
-            f"{table} must have a column {usual}, got {_list_names(header)}: name it in the first line, or set columns"
-        )
-    if len(resolved) == 1:
-        raise ValueError(
-            f"{table} must have a column caption or label, got {_list_names(header)}: rename one, or set columns"
-        )
+    if "image" not in resolved or len(resolved) == 1:
+        remedy = "name them in the first line, separated by commas, or set columns"
+        if any(name.lower().startswith(("url", "http://", "https://")) for name in header):
+            remedy = "download URLs by img2dataset first (guide: Data)"
+        raise ValueError(f"{table} must have a column image, and one caption or label, got {names}: {remedy}")
     return resolved
 
 
-def _list_names(header: Sequence[str]) -> list[str]:
-    """Return the first names of columns, each cut."""
-    more = ["..."] if len(header) > _LISTED else []
-    return [*(name[:_NAME] for name in header[:_LISTED]), *more]
-
-
 def has_labels(table: Path, columns: dict[str, str]) -> bool:
-    """Return whether a table has a column of labels."""
-    names = _header(table, columns)[0]
-    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
-
-
-def has_columns(table: Path, columns: dict[str, str]) -> bool:
-    """Return whether the first line of a table names a column of images, and one of captions or labels."""
-    return _resolves(_header(table, columns)[0], columns)
-
-
-def _resolves(header: Sequence[str], columns: dict[str, str]) -> bool:
-    with suppress(ValueError):
-        resolve_columns(header, columns, "")
-        return True
-    return False
-
-
-def _header(table: Path, columns: dict[str, str]) -> tuple[list[str], str]:
-    """Return the names of a table's columns and what separates them: of a .csv what gives the columns that are needed.
-
-    A damaged table has no names, and is refused when it is read.
-    """
-    suffix = table.suffix.lower()
+    """Return whether a table has a column of labels; a damaged one has none, and is refused when it is read."""
+    suffix, names = table.suffix.lower(), []
     with suppress(ValueError, csv.Error, RecursionError):
         if suffix == ".parquet":
             from pyarrow.parquet import read_schema
 
-            return read_schema(table).names, ""
-        with open(table, "rb") as file:
-            first = file.readline().decode("utf-8-sig")
-        if suffix == ".jsonl":
-            return list(json.loads(first)), ""
-        if suffix != ".json":  # which has COCO's captions
-            delimiters = "\t" if suffix == ".tsv" else _DELIMITERS
-            headers = {between: next(csv.reader([first], delimiter=between), []) for between in delimiters}
-            found = next((between for between in delimiters if _resolves(headers[between], columns)), delimiters[0])
-            return headers[found], found
-    return [], _DELIMITERS[0]
+            names = read_schema(table).names
+        elif suffix != ".json":  # which has COCO's captions
+            with _open_text(table) as file:
+                first = file.readline()
+            names = list(json.loads(first)) if suffix == ".jsonl" else next(_rows(table, [first]), [])
+    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
 
 
 def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -215,30 +158,38 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
 
     The columns of a .csv may also be separated by tabs or `|`, as its first line tells.
     """
-    # In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
-    tabs = table.suffix.lower() == ".tsv"
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
     line = 0
     try:
         with _open_text(table) as file:
-            if tabs:
-                reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-            else:
-                reader = csv.reader(file, strict=True, delimiter=_header(table, columns)[1])
+            reader = _rows(table, file)
             header = next(reader, [])
             position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
             line = reader.line_num
             for row in filter(None, reader):
                 line = reader.line_num
                 if any(row[len(header) :]):
-                    remedy = "a cell with a separator in it is written in quotes" if not tabs else "take a tab out"
                     raise ValueError(
-                        f"{table}, line {line}: {len(row)} cells in {len(header)} columns: correct the line ({remedy})"
+                        f"{table}, line {line}, must have {len(header)} cells, got {len(row)}: write a cell with a "
+                        "separator in it in quotes, or in a .tsv without the tab"
                     )
                 yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
     except csv.Error as error:
-        remedy = "" if tabs else " (a quote inside a quoted cell is written twice)"
-        raise ValueError(f"{table}, after line {line}: {error}: correct the row{remedy}") from None
+        raise ValueError(
+            f"{table}, after line {line}: {error}: correct the row (a quote in a quoted cell is written twice)"
+        ) from None
+
+
+def _rows(table: Path, lines: Iterable[str]) -> Any:
+    """Return a reader of the cells of lines.
+
+    In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
+    """
+    if table.suffix.lower() == ".tsv":
+        return csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    rest = iter(lines)
+    first = next(rest, "")
+    return csv.reader(chain([first], rest), strict=True, delimiter=max(_DELIMITERS, key=first.count))
 
 
 @contextmanager
@@ -263,20 +214,13 @@ def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int,
             if not text.strip():
                 continue
             try:
-                row = json.loads(text, object_pairs_hook=_check_object)
+                row = json.loads(text)
+                if not isinstance(row, dict):
+                    raise ValueError(f"got {type(row).__name__}")
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{table}, line {line}, is not JSON ({error}): correct the line") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{table}, line {line}, is not a JSON object: correct the line")
+                raise ValueError(f"{table}, line {line}, must be a JSON object ({error}): correct the line") from None
             resolved = resolved or resolve_columns(list(row), columns, table)
             yield line, {what: row.get(name, "") for what, name in resolved.items()}
-
-
-def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(row := dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two values of {next(name for name in names if names.count(name) > 1)!r}")
-    return row
 
 
 def check_path(root: Path, image: Any, where: str) -> str:

@@ -22,8 +22,8 @@ from diffvision.data.images.folders import (
 )
 from diffvision.data.images.image_set import Captions, ImageCollection
 from diffvision.data.images.image_sources import find_images, is_shard_source
-from diffvision.data.images.samples import caption_key, digest, label_key
-from diffvision.data.images.shard_images import shard_collection, whole_caption
+from diffvision.data.images.samples import digest
+from diffvision.data.images.shard_images import read_shards, whole_caption
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import MANIFEST, split_shards
@@ -163,9 +163,10 @@ def make_folder(
     """
     is_shards = captions is None and columns is None and is_shard_source(source)
     if is_shards:
-        images = _read_shards(source, split or "train")
+        shards = ShardSet(split_shards(source, split or "train"))
+        images = read_shards(source, shards, packed_names(source), whole_caption)
     else:
-        images = find_images(_described_by(captions, source), split, columns=columns)
+        images = find_images(f"{captions}@{source}" if captions else source, split, columns=columns)
     if words is not None or max_repeats is not None:
         if images.captions is None:
             raise ValueError(f"{images.source} has no captions: leave words and max_repeats out")
@@ -177,27 +178,6 @@ def make_folder(
     if packed.several:
         summary += "\nseveral captions an image: train with --data.init_args.caption_key json:caption"
     return summary
-
-
-def _read_shards(source: str | Path, split: str) -> ImageCollection:
-    """Return the images of shards with what the first samples have: captions, class numbers in `cls`, else in JSON."""
-    shards = ShardSet(split_shards(source, split))
-    first = shards.first()
-    has_captions, has_cls = any(map(caption_key, first)), any("cls" in members for members in first)
-    has_labels = has_cls or (not has_captions and any(map(label_key, first)))
-    return shard_collection(
-        source,
-        shards,
-        packed_names(source),
-        has_captions=has_captions or not has_labels,
-        has_labels=has_labels,
-        read_caption=whole_caption,
-    )
-
-
-def _described_by(table: str | None, source: str | Path) -> str | Path:
-    """Return a source with the table of its captions or labels."""
-    return source if table is None else f"{table}@{source}"
 
 
 def make_evaluation(
@@ -223,7 +203,7 @@ def make_evaluation(
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.
     """
-    folder = open_images(_described_by(captions, source), columns=columns)
+    folder = open_images(f"{captions}@{source}" if captions else source, columns=columns)
     templates = list(templates or folder.templates)
     if wrong := [template for template in templates if "{c}" not in template]:
         raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")

@@ -77,26 +77,22 @@ class PipelineSamples(IterableDataset):
         return default_collate(items) if has_tokens else self.kind.collate(items)
 
     def _item(self, sample: Any) -> dict[str, Any]:
-        """Turn what a user's pipeline yields (members by type, or a pair) into a sample of ours."""
-        target_key = self.kind.caption if isinstance(self.kind, ImageText) else self.kind
+        """Turn what a user's pipeline yields into a sample of ours."""
+        wanted = self.kind.caption if isinstance(self.kind, ImageText) else self.kind
         if isinstance(sample, Mapping):
-            members = {name: data for name, data in sample.items() if isinstance(data, bytes)}
-            if any(key in members for key in self.kind.image.keys):
-                return self.kind.decode(members)
-            image = next((sample[key] for key in self.kind.image.keys if key in sample), None)
-            target = sample.get(target_key.key)
-            target = target.get(target_key.field) if target_key.field and isinstance(target, Mapping) else target
-        elif isinstance(sample, list | tuple) and len(sample) == 2:
-            image, target = sample
-        else:
-            image = target = None
+            key = next((key for key in self.kind.image.keys if key in sample), "")
+            if isinstance(sample.get(key), bytes):
+                return self.kind.decode({name: data for name, data in sample.items() if isinstance(data, bytes)})
+            target = sample.get(wanted.key)
+            sample = (sample.get(key), target.get(wanted.field) if wanted.field and target else target)
+        image, target = sample if isinstance(sample, list | tuple) and len(sample) == 2 else (None, None)
         if isinstance(image, Image.Image):
             image = self.kind.image.transform(image)
         if not isinstance(image, Tensor) or image.ndim != 3 or target is None:
             raise ValueError(
-                f"a pipeline's sample is {type(sample).__name__} without an image and {target_key.key}: yield members "
-                "by type or pairs; batches come from webdataset.WebLoader"
+                f"a sample of a pipeline must be members by type or a pair, with an image and {wanted.key}; batches "
+                "come from webdataset.WebLoader"
             )
-        if isinstance(self.kind, ImageText):
-            return {"image": image, "text": target if isinstance(target, Tensor) else clean_caption(target)}
-        return {"image": image, "label": int(target)}
+        if isinstance(self.kind, ImageLabel):
+            return {"image": image, "label": int(target)}
+        return {"image": image, "text": target if isinstance(target, Tensor) else clean_caption(target)}

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate  # a worker's goes straight into shared memory
@@ -187,23 +186,16 @@ class DrawnCaption(CaptionMember):
         self.weights = torch.tensor(given + [0.0] * (len(self.fields) - len(given)), dtype=torch.float64)
 
     def check(self, source: ShardSet) -> None:
-        """Say which fields the first samples lack; raise ValueError for one with a weight that none of them has."""
+        """Raise ValueError for a field that none of the first samples has, unless others have all the weight."""
         records: list[dict[str, Any]] = []
         for members in source.first():
             with suppress(BadSample):
                 records.append(_record(members) or {})
         for field, weight in zip(self.fields, self.weights.tolist(), strict=True):
-            lacking = sum(not _has_caption(record, field) for record in records)
-            is_absent = not any(field in record for record in records) and not self.weights.any()
-            if records and (is_absent or (weight and lacking == len(records))):
+            has = any(_has_caption(record, field) if weight else field in record for record in records)
+            if records and not has and (weight or not self.weights.any()):
                 near = did_you_mean(field, {name for record in records for name in record} - {field})
-                raise ValueError(
-                    f"json_text_key: none of {len(records)} samples has text in {field!r}{near}: give fields of theirs"
-                )
-            if lacking and weight:
-                rank_zero_info(
-                    f"json_text_key: {lacking} of the first {len(records)} samples lack {field!r} and take another"
-                )
+                raise ValueError(f"json_text_key must be fields of the samples, got {field!r}, which none has{near}")
 
     def read(self, members: Members) -> str | list[str]:
         if (data := members.get("json")) is None:

@@ -8,7 +8,15 @@ import numpy as np
 
 from diffvision.data.images.image_set import Captions, ImageCollection
 from diffvision.data.images.image_tables import read_captions
-from diffvision.data.images.samples import IMAGE_KEYS, CaptionMember, ImageLabel, find_caption_key, find_label_key
+from diffvision.data.images.samples import (
+    IMAGE_KEYS,
+    CaptionMember,
+    ImageLabel,
+    caption_key,
+    find_caption_key,
+    find_label_key,
+    label_key,
+)
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.storage import ShardSet
 
@@ -38,24 +46,31 @@ class ShardImages:
         return number, row - int(self.ends[number] - self.shards.counts[number])
 
 
-def shard_collection(
+def read_shards(
     source: Any,
     shards: ShardSet,
     classnames: Sequence[str],
-    *,
-    has_captions: bool,
-    has_labels: bool,
     read_caption: Callable[[CaptionMember, Members], Captions],
 ) -> ImageCollection:
-    """Return the images in shards with their captions or class numbers; a sample without these raises BadSample."""
-    images = ShardImages(shards)
-    captions = labels = None
-    if has_captions:
+    """Return the images in shards with what the first samples have: captions, class numbers in `cls`, else in JSON.
+
+    A sample without these raises BadSample when it is read.
+
+    Raises:
+        ValueError: the first samples have neither.
+    """
+    images, first = ShardImages(shards), shards.first()
+    captions: Any = None
+    labels: Any = None
+    if any(map(caption_key, first)):
         captions = _Values(images, partial(read_caption, CaptionMember(find_caption_key(shards))))
-    if has_labels:
+    if any("cls" in members or (captions is None and label_key(members)) for members in first):
         labels = _Values(images, ImageLabel(cast(Any, None), find_label_key(shards)).label)
+    if captions is None and labels is None:
+        having = ", ".join(sorted({name for members in first for name in members})) or "none"
+        raise ValueError(f"samples of {source} must have captions or class numbers, got the members {having}")
     rows: Any = range(int(images.ends[-1]))
-    return ImageCollection(str(source), rows, images, captions, cast(Any, labels), tuple(classnames))
+    return ImageCollection(str(source), rows, images, captions, labels, tuple(classnames))
 
 
 def whole_caption(caption: CaptionMember, members: Members) -> Captions:

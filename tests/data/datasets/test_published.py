@@ -263,15 +263,6 @@ def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, nam
     assert not (tmp_path / "made").exists()
 
 
-def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
-    source = sugarcrepe(tmp_path / "source")
-    picture(tmp_path / "train2017/000000000001.jpg", 1)
-    assert make_sugarcrepe(tmp_path / "made", source, tmp_path) == "7 samples in composition"
-    picture(tmp_path / "train2017/000000000001.jpg", 99)
-    with pytest.raises(ValueError, match=r"train2017/0+1\.jpg"):
-        make_sugarcrepe(tmp_path / "again", source, tmp_path)
-
-
 def test_missing_images_are_counted_before_anything_is_written(tmp_path):
     source = sugarcrepe(tmp_path / "source")
     for number in (1, 4):
@@ -302,7 +293,7 @@ def test_images_are_found_in_the_folders_of_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "JSON"),
         ("[]", "has no rows"),
         ('{"0": {"filename": "a.jpg", "caption": 3}}', "caption in row 1 .*must be a str"),
     ],
