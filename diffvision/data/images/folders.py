@@ -35,7 +35,6 @@ from diffvision.data.images.image_sources import (
     open_source,
     split_root,
 )
-from diffvision.data.images.library_datasets import TORCHVISION
 from diffvision.data.images.samples import (
     CaptionMember,
     Composition,
@@ -176,8 +175,7 @@ class ImageEvaluationFolder(EvaluationFolder):
         classnames: Sequence[str] = (),
     ) -> None:
         location = str(source)
-        dataset, _, root = location.removeprefix(TORCHVISION).partition(":")
-        self._set_path(root if location.startswith(TORCHVISION) else location)
+        self._set_path(location)
         self._source, self._numbered = self._open(location, task, columns), classnames
         self._splits: dict[str, str | None] = {split: split for split in self._source.splits} or {"test": None}
         if "test" not in self._splits and "validation" in self._splits:
@@ -193,7 +191,7 @@ class ImageEvaluationFolder(EvaluationFolder):
                 f"{location} cannot be used for {self.task!r}, only for {' and '.join(having)}: give another folder"
             )
         self._images = {first: self._by_image(images)}
-        self.name = name or (dataset if location.startswith(TORCHVISION) else self._own_name(location))
+        self.name = name or self._own_name(location)
         self.classnames = name_classes(images.classnames)
         if self.classnames and not self.templates:
             self.templates = list(TEMPLATES)
@@ -288,7 +286,7 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
     if not Path(split_root(location)[0]).exists() and (match := _NAMED.fullmatch(location)):
         name, location = match[1], match[2]
     is_shards = is_shard(location) and not is_remote(location)
-    exists = Path(split_root(location)[0]).exists() or location.startswith(TORCHVISION)
+    exists = Path(split_root(location)[0]).exists()
     if not location.strip() or not (is_shards or exists):
         raise ValueError(f"there is no {location!r}: give an evaluation folder, or a folder that holds some")
     folders = list(_walk(Path(location), _MAX_DEPTH))

@@ -32,11 +32,8 @@ from diffvision.data.images.image_tables import (
     read_label,
 )
 from diffvision.data.images.library_datasets import (
-    TORCHVISION,
-    list_torchvision_splits,
     read_parquet,
     read_saved,
-    read_torchvision,
     unpack_archive,
 )
 from diffvision.data.shards.remote import TAR, is_remote
@@ -97,8 +94,6 @@ def is_image_source(source: Any) -> bool:
     if not isinstance(source, str | Path):
         return False
     location = str(source)
-    if location.startswith(TORCHVISION):
-        return True
     path = Path(split_root(location)[0])
     if is_remote(location) or not location.strip() or not path.exists():
         return False
@@ -138,8 +133,7 @@ def find_images(
             a table (.csv, .tsv, .jsonl, .parquet, Flickr8k's captions.txt, COCO's captions_*.json, Karpathy's
             dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder, or as TABLE@FOLDER to
             another one;
-            a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders;
-            `torchvision:NAME:ROOT`, such as torchvision:FashionMNIST:data (nothing is downloaded).
+            a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders.
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
         classnames: number the classes as these are, such as those that a model was trained on.
@@ -175,8 +169,6 @@ def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollec
 
 def _find_parts(location: str, table: Path | None, columns: dict[str, str], reads: Reads | None) -> Parts:
     """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
-    if location.startswith(TORCHVISION):
-        return {split: partial(read_torchvision, location, split) for split in list_torchvision_splits(location)}
     path = Path(location)
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")

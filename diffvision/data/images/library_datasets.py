@@ -1,4 +1,4 @@
-"""Images that other libraries read: Hugging Face `datasets` (saved datasets and .parquet files), torchvision, zipfile.
+"""Images that other libraries read: Hugging Face `datasets` (saved datasets and .parquet files) and zipfile.
 
 `image_sources` chooses among these, folders and tables.
 """
@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import numpy as np
 
-from diffvision.data.images.image_set import ImageCollection, ImageFiles, Parts, Reader
+from diffvision.data.images.image_set import ImageCollection, Parts
 from diffvision.data.images.image_tables import (
     check_path,
     number_labels,
@@ -32,7 +30,6 @@ from diffvision.data.shards.sidecars import stamp
 from diffvision.data.splits import named_splits, splits_in
 from diffvision.files import lock_of, locked, scratch, sweep, user_cache
 
-TORCHVISION = "torchvision:"
 _REASON = 80  # characters of another library's message
 
 
@@ -211,74 +208,3 @@ class _Rows:
 
     def identity(self) -> str:
         return f"{len(self.rows)} {self.rows.data.nbytes}"
-
-
-def _torchvision_class(location: str) -> Callable[..., Any]:
-    from torchvision import datasets
-
-    name = location.removeprefix(TORCHVISION).partition(":")[0]
-    made = getattr(datasets, name) if name in datasets.__all__ else None
-    if made is None or "root" not in inspect.signature(made).parameters:
-        raise ValueError(f"{location}: torchvision has no dataset {name!r} in a folder: see torchvision.datasets")
-    return made
-
-
-def list_torchvision_splits(location: str) -> list[str]:
-    """Return the splits of `torchvision:NAME:ROOT`; "" where it has none."""
-    parameters = inspect.signature(_torchvision_class(location)).parameters
-    return ["train", "test"] if {"train", "split"} & parameters.keys() else [""]
-
-
-def read_torchvision(location: str, split: str) -> ImageCollection:
-    """Return the images of `torchvision:NAME:ROOT`; nothing is downloaded."""
-    dataset_class = _torchvision_class(location)
-    name, _, root = location.removeprefix(TORCHVISION).partition(":")
-    if not root:
-        raise ValueError(f"{location} does not say where its files are: write torchvision:{name}:FOLDER")
-    parameters = inspect.signature(dataset_class).parameters
-    settings: dict[str, Any] = {
-        "download": False,
-        "loader": str,  # gives the path of an image in place of the image
-        "train": split != "test",
-        "split": split or "train",
-    }
-    try:
-        rows = dataset_class(root, **{key: value for key, value in settings.items() if key in parameters})
-    except (RuntimeError, OSError, TypeError, ValueError, ModuleNotFoundError) as error:
-        raise ValueError(
-            f'{location} cannot be read ({str(error).strip()}): download it with python -c "import torchvision; '
-            f'torchvision.datasets.{name}({root!r}, download=True)"'
-        ) from None
-    reader: Reader
-    if "loader" in parameters:
-        paths, targets = zip(*(rows[row] for row in range(len(rows))), strict=True)
-        names = [os.path.relpath(path, root) for path in paths]
-        reader = ImageFiles(Path(root), names)
-    else:
-        targets = rows.targets if hasattr(rows, "targets") else [rows[row][1] for row in range(len(rows))]
-        names = [f"number {row}" for row in range(len(rows))]
-        reader = _Encoded(rows, f"{name} {split} {len(rows)}")
-    try:
-        labels = np.array([int(target) for target in targets], dtype=np.int64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{location} must have class numbers, got {targets[0]!r:.40}") from None
-    source, classes = f"{location}, split {split}" if split else location, tuple(map(str, getattr(rows, "classes", ())))
-    return ImageCollection(source, names, reader, labels=labels, classnames=classes)
-
-
-class _Encoded:
-    """Images of a dataset of PIL images, as PNG, which loses nothing."""
-
-    def __init__(self, rows: Any, name: str) -> None:
-        self.rows, self.name = rows, name
-
-    def __call__(self, row: int) -> bytes:
-        data = BytesIO()
-        self.rows[row][0].save(data, "PNG", compress_level=1)
-        return data.getvalue()
-
-    def identity(self) -> str:
-        return self.name
-
-    def path(self, row: int) -> str | None:
-        return None

@@ -151,8 +151,8 @@ def make_folder(
         directory: the folder to write; it must have no shards yet.
         source: a folder of images (with x.txt next to x.jpg, or with a folder for each class), a table (.csv, .tsv,
             .txt, .jsonl, .parquet, COCO's or Karpathy's .json; TABLE@FOLDER for images in another folder), a folder
-            that Hugging Face datasets saved, a .zip of any of these folders, torchvision:NAME:ROOT, or shards of images
-            with captions or class numbers.
+            that Hugging Face datasets saved, a .zip of any of these folders, or shards of images with captions or
+            class numbers.
         captions: the table of a folder of images, with captions or labels.
         columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
         split: train, validation or test, of a source that has splits; train by default.

@@ -7,7 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -497,37 +496,6 @@ def test_without_datasets_the_message_says_how_to_get_it(tmp_path, monkeypatch):
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r'pip install "diffvision\[data\]"'):
         find_images(tmp_path / "t.parquet")
-
-
-def test_a_torchvision_dataset(tmp_path):
-    raw = tmp_path / "FashionMNIST/raw"
-    raw.mkdir(parents=True)
-    for prefix, count in (("train", 20), ("t10k", 10)):
-        images = np.full((count, 28, 28), 7, dtype=np.uint8)
-        header = np.array([0x803, count, 28, 28], dtype=">i4").tobytes()
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        labels = np.array([0x801, count], dtype=">i4").tobytes()
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(labels + bytes(n % 10 for n in range(count)))
-    source = f"torchvision:FashionMNIST:{tmp_path}"
-    pictures = find_images(source)
-    assert len(pictures) == 20
-    assert pictures.classnames[0] == "T-shirt/top"
-    assert pictures.labels.tolist() == [n % 10 for n in range(20)]
-    assert number(ImageMember(to_float)(ImageSet(pictures).members((0, 3)))) == 7
-    assert ImageEvaluationFolder(source).name == "FashionMNIST"
-    assert len(ImageEvaluationFolder(source).images("test")) == 10
-    for n in range(6):
-        write(tmp_path / "food-101/images" / KINDS[n % 3] / f"{n}.jpg", n)
-    (tmp_path / "food-101/meta").mkdir()
-    listed = {kind: [f"{kind}/{n}" for n in range(6) if KINDS[n % 3] == kind] for kind in KINDS}
-    (tmp_path / "food-101/meta/train.json").write_text(json.dumps(listed))
-    pictures = find_images(f"torchvision:Food101:{tmp_path}")  # whose files are read as they are
-    assert sorted(pictures.names) == sorted(f"food-101/images/{name}.jpg" for kind in KINDS for name in listed[kind])
-    assert [KINDS[label] for label in pictures.labels] == [Path(name).parent.name for name in pictures.names]
-    with pytest.raises(ValueError, match="download it with python"):
-        find_images(f"torchvision:FashionMNIST:{tmp_path / 'none'}")
-    with pytest.raises(ValueError, match="torchvision has no dataset"):
-        find_images(f"torchvision:Fashion:{tmp_path}")
 
 
 def test_what_img2dataset_leaves(tmp_path):
