@@ -115,13 +115,6 @@ def test_conversations_are_read_with_their_images(tmp_path):
     }
 
 
-def test_elongated_images_are_bad_here_as_in_training(corpus, tmp_path):
-    wide = corpus.png(0, size=(300_000, 1))
-    source = corpus.write(tmp_path / "s", 2, change=lambda s: s | {"png": wide} if s["__key__"] == "000001" else s)
-    (result,) = check_shards(source)
-    assert (result.good, result.bad) == (1, {"image too elongated": 1})
-
-
 def test_keys_that_come_twice_are_a_problem(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 10, change=lambda s: s | {"__key__": "same"})
     assert problems(source) == {"000000.tar": ["1 keys come more than once, first 'same': members apart?"]}

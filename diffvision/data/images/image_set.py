@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,20 +24,20 @@ _LISTED = 10  # classes, in a description
 Captions = tuple[str, ...]
 
 
-class Reader(Protocol):
+class Reader:
     """Reads the encoded bytes of images."""
 
     def __call__(self, row: int) -> bytes:
         """Return the bytes of one image; raise `BadSample` where there are none."""
-        ...
+        raise NotImplementedError
 
     def path(self, row: int) -> str | None:
         """Return the absolute path of an image that is a file."""
-        ...
+        return None
 
     def identity(self) -> str:
         """Return what is known of the images without reading them, apart from the folder that holds them."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class MergedCaptions(Sequence):
         return tuple(caption for row in self.rows[image] for caption in self.captions[row])
 
 
-class SelectedRows:
+class SelectedRows(Reader):
     """Some of the rows of a reader."""
 
     def __init__(self, read: Reader, rows: Sequence[int]) -> None:
@@ -198,7 +198,7 @@ class SelectedRows:
         return self.read.identity()
 
 
-class ImageFiles:
+class ImageFiles(Reader):
     """Images that are files under one folder."""
 
     def __init__(self, root: Path, names: Sequence[str]) -> None:

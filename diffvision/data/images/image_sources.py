@@ -188,11 +188,11 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str], read
         folders = [name for name in folders if splits_in(name) or any(walk(path / name, _SAMPLE_SUFFIXES))]
     is_split = bool(folders) and all(map(splits_in, folders))
     if is_split and (index is None or (reads != "captions" and {name.lower() for name in folders} <= _SPLIT_NAMES)):
-        inside = [path / name for name in named_splits(folders, path).values()]
-        classes = tuple(sorted({composed(folder.name) for split in inside for folder in _class_folders(split)}))
-        named = named_splits(folders, path).items()
-        parts: Parts = {split: partial(_read_folder, path / name, columns, reads, classes) for split, name in named}
-        return _number_together(parts, classes)
+        named = named_splits(folders, path)
+        inside = [folder.name for name in named.values() for folder in _class_folders(path / name)]
+        classes = tuple(sorted({*map(composed, inside)}))
+        reading = {split: partial(_read_folder, path / name, columns, reads, classes) for split, name in named.items()}
+        return _number_together(reading, classes)
     if index is not None:
         return _open_table(path, index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from diffvision.data.images.image_set import ImageCollection, Parts
+from diffvision.data.images.image_set import ImageCollection, Parts, Reader
 from diffvision.data.images.image_tables import (
     check_path,
     number_labels,
@@ -181,7 +181,7 @@ def _readable(cells: Sequence[Any]) -> list[str]:
     return labels
 
 
-class _Rows:
+class _Rows(Reader):
     """Images in a column of a `datasets.Dataset`: encoded bytes, or paths inside of a folder."""
 
     def __init__(self, rows: Any, column: str, root: Path | None) -> None:

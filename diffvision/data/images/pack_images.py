@@ -217,20 +217,13 @@ def make_evaluation(
         named = len(folder.own_names) == len(folder.classnames)
         names = in_order(folder.classnames, folder.own_names) if named else folder.classnames
         texts = {"classnames": names, "templates": templates}
-    packed = {}
+    lines = [folder.task]
     for split in folder.splits:
         target = Path(directory, split)
-        packed[split] = pack_split(folder.images(split), target, per_shard, num_workers, **texts)
-    return "\n".join([folder.task, *(f"{split}: {counts.summary()}" for split, counts in packed.items())])
-
-
-def pack_split(
-    images: ImageCollection, target: Path, per_shard: int = 10_000, num_workers: int = 2, **texts: Sequence[str]
-) -> Packed:
-    """Pack images as one split of an evaluation folder, whose texts are those of `write_evaluation_texts`."""
-    packed = pack_as(images, target, "{}.tar", per_shard, num_workers, shuffle=False)
-    write_evaluation_texts(target, **texts)
-    return packed
+        packed = pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
+        write_evaluation_texts(target, **texts)
+        lines.append(f"{split}: {packed.summary()}")
+    return "\n".join(lines)
 
 
 def _members(images: ImageCollection, row: int) -> dict[str, bytes]:

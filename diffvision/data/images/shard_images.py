@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.image_set import Captions, ImageCollection, Reader
 from diffvision.data.images.image_tables import read_captions
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
@@ -21,7 +21,7 @@ from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.storage import ShardSet
 
 
-class ShardImages:
+class ShardImages(Reader):
     """Reads the images in shards."""
 
     def __init__(self, shards: ShardSet) -> None:
@@ -33,9 +33,6 @@ class ShardImages:
         for name in filter(members.__contains__, IMAGE_KEYS):
             return members[name]
         raise BadSample("missing image")
-
-    def path(self, row: int) -> str | None:
-        return None
 
     def identity(self) -> str:
         return self.shards.content

@@ -135,17 +135,23 @@ def test_bad_images_are_bad_for_the_same_reason(photo):
     assert len({ours for ours, _ in outcomes}) >= 4
 
 
-def test_what_cannot_be_read_that_way_is_refused():
-    tail = [ToTensor(), Normalize(MEAN, STD)]
-    with pytest.raises(ValueError, match="set pillow"):
-        Pixels(to_float, "torchvision")
-    with pytest.raises(ValueError, match="set pillow"):
-        Pixels(Compose([*TRAIN["timm"].transforms, RandomErasing()]), "torchvision")
-    with pytest.raises(ValueError, match="begins with Pad"):
-        Pixels(Compose([Pad(2), Resize(64), CenterCrop(64), *tail]), "torchvision")
-    with pytest.raises(ValueError, match=r"(?i)nearest"):
-        Pixels(Compose([Resize((64, 64), InterpolationMode.NEAREST), *tail]), "torchvision")
-    with pytest.raises(ValueError, match="decoder is 'opencv'"):
+TAIL = [ToTensor(), Normalize(MEAN, STD)]
+
+
+@pytest.mark.parametrize(
+    ("transform", "word"),
+    [
+        (to_float, "set pillow"),
+        (Compose([*TRAIN["timm"].transforms, RandomErasing()]), "set pillow"),
+        (Compose([Pad(2), Resize(64), CenterCrop(64), *TAIL]), "begins with Pad"),
+        (Compose([Resize((64, 64), InterpolationMode.NEAREST), *TAIL]), "(?i)nearest"),
+    ],
+    ids=["function", "erasing", "pad", "nearest"],
+)
+def test_what_cannot_be_read_that_way_is_refused(transform, word):
+    with pytest.raises(ValueError, match=word):
+        Pixels(transform, "torchvision")
+    with pytest.raises(ValueError, match=r"decoder.*opencv"):
         ImageTextData("shards", 4, decoder="opencv")
 
 
