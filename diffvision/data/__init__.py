@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from diffvision.data.conversations import Conversation, VisionLanguageData
     from diffvision.data.images.folders import EvaluationFolder, find_folders
-    from diffvision.data.images.image_data import ImageLabelData, ImageTextData
+    from diffvision.data.images.image_data import ImageData, ImageLabelData, ImageTextData
     from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
     from diffvision.data.shards.loader import ShardLoader
     from diffvision.data.shards.report import BadDataError, Limits, Report
@@ -35,6 +35,7 @@ __all__ = [
     "CaptionMember",
     "Conversation",
     "EvaluationFolder",
+    "ImageData",
     "ImageLabel",
     "ImageLabelBatch",
     "ImageLabelData",
@@ -65,7 +66,7 @@ _NAMES = {
     "batches": "ImageLabelBatch ImageTextBatch RetrievalBatch TokenBatch VisionLanguageBatch",
     "conversations": "Conversation VisionLanguageData",
     "images.folders": "EvaluationFolder find_folders",
-    "images.image_data": "ImageLabelData ImageTextData",
+    "images.image_data": "ImageData ImageLabelData ImageTextData",
     "images.samples": "CaptionMember ImageLabel ImageMember ImageText Retrieval",
     "shards.loader": "ShardLoader",
     "shards.report": "BadDataError Limits Report",
