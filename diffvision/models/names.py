@@ -81,7 +81,7 @@ def plain_twin(name: str) -> str:
     """
     from diffvision.models.vit import ALIASES
 
-    known, ours = host_names(), recorded()
+    known, ours = names_by_library(), recorded()
     candidates: list[str] = []
     if name in ours["timm"] and (match := _VIT.fullmatch(ALIASES.get(name, name))):
         shape = match[1].replace("_dynamic", "").replace("_lambda02", "")

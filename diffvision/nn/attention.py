@@ -226,22 +226,20 @@ class AttentionLayer(nn.Module):
 
         Args:
             x: tokens [B, N, dim].
-            attn_mask: boolean (True = may attend), or float of 0 and -inf; broadcastable to [B, H, N, N], with a
-                context of L tokens to [B, H, N, L], and with a cache to [B, H, N, L] for the L tokens that it returns.
-                Or the documents of the rows.
+            attn_mask: boolean (True = may attend), float of 0 and -inf, or the rows' documents; broadcastable to
+                [B, H, N, L] for the L tokens of x, of the context, or those that the cache returns.
             is_causal: each token attends to itself and those before it; combined with attn_mask by AND.
             context: another sequence, from which keys and values are projected in place of x. It has no order in
                 common with x, so it is refused with is_causal, a cache, or in a layer with rotary embedding.
             cache: past tokens to attend to as well; the keys and values of x are added to it.
-            rotation: the tokens' angles, where their positions are not counted from 0 or by the cache. A model computes
-                them once for all its layers. A layer without rotary embedding does not read them.
+            rotation: the tokens' angles, which a model computes once; else positions count from 0 or by the cache.
             maps: a list to which the map that weights the values is appended, [B, H, N, L] in float32 or better: the
                 softmax map, or in differential layers the first map less lambda times the second. The output is then
                 computed from that map, which takes its memory.
 
         Raises:
-            ValueError: a float mask has other values than 0 and -inf, the cache has no room for the tokens, the variant
-            takes no cache, or the context has the wrong width or comes with an argument that it excludes.
+            ValueError: a float mask has other values than 0 and -inf, the cache has no room or the variant takes none,
+                or the context has the wrong width or comes with an argument that it excludes.
         """
         if cache is not None and not self.cacheable:
             self.check_cacheable()

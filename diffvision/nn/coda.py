@@ -26,7 +26,7 @@ class CodaAttention(DifferentialLayer):
     """
 
     variant, key_maps, value_maps, lambda_by_token = "coda", 1, 1, True
-    telling_weight = "theta"
+    identifying_weight = "theta"
     no_adapting = ", but the norm of its heads changes every output"
 
     def __init__(

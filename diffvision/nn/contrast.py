@@ -40,7 +40,7 @@ class VisualContrastAttention(AttentionLayer):
         contrast_size: m. The models take half the edge of the grid that they are made for, at least 2: 7 for 14 x 14,
             as in the paper. It stays for images of other sizes, and so do e+ and e-.
         joint: whether stage 2 has one softmax over t+ and t- together, as in the released code, which gave the
-        reported numbers; False takes two softmaxes and their difference, as in the paper.
+            reported numbers; False takes two softmaxes and their difference, as in the paper.
         depth: index of the layer from 0, for `lambda_init="depth"`.
         lambda_init: a float, or "depth" for `depth_lambda_init(depth)`, as released.
         attn_drop: must be 0: the released code has this dropout and does not apply it.

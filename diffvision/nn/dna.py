@@ -24,7 +24,7 @@ class DenoisingAttention(AttentionLayer):
     """
 
     variant, query_maps, key_maps, value_maps, values_per_head = "dna", 2, 1, 1, 2
-    telling_weight = "negative_scale"
+    identifying_weight = "negative_scale"
     no_maps = "denoising attention weights two values with two maps, which make no one map"
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
