@@ -202,7 +202,7 @@ class ShardLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            timeout=stall_timeout if num_workers else 0.0,
+            timeout=stall_timeout / 2 if num_workers else 0.0,  # of which two in a row are a stall
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else each epoch would draw from the process's generator
             persistent_workers=num_workers > 0,
@@ -358,13 +358,8 @@ class EvaluationLoader:
 
     Args:
         source: the samples.
-        kind: what to make of each sample.
         batch_size: samples of a batch, on each rank.
-        num_workers: processes that read and decode; 0 does it in this one.
-        rank: this process's rank, of `world_size`.
-        world_size: the number of ranks.
-        limits: how many bad samples stop the evaluation.
-        stall_timeout: seconds that the next batch may take before the workers count as stuck.
+        kind, num_workers, rank, world_size, limits, stall_timeout: as of `ShardLoader`.
     """
 
     def __init__(
@@ -400,7 +395,7 @@ class EvaluationLoader:
             batch_size=None,
             sampler=self._requests,
             num_workers=num_workers,
-            timeout=self._stall_timeout if num_workers else 0.0,
+            timeout=self._stall_timeout / 2 if num_workers else 0.0,
             collate_fn=tuple,  # of what is a pair already
             generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
         )

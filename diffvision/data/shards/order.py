@@ -5,21 +5,9 @@ permutation is in memory, and any position in the epoch is reached without compu
 read here.
 """
 
-from typing import Protocol
-
 import numpy as np
 
 from diffvision.data.shards.sample import SampleId
-
-
-class Order(Protocol):
-    """The samples of an epoch, one after another."""
-
-    def __len__(self) -> int: ...
-
-    def samples(self, start: int, stop: int) -> list[SampleId]:
-        """Return the samples at positions start..stop-1 of the order."""
-        ...
 
 
 class SequentialOrder:
@@ -50,7 +38,7 @@ class ShuffledOrder:
 
     def __init__(self, counts: np.ndarray, seed: int, epoch: int, window: int = 16) -> None:
         if window < 1:
-            raise ValueError(f"shuffle window is {window} shards: it must be at least 1")
+            raise ValueError(f"window must be at least 1 shard, got {window}")
         self._seed, self._epoch, self.window = seed, epoch, window
         self._shards = np.random.default_rng([seed, epoch, 0]).permutation(len(counts))
         self._counts = np.asarray(counts, dtype=np.int64)[self._shards]
@@ -95,3 +83,7 @@ class ShuffledOrder:
         rows = np.arange(len(shards)) - begins
         order = np.random.default_rng([self._seed, self._epoch, 1, number]).permutation(len(shards))
         return shards[order], rows[order]
+
+
+Order = SequentialOrder | ShuffledOrder
+"""The samples of an epoch, one after another."""

@@ -99,9 +99,8 @@ class ShardSet(SampleSource):
             # No manifest says what is missing: to continue would be to train on fewer samples unnoticed.
             listed = "".join(f"\n  {line}" for line in damaged[:_LISTED])
             raise ValueError(
-                f"{len(damaged)} of {len(counts)} shards are damaged: fetch them again, remove them, or list in {SIZES}"
-                f" the samples of every shard, to use what lies before the damage{listed}\n"
-                "join tars by `tar --concatenate`, not by cat"
+                f"{len(damaged)} of {len(counts)} shards are damaged: fetch them again, remove them, or list the "
+                f"samples of each shard in {SIZES}{listed}\njoin tars by `tar --concatenate`, not by cat"
             )
         return list(counts)
 

@@ -16,15 +16,24 @@ _REMEDY = (
 
 
 def read_batches(loader: DataLoader) -> Iterator[Any]:
-    """Yield the loader's batches; raise WorkerError where none came within its timeout, or a worker ended."""
-    try:
-        yield from loader
-    except (RuntimeError, OSError, EOFError) as error:
-        message = str(error).partition("\n")[0]
-        # A worker that is killed while it hands over a batch breaks the connection before it counts as dead.
-        is_broken = loader.num_workers > 0 and not isinstance(error, RuntimeError)
-        if is_broken and not message.startswith("Caught "):  # as errors do that a worker raised
-            message = "DataLoader worker ended"
-        if not message.startswith("DataLoader "):
-            raise
-        raise WorkerError(f"{message.rstrip('. ')}: {_REMEDY}") from error
+    """Yield the loader's batches; raise WorkerError where none came within twice its timeout, or a worker ended."""
+    batches, is_late = iter(loader), False
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            message = str(error).partition("\n")[0]
+            # A worker that is killed while it hands over a batch breaks the connection before it counts as dead.
+            is_broken = loader.num_workers > 0 and not isinstance(error, RuntimeError)
+            if is_broken and not message.startswith("Caught "):  # as errors do that a worker raised
+                message = "DataLoader worker ended"
+            if not message.startswith("DataLoader "):
+                raise
+            if "timed out" in message and not is_late:  # this process may have been suspended, and its workers with it
+                is_late = True
+                continue
+            raise WorkerError(f"{message.rstrip('. ')}: {_REMEDY}") from error
+        is_late = False
+        yield batch

@@ -61,5 +61,5 @@ def test_four_hundred_million_samples_take_no_memory_to_speak_of():
 def test_places_outside_and_windows_of_nothing_are_errors():
     with pytest.raises(IndexError):
         ShuffledOrder(COUNTS, 0, 0).samples(80, 87)
-    with pytest.raises(ValueError, match="window is 0"):
+    with pytest.raises(ValueError, match="window must be at least 1"):
         ShuffledOrder(COUNTS, 0, 0, window=0)
