@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
+from torch.distributed import DistError
 
 from diffvision.allowlist import limit_imports
 from diffvision.data.datasets import check_paths
@@ -390,3 +391,11 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
             return FitCLI(resolve_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
     except MisconfigurationException as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except RuntimeError as error:
+        if not isinstance(error, DistError) and "remote worker" not in str(
+            error
+        ):  # gloo's are of no class of their own
+            raise
+        raise ValueError(
+            "another rank ended, whose error is above: run the command again with --resume auto"
+        ) from error

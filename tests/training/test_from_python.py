@@ -129,11 +129,6 @@ def test_of_shards_the_evaluation_folder_names_the_classes(data, evaluation, cla
         diffvision.fit("vision/debug.yaml", data=data / "train", evaluation=evaluation and data / evaluation)
 
 
-def test_an_unknown_recipe_is_named():
-    with pytest.raises(FileNotFoundError, match=r"clip/debgu\.yaml: the nearest"):
-        diffvision.fit("clip/debgu.yaml", data="photos")
-
-
 def test_an_interrupted_run_is_an_interrupt(monkeypatch):
     """A notebook's stop button: SystemExit would be shown as a fault of the notebook. SIGTERM still ends a process."""
     for code, kind in ((130, KeyboardInterrupt), (143, SystemExit)):

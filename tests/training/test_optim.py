@@ -241,10 +241,3 @@ def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuratio
     (rest, decayed), (_, before) = new.optimizer.param_groups, old.optimizer.param_groups
     assert decayed["lr"] == pytest.approx(before["lr"] / 2)
     assert (decayed["weight_decay"], rest["weight_decay"], decayed["betas"]) == (0.3, 0.0, (0.8, 0.9))
-
-
-def test_layer_scale_multiplies_the_rate():
-    group = {"params": [nn.Parameter(torch.zeros(2))], "lr_scale": 0.25}
-    optimizer = create_optimizer([group], OptimizerSettings(lr=2.0))
-    schedule(trainer(), optimizer, lr=2.0, warmup_steps=4)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(2.0 * 0.25 / 4)
