@@ -38,7 +38,7 @@ class Lora:
         r: rank of the adapters.
         alpha: their output is scaled by alpha / r.
         dropout: on their inputs.
-        targets: the names of the layers, such as [q_proj, v_proj]; or "all-linear".
+        targets: the names of the decoder's layers, such as [q_proj, v_proj]; or "all-linear".
     """
 
     r: int = 8
@@ -311,6 +311,10 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
         raise ValueError(f"lora needs PEFT: pip install peft, or leave lora out ({error})") from error
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     decoder: Any = language_model.base_model
+    names = [f".{name}" for name, _ in decoder.named_modules()]
+    for target in targets if isinstance(targets, list) else ():
+        if not any(name.endswith(f".{target}") for name in names):
+            raise ValueError(f"lora.targets must name layers of the decoder, got {target}")
     try:
         settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
         inject_adapter_in_model(settings, decoder)

@@ -353,7 +353,8 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
         ({"train": ["tower"], "projector_lr": 1e-3}, "projector_lr must .*0.001"),
         ({"projector_lr": 0.0}, "projector_lr must .*0.0"),
         ({"train": "projector", "lora": Lora()}, "lora is set, and train is 'proj"),
-        ({"lora": {"targets": ["nothing"]}}, "lora is Lora"),
+        ({"lora": {"targets": ["nothing"]}}, "lora.targets.*nothing"),
+        ({"lora": {"targets": ["q_proj", "lm_head"]}}, "lora.targets.*lm_head"),  # it would not be trained
         ({"lora": {"targets": ["embed_tokens"]}}, "lora.targets.*embed_tokens"),
         ({"name": "vlm-9q"}, "model 'vlm-9q'"),
     ):
