@@ -13,7 +13,7 @@ import open_clip
 import pytest
 import torch
 
-from command_line import numbered, refused
+from command_line import numbered
 from diffvision import evaluate
 from diffvision.data.shards.writer import write_tar
 from diffvision.evaluation.output_files import write_json
@@ -66,13 +66,3 @@ def test_results_of_a_process_killed_while_it_writes_them_are_whole():
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert len(set(json.loads(Path("results.json").read_text()))) == 1
-
-
-def test_a_folder_that_is_not_there_is_named():
-    refused(
-        "evaluate",
-        "DiffCLIP-debug",
-        "--data=numbers",
-        "--num_workers=0",
-        words="data must be a file or folder that exists, got 'numbers'",
-    )
