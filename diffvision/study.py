@@ -242,7 +242,9 @@ class Study:
         }
         best = max(scores, key=lambda rate: scores[rate])
         if not math.isfinite(scores[best]):
-            raise ValueError(f"{model} diverged at each of the rates {', '.join(f'{rate:g}' for rate in rates)}")
+            raise ValueError(
+                f"{model} diverged at each of the rates {', '.join(f'{rate:g}' for rate in rates)}: lower them"
+            )
         edge = " (at the edge: try more)" if len(rates) > 2 and best in (min(rates), max(rates)) else ""
         print(f"{model}: learning rate {best:g}{edge}", flush=True)
         return best

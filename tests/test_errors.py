@@ -27,6 +27,8 @@ REMEDY = re.compile(
 
 REASONS = {
     "{} or null",
+    "got {}",
+    "a path leads out of it",
     "{} bytes {}, {} {}",
     "{} in it is a link to another directory",
     "compute yielded more units than it was called with",

@@ -55,7 +55,7 @@ def printed(words: list[str], capsys, status: int = 0):
 
 def test_commands_with_tables_print_json(tmp_path, capsys):
     assert printed(["models", "--json", "--filter", "diff_vit_base"], capsys) == [
-        {"model": "diff_vit_base", "host": "timm", "parameters": 86572264}
+        {"model": "diff_vit_base", "library": "timm", "parameters": 86572264}
     ]
     write_shards(tmp_path / "text", [{"__key__": "a", "txt": "some text"}, {"__key__": "b", "txt": "more"}])
     (shard,) = printed(["data", "check", str(tmp_path / "text"), "--json", "--num_workers", "0"], capsys)

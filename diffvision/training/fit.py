@@ -392,10 +392,6 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
     except MisconfigurationException as error:
         raise ValueError(" ".join(str(error).split())) from error
     except RuntimeError as error:
-        if not isinstance(error, DistError) and "remote worker" not in str(
-            error
-        ):  # gloo's are of no class of their own
+        if not isinstance(error, DistError) and "remote worker" not in str(error):  # gloo's errors have no class
             raise
-        raise ValueError(
-            "another rank ended, whose error is above: run the command again with --resume auto"
-        ) from error
+        raise ValueError("another rank ended, with its error above: run again with --resume auto") from error

@@ -306,7 +306,7 @@ def _check_undivided(path: Path, names: Sequence[str]) -> None:
     if outer or len(splits) > 1:
         raise ValueError(
             f"folders of {path} must be classes, or each a split, got images of {' and '.join(splits)} among others: "
-            "put a folder for each split directly into it, or rename them"
+            "put each split's folder directly into it"
         )
 
 

@@ -227,8 +227,8 @@ class ShardReader:
         is_copy = self._first is not None and version[:2] == self._first[:2] and self._digest == index.digest
         if not (is_first or is_copy):
             raise ValueError(
-                f"shard {self.shard.shown} was changed after it was first read and has no manifest: leave it alone "
-                f"during a run, or {_AGAIN}; then start the run again"
+                f"shard {self.shard.shown} was changed during the run and has no manifest: leave it alone or {_AGAIN}, "
+                "and start again"
             )
 
 
