@@ -216,7 +216,7 @@ class Study:
             return f"{_count(left)} left; their time and disk are known after the first"
         seconds, size = first["seconds"] * left / self.jobs, first["bytes"] * left
         duration = timedelta(seconds=math.ceil(seconds))
-        return f"{_count(left)} left: about {duration}, {_megabytes(size)} (free: {_megabytes(self.free())})"
+        return f"{_count(left)} left: about {duration} and {_megabytes(size)} of {_megabytes(self.free())}"
 
     def free(self) -> int:
         """Return the free bytes of the disk."""

@@ -1,5 +1,4 @@
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from diffvision.demo import demo, runs
 from diffvision.demo import image_demo as images
 from diffvision.demo import run_tables as report
 from diffvision.demo.pictures import ModelExamples
-from diffvision.training.clip import ContrastiveModule
+from diffvision.study import Run as Planned
 from diffvision.training.recipes import recipe
 
 LAYERS = ("visual.trunk.blocks.0.attn", "visual.trunk.blocks.1.attn", "transformer.resblocks.0.attn")
@@ -96,13 +95,6 @@ def test_seeds_are_checked_before_anything_is_made(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_another_demo_is_refused(tmp_path):
-    for _ in range(2):
-        runs.claim(tmp_path / "out", images.RECIPE, digit_only=0.5)
-    with pytest.raises(ValueError, match=r"other settings \(digit_only\)"):
-        runs.claim(tmp_path / "out", images.RECIPE, digit_only=0.7)
-
-
 def test_an_unfinished_dataset_is_made_anew(tmp_path):
     made = []
 
@@ -121,52 +113,6 @@ def test_an_unfinished_dataset_is_made_anew(tmp_path):
     assert len(made) == 2
 
 
-@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
-def test_a_stopped_run_resumes_and_a_finished_one_is_read(tmp_path, monkeypatch):
-    """Stopped in its second epoch, it trains again from the last step of the first, and then no more."""
-    few = [split[:40] for split in digits.load_split()]
-    monkeypatch.setattr(digits, "load_split", lambda: few)
-    digits.make_digits(tmp_path / "digits", copies=1)
-    steps, measured = [], []
-    step = ContrastiveModule.training_step
-
-    def stopping(module, batch, batch_idx):
-        steps.append(module.global_step)
-        if len(steps) == 5:
-            raise RuntimeError("stopped")
-        return step(module, batch, batch_idx)
-
-    def measure(module):
-        measured.append(module.global_step)
-        return {"colours/ink": 0.5}
-
-    def finished() -> report.Run:
-        return runs.finished_run(
-            images.RECIPE,
-            "CLIP-debug",
-            0,
-            tmp_path,
-            f"--data.init_args.train={tmp_path / 'digits/train'}",
-            f"--data.init_args.evaluations=[{tmp_path / 'digits/zero_shot'}]",
-            "--trainer.max_epochs=2",
-            "--data.init_args.batch_size=8",
-            "--trainer.limit_train_batches=3",
-            "--trainer.log_every_n_steps=1",
-            measure=measure,
-        )
-
-    monkeypatch.setattr(ContrastiveModule, "training_step", stopping)
-    with pytest.raises(RuntimeError, match="stopped"):
-        finished()
-    first, second = finished(), finished()
-    assert steps == [0, 1, 2, 3, 4, 2, 3, 4, 5]
-    assert measured == [6]
-    assert first == second
-    assert list(first.curves["train/loss"].steps) == [0, 1, 2, 3, 4, 5]
-    assert first.seconds > 0
-    assert (tmp_path / "CLIP-debug-0" / runs.RECORD).is_file()
-
-
 def test_parts_of_the_retrieved_images_that_are_right():
     """Features that hold the digit and the paper alone: every caption gets some image with these."""
     facts = combinations()
@@ -179,8 +125,8 @@ def test_parts_of_the_retrieved_images_that_are_right():
 
 
 @pytest.mark.nightly
-def test_runs_are_trained_and_evaluated_in_processes_that_print_little(tmp_path, capfd):
-    """What their fits print is in their logs, and one that cannot be trained is tried again here, which says why."""
+def test_runs_are_trained_in_processes_that_print_little_and_evaluated_once(tmp_path, capfd):
+    """What their fits print is in their logs, and the error of one that cannot be trained names it."""
     digits.make_digits(tmp_path / "digits", copies=1)
     arguments = [
         f"--data.init_args.train={tmp_path / 'digits/train'}",
@@ -189,19 +135,29 @@ def test_runs_are_trained_and_evaluated_in_processes_that_print_little(tmp_path,
         "--trainer.limit_train_batches=3",
         "--trainer.log_every_n_steps=1",
     ]
-    planned = [("CLIP-debug", 0), ("DiffCLIP-debug-0.2", 0)]
-    settings = {"measure": partial(images.evaluate_on_digits, data=tmp_path / "digits")}
-    done = runs.trained(images.RECIPE, planned, tmp_path, *arguments, **settings)
+    study = runs.study_of(images.RECIPE, tmp_path / "out", arguments)
+    study.claim()
+    planned, measured = [Planned("CLIP-debug", 0), Planned("DiffCLIP-debug-0.2", 0)], []
+    study.train(planned)
+
+    def measure(model):
+        measured.append(model)
+        return images.evaluate_on_digits(model, data=tmp_path / "digits")
+
+    done = [runs.evaluated(study, run, measure) for run in planned]
     assert [run.curves["train/loss"].steps for run in done] == [[0, 1, 2]] * 2
     assert all(set(images.COLUMNS.values()) <= set(run.metrics) for run in done)
+    assert all(run.seconds > 0 for run in done)
     out, err = capfd.readouterr()
     assert not err
     assert "DiffCLIP-debug-0.2, seed 0: step 3, loss " in out
-    assert all(", seed 0: step" in line and len(line) <= 80 for line in out.splitlines())
-    assert runs.trained(images.RECIPE, planned, tmp_path, *arguments, **settings) == done
+    assert all(", seed 0: " in line and len(line) <= 80 for line in out.splitlines())
+    study.train(planned)
+    assert [runs.evaluated(study, run, measure) for run in planned] == done
+    assert len(measured) == 2
     assert not any(capfd.readouterr())
     with pytest.raises(ValueError, match="no model 'DiffCLIP-debgu'"):
-        runs.trained(images.RECIPE, [("DiffCLIP-debgu", 0)], tmp_path, *arguments, **settings)
+        study.train([Planned("DiffCLIP-debgu", 0)])
 
 
 @pytest.mark.slow
@@ -226,10 +182,3 @@ def test_the_whole_demo(tmp_path, capsys):
     accuracy = re.search(r"zero-shot top-1\D+([\d.]+)\D+([\d.]+)", printed)
     assert accuracy is not None
     assert float(accuracy[2]) >= 85.0
-
-
-@pytest.mark.parametrize("content", ['{"half', "[]"])
-def test_a_damaged_file_of_settings_is_named(tmp_path, content):
-    (tmp_path / "images.json").write_text(content)
-    with pytest.raises(ValueError, match=r"images\.json is damaged"):
-        runs.claim(tmp_path, images.RECIPE)

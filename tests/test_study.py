@@ -17,6 +17,8 @@ from diffvision.data.datasets.digits import make_digits
 from diffvision.errors import Mistake
 from diffvision.models.names import plain_twin, recorded
 from diffvision.study import TUNING_SEED, Run, Study
+from diffvision.training.fit import FitCLI
+from diffvision.training.recipes import resolve_recipes
 
 TWO = ["--config", "vision/debug.yaml", "--models", "plain_vit_debug", "diff_vit_debug", "--seeds", "1"]
 TWINS = {
@@ -106,6 +108,35 @@ def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_n
     (run / "config.yaml").write_text("{}")
     with pytest.raises(ValueError, match="seed0"):
         study.main([*TWO, "--output", str(tmp_path / "other"), "--print"])
+
+
+class Parsed(FitCLI):
+    """The CLI up to the instances: nothing is run."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ("clip/debug.yaml", "CLIP-debug"),
+        ("language/debug.yaml", "diffv2-debug"),
+        ("vision/debug.yaml", "diff_vit_debug"),
+    ],
+)
+def test_a_command_of_each_kind_of_recipe_is_one_of_fit(config, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of = Study([config], Path("out"), ["--model.num_classes=10"] if model.startswith("diff_") else [])
+    run = Run(model, 2, 0.25)
+    with torch.device("meta"):
+        cli = Parsed(resolve_recipes(of.command(run)))
+    assert cli.model.name == model
+    assert cli.config["fit"]["model"]["init_args"]["optimizer"]["lr"] == 0.25
+    assert cli.datamodule.seed == 2
+    assert Path(cli.trainer.logger.log_dir) == of.folder(run) == Path("out", model, "seed2")
+    assert cli.config["fit"]["seed_everything"] == 2
 
 
 @pytest.fixture

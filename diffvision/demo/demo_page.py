@@ -142,8 +142,8 @@ def _training(models: Mapping[str, Sequence[Run]]) -> Section:
 def _next(directory: Path, plain: str, differential: str) -> Section:
     text = "Compare the two runs with intervals, look inside of one, or train the same models on your pictures."
     commands = (
-        f"diffvision compare {directory / plain}-0 {directory / differential}-0 --output compared.html",
-        f"diffvision inspect {last_checkpoint(directory / f'{differential}-0')} --output inside",
+        f"diffvision compare {directory / plain / 'seed0'} {directory / differential / 'seed0'} --output compared.html",
+        f"diffvision inspect {last_checkpoint(directory / differential / 'seed0')} --output inside",
         f"diffvision fit --config configs/clip/debug.yaml --model.init_args.model {differential} "
         "--data.init_args.train YOUR/FOLDER",
     )

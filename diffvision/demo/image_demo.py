@@ -1,15 +1,15 @@
 """The image demo: a CLIP and a DiffCLIP are trained by one recipe on real digits, evaluated, and compared.
 
-It runs `diffvision data make digits`, then `diffvision fit` with configs/clip/debug.yaml for each model and seed, then
-the functions of `diffvision evaluate`.
+It runs `diffvision data make digits`, then the runs of a study with configs/clip/debug.yaml, then the functions of
+`diffvision evaluate`.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,12 +20,13 @@ from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.demo.demo_page import page
 from diffvision.demo.pictures import ModelExamples, collect_examples
 from diffvision.demo.run_tables import Run, by_model, comparison, last_checkpoint
-from diffvision.demo.runs import claim, prepare, trained
+from diffvision.demo.runs import evaluated, prepare, study_of
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output_files import write_bytes
 from diffvision.evaluation.suite import evaluate
-from diffvision.opening import open_model
+from diffvision.opening import Model, open_model
+from diffvision.study import Run as Planned
 
 RECIPE = "clip/debug.yaml"
 MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")
@@ -81,24 +82,28 @@ def train_on_digits(
         digit_only: the share of captions that name the digit alone.
         arguments: further arguments of `diffvision fit`.
     """
-    claim(directory, RECIPE, digit_only=digit_only, arguments=list(arguments))
+    study = study_of(RECIPE, directory, arguments)
+    study.claim(digit_only=digit_only)
     data = directory / "digits"
     if not data.exists():
         Console().rule(f"Making digits in {data}")
         prepare(data, partial(make_digits, digit_only=digit_only))
     folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
-    planned = [(model, seed) for seed in range(seeds) for model in models]
-    measure = partial(evaluate_on_digits, data=data)
-    return trained(RECIPE, planned, directory, *folders, *arguments, measure=measure)
+    planned = [Planned(model, seed) for seed in range(seeds) for model in models]
+    study = replace(study, settings=[*folders, *arguments])
+    study.train(planned)
+    return [evaluated(study, run, partial(evaluate_on_digits, data=data)) for run in planned]
 
 
-def evaluate_on_digits(module: Any, data: Path) -> dict[str, float]:
+def evaluate_on_digits(model: Model, data: Path) -> dict[str, float]:
     """Return a trained model's metrics on every folder of the data."""
-    transform, tokenizer = module.eval_transform, module.tokenizer
+    module, transform, tokenizer = model.module, model.transform, model.tokenizer
+    assert transform is not None
+    assert tokenizer is not None
     metrics: dict[str, float] = {}
     for folder in find_folders(data):
-        metrics |= evaluate(module.model, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
-    features = Features(module.model, transform, tokenizer, InferenceSettings(batch_size=256))
+        metrics |= evaluate(module, folder, transform=transform, tokenizer=tokenizer, batch_size=256)
+    features = Features(module, transform, tokenizer, InferenceSettings(batch_size=256))
     pairs = features.pairs(EvaluationFolder(data / "retrieval"), "test")
     return metrics | parts_right(pairs.images, pairs.texts)
 
