@@ -14,9 +14,7 @@ from transformers import LlavaImageProcessor, LlavaProcessor, PreTrainedTokenize
 
 from diffvision.data.conversations import Conversation, VisionLanguageData, check_image, read_conversation, read_row
 from diffvision.data.datasets.scenes_vqa import make_scenes_vqa
-from diffvision.data.shards.report import BadDataError
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.chat import TEMPLATES
 from diffvision.data.text.tokenizers import END, train_tokenizer
 from diffvision.models import vision_language
@@ -291,15 +289,3 @@ def test_the_data_take_what_they_are_not_given_from_the_module(tmp_path, process
     first = batches[0]
     assert not torch.equal(first["image"][0], first["image"][1])
     assert sum(len(batch["lengths"]) for batch in data.val_dataloader()) == 10
-
-
-def test_too_many_bad_samples_stop_the_run_and_few_are_counted(tmp_path, processor):
-    good, bad = llava("<image>What?", "a cat"), llava("What?", "a cat")
-    samples = [{"__key__": f"{n:02d}", **row(picture(), **(bad if n % 10 == 0 else good))} for n in range(40)]
-    write_shards(tmp_path, samples)
-    settings = {"num_workers": 0, "processor": processor, "image_tokens": TOKENS}
-    loader = VisionLanguageData(str(tmp_path), 4, 100, max_bad_fraction=0.2, **settings).train_dataloader()
-    assert len(list(loader)) == 10
-    assert loader.report.skipped == {"image without placeholder": 4}
-    with pytest.raises(BadDataError, match="image without placeholder"):
-        list(VisionLanguageData(str(tmp_path), 4, 100, **settings).train_dataloader())

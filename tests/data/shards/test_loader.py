@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from torch.utils.data import get_worker_info
 
-from diffvision.data import BadDataError, Limits, ShardLoader, ShardSet
-from diffvision.data.shards.loader import BatchReader, Request
+from diffvision.data import BadDataError, Limits, ShardSet
 
 LENIENT = Limits(max_bad_fraction=1.0)
 
@@ -358,16 +356,6 @@ def test_shards_of_webdataset_without_manifest_or_index(corpus, whole, tmp_path)
     assert len({n for batch in corpus.read(loader) for n in batch}) == 100
 
 
-class OneWorker:
-    """Sees whether it is made in a worker."""
-
-    def decode(self, members):
-        return get_worker_info() is not None
-
-    def collate(self, items):
-        return items
-
-
 def test_workers_end_by_themselves_when_their_loader_is_collected_as_garbage(corpus, whole, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60.0)  # seconds until they are terminated
     before = set(multiprocessing.active_children())
@@ -380,17 +368,3 @@ def test_workers_end_by_themselves_when_their_loader_is_collected_as_garbage(cor
     del loader, batches
     gc.collect()
     assert [worker.exitcode for worker in workers] == [0, 0]
-
-
-def test_readers_travel_to_other_processes_without_their_files(corpus, whole):
-    import pickle
-
-    shards = ShardSet(whole)
-    reader = BatchReader(shards, corpus.kind(), corpus.loader(whole).order, seed=0, limits=Limits())
-    batch, _ = reader[Request(0, 0, 5)]
-    copy = pickle.loads(pickle.dumps(shards))
-    assert any(shards.reader(number)._opened for number in range(len(shards.counts)))
-    assert not any(copy.reader(number)._opened for number in range(len(shards.counts)))
-    assert len(batch["image"]) == 5
-    loader = ShardLoader(shards, OneWorker(), 50, num_workers=1)
-    assert next(iter(loader)) == [True] * 50
