@@ -75,12 +75,10 @@ def read_saved(path: Path, columns: dict[str, str]) -> Parts:
     """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone."""
     with _naming(path):
         loaded = _datasets().load_from_disk(str(path))
-    splits = (
-        {ours: loaded[name] for ours, name in named_splits(loaded, path).items()} if isinstance(loaded, dict) else {}
-    )
-    return _read_datasets(
-        path, {split: partial(_same, rows) for split, rows in (splits or {"": loaded}).items()}, columns
-    )
+    rows: dict[str, Any] = {"": loaded}
+    if isinstance(loaded, dict):
+        rows = {split: loaded[name] for split, name in named_splits(loaded, path).items()}
+    return _read_datasets(path, {split: partial(rows.__getitem__, split) for split in rows}, columns)
 
 
 def read_parquet(
@@ -104,10 +102,6 @@ def _open_parquet(location: str | Path, files: Sequence[Path]) -> Any:
             raise ValueError(f"{location} must have tables with the same columns, got others in {file}: give one")
     with _naming(location):
         return load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
-
-
-def _same(rows: Any) -> Any:
-    return rows
 
 
 @contextmanager

@@ -96,5 +96,3 @@ def test_images_with_labels_have_no_captions_to_filter(tmp_path):
     (tmp_path / "photos" / "cat" / "0.png").write_bytes(Corpus.png(0))
     with pytest.raises(ValueError, match="no captions"):
         make_folder(tmp_path / "out", tmp_path / "photos", words=[1, 2])
-    (tmp_path / "photos" / "backup.tar").touch()  # next to images, it is no source
-    assert make_folder(tmp_path / "out", tmp_path / "photos", num_workers=1).startswith("1 samples")

@@ -16,7 +16,7 @@ from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_
 from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.image_sources import find_images, is_image_source
 from diffvision.data.images.library_datasets import unpack_archive
-from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText
+from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember
 from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
@@ -337,11 +337,6 @@ def test_karpathys_file(tmp_path, name):
         assert read == {n: [f"caption {m} of {n}." for m in range(5)] for n in numbers}
     folder = find_folders(tmp_path / name)[0]
     assert (folder.task, folder.splits) == ("retrieval", ["test", "train", "validation"])
-    make("evaluation", str(tmp_path / "made"), source=str(tmp_path / name))
-    packed = [
-        captions for batch in EvaluationFolder(tmp_path / "made").batches(to_float) for captions in batch["captions"]
-    ]
-    assert packed == [captions for batch in folder.batches(to_float) for captions in batch["captions"]]
     shutil.rmtree(tmp_path / "images")
     with pytest.raises(ValueError, match=f"{name}: its images"):
         find_images(tmp_path / name)
@@ -561,18 +556,6 @@ def test_evaluation_where_they_lie_and_packed_are_the_same(tree, tmp_path, capsy
         make("evaluation", str(tmp_path / "other"), source=str(tree), templates=["a cat"])
 
 
-def test_retrieval_of_captions(captioned, tmp_path):
-    (captioned / "captions.csv").write_text("file,caption\n" + "\n".join(f"{n}.png,picture {n}" for n in range(12)))
-    folder = find_folders(captioned)[0]
-    assert (folder.name, folder.task) == ("photos", "retrieval")
-    captions = [text for batch in folder.batches(to_float) for text in batch["captions"]]
-    assert captions == [[f"picture {n}"] for n in range(12)]
-    make("evaluation", str(tmp_path / "made"), source=str(captioned))
-    assert EvaluationFolder(tmp_path / "made").task == "retrieval"
-    with pytest.raises(ValueError, match="cannot be used for 'zero_shot'"):
-        ImageEvaluationFolder(captioned, task="zero_shot")
-
-
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet", "embedded", "saved"])
 def test_rows_of_an_image_are_one_image(captioned, tmp_path, ending):
     rows = [{"file": f"{n}.png", "caption": f"{word} {n}"} for word in ("one", "two", "three") for n in range(4)]
@@ -640,8 +623,6 @@ def test_packed_for_training_classes_are_mixed(tree, tmp_path):
     first = loader.shards.reader(0)
     labels = [int(first.read(row)["cls"]) for row in range(len(first.index))]
     assert len(set(labels)) > 1
-    kind = ImageText(ImageMember(to_float), CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
-    assert kind.image.keys[0] == "jpg"
 
 
 @pytest.mark.parametrize("header", ["image,caption", "image_name| comment_number| comment"])
@@ -655,8 +636,6 @@ def test_captions_as_flickr_has_them(captioned, tmp_path, header):
     assert captions_evaluated(find_folders(source)[0]) == (expected, 12)
     data = ImageTextData(str(source), 4, [str(source)], num_workers=0, tokenizer=lambda texts: torch.zeros(len(texts)))
     assert sum(len(batch["image"]) for batch in data.train_dataloader()) == 24
-    make("folder", str(tmp_path / "shards"), source=str(source), num_workers=1)
-    assert len(ShardSet(tmp_path / "shards").first()) == 12
 
 
 @pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
@@ -708,8 +687,6 @@ def test_a_table_may_have_its_images_in_another_folder(captioned, tmp_path, endi
         assert (captions_evaluated(folder)[0], folder.name) == (expected, "mine" if "mine" in named else "t")
     data = ImageTextData(source, 2, [source], num_workers=0, tokenizer=lambda texts: torch.zeros(len(texts), 1))
     assert sorted(number(image) for batch in data.train_dataloader() for image in batch["image"]) == [0, 1, 2, 3]
-    make("evaluation", str(tmp_path / "made"), source=source, num_workers=1)
-    assert captions_evaluated(EvaluationFolder(tmp_path / "made"))[0] == expected
     before = files_digest(*folder.files("test"))
     (captioned / "2.png").write_bytes((captioned / "1.png").read_bytes())
     assert files_digest(*folder.files("test")) != before
@@ -723,6 +700,10 @@ def test_a_task_chooses_between_labels_and_captions(captioned):
     (captioned / "t.csv").write_text("file,caption,label\n0.png,one,cat\n1.png,two,dog\n")
     tasks = [find_folders(captioned / "t.csv", task)[0].task for task in (None, "zero_shot", "retrieval", "pairs")]
     assert tasks == ["zero_shot", "zero_shot", "retrieval", "zero_shot"]
+    (captioned / "t.csv").write_text("file,caption\n0.png,one\n")
+    assert find_folders(captioned / "t.csv", "zero_shot")[0].task == "retrieval"
+    with pytest.raises(ValueError, match="cannot be used for 'zero_shot'"):
+        ImageEvaluationFolder(captioned / "t.csv", task="zero_shot")
 
 
 @pytest.mark.parametrize("kind", ["empty", "cut", "outside"])
