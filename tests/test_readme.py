@@ -186,7 +186,8 @@ def _check_trainer_options(words: list[str]) -> None:
             argument = more[1] if more[0] == "init_args" else more[0]
             package = training if setting == "model" else data
             classes = [getattr(package, name) for name in CONFIGURED[setting]]
-            assert any(argument in inspect.signature(made).parameters for made in classes), word
+            bases = {base for made in classes for base in made.__mro__ if base is not object}
+            assert any(argument in inspect.signature(base).parameters for base in bases), word
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------
