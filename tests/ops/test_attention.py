@@ -73,15 +73,12 @@ def test_equals_the_formula(backend, shape, causal, masked):
     torch.testing.assert_close(out, by_the_formula(q, k, v, lam, causal, mask), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["v1 grouped", "v2 grouped", "lam per token", "a cache of keys"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.quick("eager-True-v2 grouped", "sdpa-True-v2 grouped")
-def test_gradcheck(backend, shape, causal):
-    inputs = tensors(**{"b": 1, "d": 3, "v": 4, **SHAPES[shape], "lam": (1, 4, 1, 1)})
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])  # the others' gradients are compared with these
+def test_gradcheck(backend):
+    inputs = tensors(**{"b": 1, "d": 3, **SHAPES["v2 grouped"], "v": 4, "lam": (1, 4, 1, 1)})
     mask = torch.ones(inputs[0].shape[3], inputs[1].shape[3], dtype=torch.bool)
     mask[0] = False  # a row without any key
-    assert gradcheck(lambda *t: diff_attention(*t, causal=causal, mask=mask, backend=backend), inputs)
+    assert gradcheck(lambda *t: diff_attention(*t, causal=True, mask=mask, backend=backend), inputs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -119,7 +116,7 @@ def test_maps_are_softmaxes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [*NAMES, "auto"])
+@pytest.mark.parametrize("backend", ["blocked", "auto"])
 def test_compiles_whole_and_exports(backend):
     q, k, v, lam = (t.detach().float() for t in tensors())
     mask = torch.ones(7, 7, dtype=torch.bool)
