@@ -175,7 +175,7 @@ def write_folders(
     _decode_all(image for cases in folders.values() for case in cases for image in case.images.values())
     kept = {name: [case for case in cases if not case.fault] for name, cases in folders.items()}
     faults = {name: Counter(filter(None, (case.fault for case in cases))) for name, cases in folders.items()}
-    lost = {name: counts | (left_out or {}).get(name, {}) for name, counts in faults.items()}
+    lost = {name: counts | Counter((left_out or {}).get(name, {})) for name, counts in faults.items()}
     lost = {name: counts for name, counts in lost.items() if counts}
     listed = {
         name: ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) for name, counts in lost.items()

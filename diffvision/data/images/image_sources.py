@@ -199,8 +199,10 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str], read
         named = named_splits(folders, path)
         inside = [folder.name for name in named.values() for folder in _class_folders(path / name)]
         classes = tuple(sorted({*map(composed, inside)}))
-        reading = {split: partial(_read_folder, path / name, columns, reads, classes) for split, name in named.items()}
-        return _number_together(reading, classes)
+        parts: Parts = {
+            split: partial(_read_folder, path / name, columns, reads, classes) for split, name in named.items()
+        }
+        return _number_together(parts, classes)
     if index is not None:
         return _open_table(path, index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]

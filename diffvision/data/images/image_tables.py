@@ -163,7 +163,7 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     try:
         with _open_text(table) as file:
             reader = _rows(table, file)
-            header = next(reader, [])
+            header: list[str] = next(reader, [])
             position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
             line = reader.line_num
             for row in filter(None, reader):
