@@ -139,8 +139,12 @@ class Study:
                 "another one with --output"
             )
 
-    def train(self, runs: Sequence[Run]) -> None:
+    def train(self, runs: Sequence[Run], later: int = 0) -> None:
         """Train the runs that are not finished, several at once; those that were stopped are resumed.
+
+        Args:
+            runs: in their order.
+            later: how many runs follow these, for the time and the disk that are left.
 
         Raises:
             ValueError: a run failed; the message has its error.
@@ -153,7 +157,7 @@ class Study:
             try:
                 while waiting or active:
                     while waiting and len(active) < self.jobs:
-                        self.check_disk(len(waiting) + len(active))
+                        self.check_disk(len(waiting) + len(active) + later)
                         run = waiting.pop(0)
                         active[run] = self._start(run), time.time()
                     time.sleep(0.5)
@@ -161,7 +165,8 @@ class Study:
                         self._show(run, shown)
                         if process.poll() is not None:
                             del active[run]
-                            self._finish(run, process.returncode, time.time() - start, len(waiting) + len(active))
+                            left = len(waiting) + len(active) + later
+                            self._finish(run, process.returncode, time.time() - start, left)
             finally:
                 for process, _ in active.values():
                     process.terminate()
@@ -325,7 +330,7 @@ def main(argv: Sequence[str]) -> None:
         print("# then the same command prints the runs at the chosen rates")
         return
     if not options.print:
-        study.train(tuning)
+        study.train(tuning, later=sum(not study.is_done(run) for run in runs))
     if tuning:
         rates = {model: study.rate_of(model, options.rates) for model in models}
         runs = [replace(run, rate=rates[run.model]) for run in runs]

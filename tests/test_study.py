@@ -175,8 +175,10 @@ def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, cap
     assert "left: about" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"a, seed 3: no data .*study\.log"):
         of.train([*runs, Run("a", 3)])
+    capsys.readouterr()
     rates = [Run("a", TUNING_SEED, 1.0), Run("a", TUNING_SEED, 0.5)]
-    of.train(rates)
+    of.train(rates, later=5)
+    assert "5 runs left: about" in capsys.readouterr().out
     assert all(map(of.is_done, rates))
     with pytest.raises(ValueError, match="diverged"):
         of.rate_of("a", [1.0])
