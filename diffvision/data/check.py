@@ -171,7 +171,8 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
         num_workers: processes.
         keys: what is read of each sample; by default what the samples of each directory have.
     """
-    keys, calls = keys or Keys(), []
+    keys = keys or Keys()
+    calls: list[Callable[[], ShardCheck]] = []
     for directory, shards in list_directories(source).items():
         if (directory / TOKENS).is_file():
             calls.append(partial(_check_tokens, directory))

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -332,8 +332,9 @@ def _refuse_nulls(name: str, given: Any) -> None:
     if not isinstance(given, Namespace):
         return
     module, _, cls = given["class_path"].rpartition(".")
-    classes = getattr(import_module(module), cls).__mro__[:-1]  # a class may pass settings on to its bases
-    taken = ChainMap(*(inspect.signature(one.__init__, eval_str=True).parameters for one in classes))
+    taken: dict[str, inspect.Parameter] = {}
+    for one in reversed(getattr(import_module(module), cls).__mro__[:-1]):  # a class may pass settings on to its bases
+        taken |= inspect.signature(one.__init__, eval_str=True).parameters
     for key, value in given.get("init_args", {}).items():
         parameter = taken.get(key)
         if value is not None or parameter is None or parameter.default is None:
