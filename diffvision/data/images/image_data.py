@@ -154,7 +154,8 @@ class ImageTextData(ImageData):
     """Image and caption pairs for contrastive training, evaluation folders for validation.
 
     Args:
-        train, batch_size: as `ImageData` takes them.
+        train: as in `ImageData`.
+        batch_size: as in `ImageData`.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
         json_text_key: in place of `caption_key`, fields of the JSON as "alt_text;synthetic": the first with a caption.
@@ -231,7 +232,8 @@ class ImageLabelData(ImageData):
     """Images and class numbers for classification; validation sees each sample of a split exactly once.
 
     Args:
-        train, batch_size: as `ImageData` takes them, with class numbers, or a folder for each class.
+        train: as in `ImageData`, with class numbers, or a folder for each class.
+        batch_size: as in `ImageData`.
         evaluation: an evaluation folder of CLIP_benchmark's layout, shards, or images.
         split: which split of the evaluation folder.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
