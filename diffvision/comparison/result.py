@@ -17,6 +17,7 @@ from diffvision.analysis.curves import Curve
 from diffvision.evaluation.intervals import Difference
 
 SINKS = "heads with an attention sink, %"
+TEXTS = ("", "model", "tower")  # heads of columns of text
 FACTOR = 100  # accuracies and recalls are shown in percent
 IN_NATS = ("nll", "perplexity", "bits_per_byte")
 _SHORT = {"mean_per_class_recall": "mean class recall"}
@@ -144,16 +145,47 @@ class Comparison:
         for one in self.contestants:
             for model, which in zip(one.models, one.which, strict=True):
                 console.print(f"{one.label}: {model} ({which})", highlight=False, markup=False, soft_wrap=True)
-        for title, rows in self.sections():
-            console.print("", self._metrics(title, rows), sep="\n")
-        console.print("", self._costs(), sep="\n")
-        if any(one.lambdas for one in self.contestants):
-            console.print("", self._lambdas(), sep="\n")
-        if any(one.sinks for one in self.contestants):
-            console.print("", self._sinks(), sep="\n")
+        for title, heads, rows in self.tables():
+            table = plain_table(title)
+            for number, head in enumerate(heads):
+                is_number = head not in TEXTS and "[" not in head
+                column: Any = {"no_wrap": True} if not number and not head else {"overflow": "fold"}
+                table.add_column(escape(head), justify="right" if is_number else "left", **column)
+            for cells in rows:
+                table.add_row(*map(escape, cells))
+            console.print("", table, sep="\n")
         console.print()
         for note in self.notes:
             console.print(note, style="dim", highlight=False)
+
+    def tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+        """Yield the title, the heads and the rows of each table: metrics, cost, lambda by layer, and sinks."""
+        first = self.labels[0]
+        reference = f"from {first}" if len(first) <= _LONGEST_LABEL else "from the first"
+        for title, metrics in self.sections():
+            unit = "%" if metrics[0].factor == FACTOR else "nats a token" if metrics[0].name == "nll" else "value"
+            rows = [
+                ["" if number else row.name, label, format_mean(values, row.factor), format_difference(row, label)]
+                for row in metrics
+                for number, (label, values) in enumerate(row.values.items())
+            ]
+            yield title, ["", "model", unit, f"{reference} [95% interval]"], rows
+        costs = self.costs()
+        yield "cost", ["model", *costs], [[*row] for row in zip(self.labels, *costs.values(), strict=True)]
+        lambdas = [
+            [one.label, tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers)]
+            for one in self.contestants
+            for tower, layers in self.towers(one).items()
+        ]
+        if lambdas:
+            yield "lambda by layer, from the first", ["model", "tower", ""], lambdas
+        sinks = [
+            [one.label, *(format_mean(one.sinks[kind], FACTOR) for kind in ("sink", "nop", "broadcast"))]
+            for one in self.contestants
+            if one.sinks
+        ]
+        if sinks:
+            yield SINKS, ["model", "with a sink", "NOP", "broadcast"], sinks
 
     def sections(self) -> Iterator[tuple[str, list[Row]]]:
         """Yield the metrics of each task and dataset, with a title that says the number of samples."""
@@ -181,56 +213,6 @@ class Comparison:
             shown = ["–" if one.memory is None else f"{one.memory:.2f}" for one in self.contestants]
             rows["GiB in training"] = shown
         return rows
-
-    def _metrics(self, title: str, rows: Sequence[Row]) -> Table:
-        unit = "%" if rows[0].factor == FACTOR else "nats a token" if rows[0].name == "nll" else ""
-        table = plain_table(title)
-        table.add_column("", no_wrap=True)
-        table.add_column("model", overflow="fold")
-        table.add_column(unit, justify="right", no_wrap=True)
-        first = self.labels[0]
-        reference = f"from {first}" if len(first) <= _LONGEST_LABEL else "from the first"
-        table.add_column(escape(f"{reference} [95% interval]"), overflow="fold")
-        for row in rows:
-            for number, (label, values) in enumerate(row.values.items()):
-                cells = [escape(label), format_mean(values, row.factor), format_difference(row, label)]
-                table.add_row(row.name if not number else "", *cells)
-        return table
-
-    def _costs(self) -> Table:
-        table, costs = plain_table("cost"), self.costs()
-        for name in ("model", *costs):
-            table.add_column(escape(name), justify="left" if name == "model" else "right", overflow="fold")
-        for label, *cells in zip(self.labels, *costs.values(), strict=True):
-            table.add_row(escape(label), *cells)
-        return table
-
-    def _lambdas(self) -> Table:
-        table = plain_table("lambda by layer, from the first")
-        table.add_column("model", overflow="fold")
-        table.add_column("tower")
-        table.add_column("", overflow="fold")
-        for one in self.contestants:
-            for tower, layers in self.towers(one).items():
-                table.add_row(escape(one.label), tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers))
-        return table
-
-    def sinks(self) -> list[list[str]]:
-        """Return for each model with captured attention its label, and the percentages of heads with a sink."""
-        return [
-            [one.label, *(format_mean(one.sinks[kind], FACTOR) for kind in ("sink", "nop", "broadcast"))]
-            for one in self.contestants
-            if one.sinks
-        ]
-
-    def _sinks(self) -> Table:
-        table = plain_table(SINKS)
-        table.add_column("model", overflow="fold")
-        for name in ("with a sink", "NOP", "broadcast"):
-            table.add_column(name, justify="right")
-        for label, *cells in self.sinks():
-            table.add_row(escape(label), *cells)
-        return table
 
     def towers(self, one: Contestant) -> dict[str, list[Sequence[float]]]:
         """Return the lambdas of each of a model's towers, "image" or "text", in the order of its layers."""

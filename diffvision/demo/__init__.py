@@ -5,13 +5,13 @@ from pathlib import Path
 
 
 def demo(output: str = "runs/demo", seeds: int = 1) -> None:
-    """Train a CLIP and a DiffCLIP on real digits, evaluate both, print a table and write report.html.
+    """Train a CLIP and a DiffCLIP on real digits, compare them, and write report.html.
 
     A demo that was stopped resumes with the same command, and runs that are finished are not trained again.
 
     Args:
         output: directory for the data, the runs and the report.
-        seeds: repeat with this many seeds, and report means and spreads.
+        seeds: repeat with this many seeds, and report means and standard deviations.
 
     Raises:
         ValueError: seeds below 1, or the directory holds another demo's runs.

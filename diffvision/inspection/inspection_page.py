@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diffvision.analysis import html_page as html
-from diffvision.analysis.figures import png
 from diffvision.analysis.figures.image_attention import (
     ImageAttention,
     ModelAttention,
@@ -94,21 +93,21 @@ def draw_answer(files: Files, name: str, answer: Answer) -> html.Section:
         parts.append(_picture(files, f"{name}-{index + 1}", attention_panels({"": rows}), caption))
     shares = 100 * maps[:, :, -1].sum((-2, -1))
     cells = [[word, *map("{:.1f}".format, share)] for word, share in zip(answer.words, shares, strict=True)]
-    parts.append(html.Table([f"% of the {kinds[-1]}", *(f"on {title}" for title in answer.images)], cells, models=[]))
+    parts.append(html.Table([f"% of the {kinds[-1]}", *(f"on {title}" for title in answer.images)], cells))
     return html.Section(f"Answer to “{_short(answer.question)}”", parts)
 
 
 def _picture(files: Files, name: str, figure: Figure, caption: str) -> html.Picture:
     """Return a figure for the page, and keep it as a file of that name too."""
-    files[f"{name}.png"] = png(figure)
-    figure.set_layout_engine("none")  # the page has the file's layout
-    return html.Picture(figure, caption, caption)
+    picture = html.Picture(figure, caption)
+    files[f"{name}.png"] = picture.png
+    return picture
 
 
 def _table(title: str, numbers: LayerNumbers) -> html.Table:
     models = list(dict.fromkeys(model for kinds in numbers.values() for model in kinds))
     rows = [[name, *(cells.get(model, "–") for model in models), says] for name, says, cells in table(numbers)]
-    return html.Table([title, *models, ""], rows, models=models)
+    return html.Table([title, *models, ""], rows)
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,25 +125,14 @@ def check_free(target: Path) -> None:
 def written_whole(target: Path) -> Iterator[Path]:
     """Yield a temporary path to write a file or folder to, which is moved to `target` at the end.
 
-    After a failure neither files nor newly made parent folders remain.
+    After a failure no file remains.
 
     Raises:
         ValueError: as in `check_free`.
     """
     check_free(target)
-    missing = [folder for folder in target.absolute().parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent) as scratch:
-            made = Path(scratch) / target.name
-            yield made
-            shutil.move(made, target)
-    except BaseException:
-        for folder in missing:
-            _remove_empty(folder)
-        raise
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # other files are in it by now
-        folder.rmdir()
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        yield made
+        shutil.move(made, target)

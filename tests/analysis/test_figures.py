@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures import ImageAttention, Retrieved, colours_of
+from diffvision.analysis.figures import ImageAttention, colours_of
 from diffvision.analysis.figures import training_runs as runs
 from diffvision.analysis.figures.style import scale
 
@@ -104,24 +104,6 @@ def test_attention_panels_have_a_column_for_each_map_of_each_model():
     assert {picture.get_interpolation() for picture in maps} == {"bicubic"}
 
 
-def test_difference_of_maps_says_lambda():
-    figure = figures.difference_of_maps(attention(np.random.default_rng(0).random((3, 4, 4))), 0.234)
-    assert "− 0.23 ×" in [text.get_text() for ax in figure.axes for text in ax.texts]
-    assert opened(figure).size
-
-
-def test_retrieved_images_frame_the_right_one():
-    images = [np.zeros((8, 8, 3), np.uint8)] * 3
-    rows = {
-        "CLIP": Retrieved("a $ sign", images, [False, True, False]),
-        "V1": Retrieved("a $ sign", images, [False] * 3),
-    }
-    figure = figures.retrieved_images(rows)
-    framed = [bool(ax.patches) for ax in figure.axes]
-    assert framed == [False, True, False, False, False, False]
-    assert opened(figure).size
-
-
 def test_a_model_has_one_colour_in_every_figure():
     demo = colours_of(["CLIP-debug", "DiffCLIP-debug-0.2"])
     lesson = colours_of(["CLIP-debug", "DiffCLIP-debug-0.2", "DiffCLIP-debug"])
@@ -143,13 +125,7 @@ def test_other_names_get_colours_that_no_other_has():
 
 
 def test_a_notebook_shows_a_figure_as_a_picture(tmp_path):
-    figure = figures.metric_bars({"top-1": {"CLIP": [0.8, 0.9]}})
+    figure = figures.lambda_curves({"blocks.0.attn": Curve([0, 1], [0.8, 0.7])})
     assert figure._repr_png_() == figures.png(figure)
     figure.savefig(tmp_path / "bars.png")
     assert Image.open(tmp_path / "bars.png").size == Image.open(io.BytesIO(figures.png(figure))).size
-
-
-def test_metric_bars_take_seeds_and_single_values():
-    metrics = {"top-1": {"CLIP": [0.8, 0.9], "DiffCLIP": [0.85]}, "R@1": {"CLIP": [0.1, 0.2], "DiffCLIP": [0.3]}}
-    assert opened(figures.metric_bars(metrics)).shape[1] > 400
-    assert opened(figures.metric_bars({"speed": {"CLIP": [1200.0]}}, unit="samples/s")).size

@@ -34,7 +34,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag not in VOID:
             self.open.append(tag)
-        self.drawings += tag == "svg"
+        self.drawings += tag == "img"
         refer = ("src", "href", "xlink:href", "action", "data", "srcset")
         self.references += [value for name, value in attrs if name in refer and not value.startswith(("#", "data:"))]
 

@@ -1,6 +1,7 @@
 """Layouts of others, there and back, and what the two sides compute; and the command over files of them."""
 
 import argparse
+import functools
 import json
 
 import numpy as np
@@ -20,8 +21,8 @@ from diffvision.models import language
 from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import convert, recognise
 from diffvision.models.convert import timm as timm_layout
-from diffvision.models.convert.diffclip import from_diffclip, to_diffclip
-from diffvision.models.convert.unilm import from_unilm, to_unilm
+from diffvision.models.convert.diffclip import from_diffclip
+from diffvision.models.convert.unilm import from_unilm
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention, DiffAttentionV2
 
@@ -60,23 +61,15 @@ def test_a_released_checkpoint_becomes_an_openclip_folder(assets, tmp_path, caps
     assert open_clip.get_tokenizer(f"local-dir:{tmp_path / 'model'}").context_length == 12
 
 
-def test_diffclip_there_and_back(assets, tmp_path):
-    weights = read_state(assets / "diffclip_checkpoint.pt")
-    _, state = from_diffclip(weights, tower="golden_size")
-    same_states(weights, to_diffclip(state))
-    convert(str(assets / "diffclip_checkpoint.pt"), str(tmp_path / "a"), to="openclip", tower="golden_size")
-    convert(str(tmp_path / "a"), str(tmp_path / "b.pt"), to="diffclip")
-    theirs = torch.load(tmp_path / "b.pt", weights_only=True)["state_dict"]
-    assert all(name.startswith("module.") for name in theirs)
-    same_states(weights, read_state(tmp_path / "b.pt"))
-
-
 @pytest.mark.parametrize(("lambda_init", "name"), [(0.8, "DiffCLIP-ViT-B-16"), ("depth", "DiffCLIP-ViT-B-16-dynamic")])
 @pytest.mark.slow
 def test_the_published_size_by_names_and_shapes(lambda_init, name):
     """Its names as DiffCLIP's code has them, one by one; its configuration is that of our model."""
     model = open_clip.create_model(name, device="meta")
-    weights = to_diffclip(model.state_dict())
+    renamed = (("visual.trunk.", "visual."), ("attn.proj.", "attn.out_proj."), ("attn.head_norm.", "attn.diff_norm."))
+    state = {name: value for name, value in model.state_dict().items() if name != "visual.head.proj.weight"}
+    weights = {functools.reduce(lambda name, pair: name.replace(*pair), renamed, name): v for name, v in state.items()}
+    weights["image_projection"] = model.visual.head.proj.weight.T
     attention = ["q_proj", "k_proj", "v_proj", "out_proj"]
     rest = ["attn.lambda_q1", "attn.lambda_k1", "attn.lambda_q2", "attn.lambda_k2", "attn.diff_norm.weight"]
     expected = {"logit_scale", "positional_embedding", "image_projection", "text_projection", "token_embedding.weight"}
@@ -114,7 +107,7 @@ def test_a_size_that_is_none_of_ours_wants_a_tower(assets, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["unilm_v1_mha", "unilm_v1_gqa", "unilm_v2_gqa"])
 def test_unilms_layers(name, assets, tmp_path):
-    """The authors' weights through files: their outputs, and the same file back."""
+    """The authors' weights through a file: their outputs."""
     with safe_open(assets / f"{name}.safetensors", "pt") as file:
         settings, golden = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     theirs = {key[6:]: value for key, value in golden.items() if key.startswith("param.")}
@@ -129,8 +122,6 @@ def test_unilms_layers(name, assets, tmp_path):
     layer = made(width, int(settings["num_heads"]), int(settings["num_kv_heads"]), **depth, **kinds)
     layer.load_state_dict(load_file(tmp_path / "ours.safetensors"))
     torch.testing.assert_close(layer(golden["input"], is_causal=True), golden["output"], rtol=0, atol=1e-6)
-    convert(str(tmp_path / "ours.safetensors"), str(tmp_path / "back.pt"), to=layout)
-    same_states(theirs, torch.load(tmp_path / "back.pt", weights_only=True))
 
 
 def test_names_within_a_model_are_mapped_too():
@@ -139,14 +130,9 @@ def test_names_within_a_model_are_mapped_too():
     assert ours == {
         "layers.3.self_attn.head_norm.weight": 1, "layers.3.self_attn.proj.weight": 2, "norm.weight": 3
     }  # fmt: skip
-    assert to_unilm(ours, "unilm-v1") == weights
-    with pytest.raises(ValueError, match=r"unilm-v1 has no a\.q_proj\.bias"):
-        to_unilm({"a.q_proj.bias": 1, "a.head_norm.weight": 1}, "unilm-v1")
-    with pytest.raises(ValueError, match=r"no lambda_proj.weight"):
-        to_unilm(ours, "unilm-v2")
 
 
-def test_timms_layer_there_and_back(tmp_path):
+def test_timms_layer(tmp_path):
     theirs = TimmDiffAttention(48, 3, qkv_bias=True, qk_norm=True, depth=2)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -156,21 +142,14 @@ def test_timms_layer_there_and_back(tmp_path):
     ours.load_state_dict(load_file(tmp_path / "ours.safetensors"))
     x = torch.randn(2, 11, 48)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-6)
-    convert(str(tmp_path / "ours.safetensors"), str(tmp_path / "back.safetensors"), to="timm")
-    same_states(theirs.state_dict(), load_file(tmp_path / "back.safetensors"))
 
 
 def test_a_whole_vit_of_timm_in_our_names():
     theirs = timm.create_model("vit_dwee_patch16_reg1_gap_256", img_size=64, depth=2)
     ours = timm_layout.from_timm(theirs.state_dict())
     assert ours["blocks.1.attn.k_proj.weight"].shape == (256, 256)
-    same_states(theirs.state_dict(), timm_layout.to_timm(ours))
     with pytest.raises(ValueError, match="which V1 does not"):
         timm_layout.from_timm(TimmDiffAttention(32, 2, dual_lambda=True).state_dict())
-    with pytest.raises(ValueError, match="give weights of timm's V1"):
-        timm_layout.to_timm(DiffAttentionV2(32, 2).state_dict())
-    with pytest.raises(ValueError, match="whose num_kv_heads is num_heads"):
-        timm_layout.to_timm(DiffAttention(64, 4, 2, qkv_bias=True).state_dict())
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -241,7 +220,7 @@ def _no_pickle(folder):
 
 def _bare_folder(folder):
     (folder / "model").mkdir()
-    return "model", "is a folder without open_clip_config.json and without config.json"
+    return "model", "has no config.json"
 
 
 def _other_model(folder):
@@ -254,7 +233,7 @@ def _other_layout(folder):
     save_file(TimmDiffAttention(32, 2).state_dict(), folder / "x.safetensors")
     return (
         "x.safetensors",
-        "DINT's weights have the same names): choose one of diffvision",
+        "DINT's weights have the same names): to must be diffvision",
     )
 
 
@@ -270,31 +249,6 @@ def test_one_error_and_nothing_left(make, tmp_path, capsys):
     assert words.format(tmp_path) in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def _timm(**changed):
-    weights = TimmDiffAttention(32, 2, qkv_bias=True).state_dict() | changed
-    return {name: value.clone() for name, value in weights.items() if value is not None}
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        (_timm(**{"proj.weight": None}), "proj.weight is missing"),
-        (_timm(lambda_k2=None), "lambda_k2 is missing"),
-        (_timm(extra=torch.zeros(1)), "extra is unknown"),
-        (_timm(**{"sub_norm.weight": torch.zeros(3)}), "head_norm.weight is [3], expected [16]"),
-        (_timm(**{"qkv.weight": torch.zeros(93, 32)}), "q_proj.weight is [31, 32], expected [16, 32]; "),
-        (_timm(**{"qkv.weight": torch.zeros(5)}), "* has sizes that do not fit"),
-    ],
-    ids=["missing", "no-lambda", "extra", "norm", "rows", "flat"],
-)
-def test_half_a_layer_is_not_converted(weights, words, tmp_path, capsys):
-    save_file(weights, tmp_path / "x.safetensors")
-    command = ["convert", str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors"), "--to", "diffvision"]
-    assert cli.main(command) == 1
-    assert f"does not hold whole attention layers; in our names: {words}" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -314,18 +268,6 @@ def test_half_a_diffclip_is_not_converted(change, tower, words, assets, tmp_path
     assert cli.main([*command, "--tower", tower]) == 1
     assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
-
-
-def test_a_plain_openclip_model_is_no_diffclip(tmp_path):
-    state = open_clip.create_model("CLIP-debug").state_dict()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "open_clip_config.json").write_text("{}")
-    save_file(state, tmp_path / "model" / "open_clip_model.safetensors")
-    with pytest.raises(ValueError, match="no V1 attention in both towers"):
-        convert(str(tmp_path / "model"), str(tmp_path / "x.pt"), to="diffclip")
-    (tmp_path / "model" / "open_clip_model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is damaged or no checkpoint"):
-        convert(str(tmp_path / "model"), str(tmp_path / "x.pt"), to="diffclip")
 
 
 @pytest.mark.parametrize(

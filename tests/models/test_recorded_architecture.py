@@ -16,7 +16,6 @@ from diffvision.export.model_folders import save_folder
 from diffvision.models import language, vit
 from diffvision.models.adapt import set_dex_schedule
 from diffvision.models.architecture import KEY, architecture, difference, recorded
-from diffvision.models.convert import convert
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -156,8 +155,6 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
     for call in (open_model, ContrastiveModule, lambda name: open_for_export(name.removeprefix("local-dir:"))):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{folder}")
-    with pytest.raises(ValueError, match=r"with lambda_init 0\.2: DiffCLIP"):
-        convert(str(folder), str(tmp_path / "x.pt"), to="diffclip")
 
 
 def test_a_timm_folder_whose_configuration_was_changed(tmp_path):
@@ -203,18 +200,6 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"lambda_init 'depth' there and 0\.3"):
         language.load(path)
-
-
-def test_weights_of_another_lambda_do_not_become_a_layout_without_one(tmp_path):
-    model = timm.create_model(VIT, num_classes=3, lambda_init=0.5)
-    save_folder(model, tmp_path / "vit", config={"lambda_init": 0.5})
-    with pytest.raises(ValueError, match=r"has lambda_init 0\.5"):
-        convert(str(tmp_path / "vit" / "model.safetensors"), str(tmp_path / "x.pt"), to="timm")
-    path = checkpoint(ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5}), tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"has lambda_init 0\.5"):
-        convert(str(path), str(tmp_path / "x.pt"), to="timm")
-    by_depth = checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt")
-    convert(str(by_depth), str(tmp_path / "y.pt"), to="timm")
 
 
 @pytest.mark.parametrize("method", ["v2", "dex", "v1"])

@@ -15,7 +15,6 @@ import diffvision
 from diffvision import nn as diffnn
 from diffvision.models import vit
 from diffvision.models.convert import convert
-from diffvision.models.convert.timm import to_timm
 
 # Parameters of each size at its usual patch and resolution, 1000 classes: (plain, V1, V2).
 PARAMETERS = {
@@ -93,9 +92,14 @@ def test_untrained_names_pretend_to_no_weights(settings):
 
 
 def test_what_is_converted_is_loaded_by_name(tmp_path):
-    """As the error of a name without weights says: the file of a conversion is a checkpoint_path of the name."""
+    """The file of a conversion is a checkpoint_path of the name."""
     model = timm.create_model("diff_vit_debug").eval()
-    save_file(to_timm(model.state_dict()), tmp_path / "theirs.safetensors")
+    theirs = {name.replace("head_norm", "sub_norm"): value for name, value in model.state_dict().items()}
+    for block in range(4):
+        for kind in ("weight", "bias"):
+            names = [f"blocks.{block}.attn.{letter}_proj.{kind}" for letter in "qkv"]
+            theirs[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([theirs.pop(name) for name in names])
+    save_file(theirs, tmp_path / "theirs.safetensors")
     convert(str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours.safetensors"), to="diffvision")
     loaded = timm.create_model("diff_vit_debug", checkpoint_path=str(tmp_path / "ours.safetensors")).eval()
     images = torch.randn(2, 3, 32, 32)

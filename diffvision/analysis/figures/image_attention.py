@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from diffvision.analysis.figures.style import (
-    RIGHT,
     colours_of,
-    new_figure,
     pictures,
     scale,
     scale_below,
     styled,
-    without_frame,
 )
 
 if TYPE_CHECKING:
@@ -35,44 +32,11 @@ class ImageAttention(NamedTuple):
     label: str = ""
 
 
-class Retrieved(NamedTuple):
-    """The images that a model ranks first for a caption: a row of `retrieved_images`."""
-
-    caption: str
-    images: Sequence[Any]  # [h, w, 3] each, the best first
-    is_right: Sequence[bool]  # for each image, whether the caption is its own
-
-
 class ModelAttention(NamedTuple):
     """Where a model looks on an image, and what answers captions there: a row of `compared_models`."""
 
     maps: Mapping[str, Any]  # {kind: [rows, columns]}
     relevance: Mapping[str, tuple[Any, float]]  # {caption: ([rows, columns], cosine)}
-
-
-@styled
-def difference_of_maps(row: ImageAttention, lam: float) -> Figure:
-    """Return differential attention in one line: an image, map 1 − lambda × map 2 = what multiplies the values.
-
-    All maps are on one scale of colours: dark is zero, bright is high, blue is below zero.
-
-    Args:
-        row: an image and its three maps.
-        lam: lambda of the layer.
-    """
-    figure = new_figure(5.4, 1.75, layout="compressed")
-    axes = figure.subplots(1, 6, width_ratios=[1, 1, 0.62, 1, 0.3, 1])
-    limit = _limit([row.maps])
-    panels = axes[[0, 1, 3, 5]]
-    for ax, head, values in zip(panels, ("image", "map 1", "map 2", "difference"), [None, *row.maps], strict=True):
-        drawn = _draw(ax, row.image, values, limit)
-        ax.set_title(head)
-    for ax, sign in zip(axes[[2, 4]], (f"− {lam:.2f} ×", "="), strict=True):
-        ax.text(0.5, 0.5, sign, ha="center", va="center", fontsize=11)
-    for ax in axes:
-        without_frame(ax)
-    scale_below(figure, drawn, axes, 100 * float(np.min(row.maps)))
-    return figure
 
 
 @styled
@@ -112,44 +76,11 @@ def attention_panels(models: Mapping[str, Sequence[ImageAttention]], title: str 
     return figure
 
 
-@styled
-def retrieved_images(models: Mapping[str, Retrieved]) -> Figure:
-    """Return the images that models rank first for one caption, a row per model; the right one is framed.
-
-    Args:
-        models: by name; all of one caption.
-    """
-    columns = max(len(one.images) for one in models.values())
-    figure, grid = pictures(len(models), columns, width=0.66, height=0.9, margin=(0.1, 0.3))
-    caption = "\n".join(textwrap.wrap(f"“{next(iter(models.values())).caption}”", 60)).replace("$", r"\$")
-    figure.suptitle(caption, x=0.01, ha="left", fontsize=10)
-    colours = colours_of(models)
-    for axes, (name, one) in zip(grid, models.items(), strict=True):
-        for ax, image, right in zip(axes, one.images, one.is_right, strict=False):
-            ax.imshow(np.asarray(image), interpolation="nearest")
-            if right:
-                _frame(ax, image)
-        axes[0].set_title(" ")
-        _name_above(axes[0], name, colours[name], 5)
-    return figure
-
-
 def _name_above(ax: Any, name: str, colour: str, points: float) -> None:
     """Write a model's name above the left edge of a picture, after a mark in its colour."""
     for text, right, mark in (("■", 0, {"color": colour}), (name, 12, {"fontweight": "bold"})):
         where: Any = {"xycoords": "axes fraction", "xytext": (right, points), "textcoords": "offset points"}
         ax.annotate(text, (0, 1), **where, **mark).set_in_layout(False)
-
-
-def _frame(ax: Any, image: Any) -> None:
-    """Draw a frame around an image, with a light line on both sides that parts it from the picture."""
-    from matplotlib.patches import Rectangle
-
-    height, width = np.shape(image)[:2]
-    for colour, line in (("#ffffff", 4.0), (RIGHT, 2.6)):
-        frame = Rectangle((-0.5, -0.5), width, height, fill=False, color=colour, linewidth=line, clip_on=False)
-        frame.set_in_layout(False)
-        ax.add_patch(frame)
 
 
 @styled

@@ -24,7 +24,6 @@ P = ParamSpec("P")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 INK = "#333333"  # of text and ticks; a page replaces it by the colour of its text
 SOFT = "#808080"  # of lines in the background, visible on light and dark
-RIGHT = "#009E73"  # the frame of a right answer
 
 # what a model's name has in it -> the index of the colour that it takes, if no earlier model of the figure has it
 _FAMILIES = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.style import COLOURS, colours_of, draw_bars, legend_below, new_figure, panels, styled
+from diffvision.analysis.figures.style import COLOURS, colours_of, legend_below, new_figure, panels, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,28 +88,6 @@ def lambda_curves(curves: Mapping[str, Curve]) -> Figure:
         ax.set(title=tower, xlabel="step")
     axes[0].set_ylabel("λ")
     return figure
-
-
-@styled
-def metric_bars(metrics: Mapping[str, Mapping[str, Sequence[float]]], unit: str = "%") -> Figure:
-    """Return a figure that compares runs by metrics: one labelled bar per run, one dot per seed if there are several.
-
-    Args:
-        metrics: {metric: {run: [one value per seed]}}.
-        unit: "%" shows fractions of 1 as percent; anything else is a label, and values are not scaled.
-    """
-    names = list(dict.fromkeys(run for runs in metrics.values() for run in runs))
-    figure, (ax,) = panels(1, width=max(4.0, 0.42 * len(metrics) * (len(names) + 0.8)), height=3.2)
-    if unit == "%":
-        percent = {
-            metric: {run: [100 * value for value in values] for run, values in runs.items()}
-            for metric, runs in metrics.items()
-        }
-        draw_bars(ax, percent, lambda mean: f"{mean:.1f}")
-    else:
-        draw_bars(ax, metrics, lambda mean: f"{mean:.3g}")
-    ax.set_ylabel(unit)
-    return legend_below(figure, ax, columns=len(names))
 
 
 def _by_tower(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Literal, get_args
 
-Layout = Literal["openclip", "diffclip", "diffvision", "language", "timm", "unilm-v1", "unilm-v2", "huggingface"]
-_FOLDERS = ("openclip", "language", "huggingface")  # layouts that are folders; the others are files of weights
+Layout = Literal["openclip", "diffvision", "language", "huggingface"]
 
 
 def convert(
@@ -21,8 +20,9 @@ def convert(
     Args:
         source: a file of weights, or a folder (OpenCLIP's, transformers', or a language model of ours), which may be on
             the Hugging Face Hub (hf:ID).
-        destination: the path to write: a folder (openclip, huggingface, language), else a .safetensors or .pt file.
-        to: the layout: openclip, diffclip, diffvision, language, timm, unilm-v1, unilm-v2 or huggingface.
+        destination: the path to write: a folder, or for diffvision a .safetensors or .pt file.
+        to: the layout: openclip (of DiffCLIP's checkpoints), diffvision (of timm's and unilm's attention), language (of
+            transformers' models) or huggingface (of ours).
         tower: for DiffCLIP: the timm model of the image tower, if no model of ours has its size.
         lambda_init: for DiffCLIP: 0.8, or "depth" for its variant with a schedule by depth.
         tokenizer: for language: the tokenizer.json to write, in place of the source's.
@@ -41,13 +41,13 @@ def convert(
     check_free(target)
     if tokenizer is not None and (to != "language" or not Path(tokenizer).is_file()):
         raise ValueError(f"tokenizer is {tokenizer!r}: give a tokenizer.json that is there, and --to language")
-    if to not in _FOLDERS:
+    if to == "diffvision":
         check_weights_name(target)
     weights = recognise(source)
     if (weights.layout, to) not in CONVERSIONS:
         possible = [other for one, other in CONVERSIONS if one == weights.layout]
         raise ValueError(
-            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: choose one of {', '.join(possible)}"
+            f"{source} is {weights.layout}, {LAYOUTS[weights.layout]}: to must be {' or '.join(possible) or 'left out'}"
         )
     with written_whole(target) as partial_target:
         CONVERSIONS[weights.layout, to](

@@ -1,4 +1,4 @@
-"""Conversion of DiffCLIP's released checkpoints to our OpenCLIP models, and back: the same function under other names.
+"""Conversion of DiffCLIP's released checkpoints to our OpenCLIP models: the same function, other names.
 
 | | here (OpenCLIP) | hammoudhasan/DiffCLIP |
 |---|---|---|
@@ -18,13 +18,11 @@ were derived from that code; the files themselves were not available.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from torch import Tensor, nn
 
 from diffvision.models.checkpoint import State
@@ -35,8 +33,6 @@ TOWER = "diff_vit_{}_patch{}_clip_{}"
 
 _RENAMED = ((r"\battn\.out_proj\.", "attn.proj."), (r"\battn\.diff_norm\.", "attn.head_norm."))
 _PROJECTIONS = ("image_projection", "visual.head.proj.weight")
-_SECTIONS = {"vision_cfg": CLIPVisionCfg, "text_cfg": CLIPTextCfg}
-_NOT_COMPARED = ("block_type", "timm_model_pretrained")  # layers are compared themselves; the other is no architecture
 _MARKS = ("image_projection", "visual.blocks.0.attn.diff_norm.weight", "transformer.resblocks.0.attn.diff_norm.weight")
 
 
@@ -71,18 +67,6 @@ def from_diffclip(
     return config, state
 
 
-def to_diffclip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a DiffCLIP state_dict, without `module.`, of one of our OpenCLIP models with V1 in both towers."""
-    given = State(state, "the OpenCLIP state_dict")
-    weights = {_PROJECTIONS[0]: given[_PROJECTIONS[1]].T.contiguous()}
-    for name, value in state.items():
-        if name != _PROJECTIONS[1]:
-            name = name.replace("visual.trunk.", "visual.")
-            name = re.sub(r"\battn\.proj\.", "attn.out_proj.", name)
-            weights[re.sub(r"\battn\.head_norm\.", "attn.diff_norm.", name)] = value
-    return weights
-
-
 def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
     """Raise a ValueError that names the first attention layer of an OpenCLIP model that is not DiffCLIP's V1.
 
@@ -103,23 +87,6 @@ def check_layers_are_v1(model: Any, lambda_init: float | str) -> None:
                     f"layer {depth} of the {tower} tower is {layer.variant} with lambda_init {actual:.4g}: DiffCLIP "
                     f"with lambda_init={lambda_init} takes {expected:.4g} there"
                 )
-
-
-def lost_settings(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[str]:
-    """Return the settings of an OpenCLIP configuration that a conversion to DiffCLIP would lose; empty if none.
-
-    Args:
-        config: the folder's model_cfg.
-        weights: result of `to_diffclip` for the same model.
-    """
-    back = _config(State(weights, "the DiffCLIP state_dict"), config.get("vision_cfg", {}).get("timm_model_name"), 0.8)
-    rows = [("quick_gelu", bool(config.get("quick_gelu")), back["quick_gelu"])]
-    rows += [(name, config[name], None) for name in ("custom_text", "init_logit_bias") if config.get(name) is not None]
-    for section, kind in _SECTIONS.items():
-        usual = {field.name: field.default for field in dataclasses.fields(kind)}
-        given, wanted = usual | config.get(section, {}), usual | back[section]
-        rows += [(f"{section}.{name}", given[name], wanted.get(name)) for name in given if name not in _NOT_COMPARED]
-    return [f"{name} is {given!r}, DiffCLIP's {wanted!r}" for name, given, wanted in rows if given != wanted]
 
 
 def _config(given: State, tower: str | None, lambda_init: float | str) -> dict[str, Any]:

@@ -16,21 +16,13 @@ from diffvision.models.convert import transformers as hugging_face
 from diffvision.models.weight_files import read_json, refuse_gguf
 
 LAYOUTS = {
-    "openclip": "a folder that open_clip.create_model_and_transforms('local-dir:...') loads",
     "diffclip": "a checkpoint of hammoudhasan/DiffCLIP",
-    "diffvision": "a state_dict with the attention of diffvision.nn",
     "language": "a language model of ours: a folder that language.load reads, or a training's .ckpt",
     "timm": "a state_dict with timm's DiffAttention or gated Attention (V1; DINT's weights have the same names)",
     "unilm-v1": "a state_dict with the attention of microsoft/unilm's Diff-Transformer",
     "unilm-v2": "the same of its V2",
     "huggingface": "a folder that transformers loads as DiffLlama or Llama, or as our DIFF V2 in a Llama",
 }
-_NEAR = (
-    ("self_attn.o_proj.weight", "; they look like transformers': give the folder, whose config.json says the rest"),
-    ("in_proj.weight", "; they look like a fused block of timm's, which has no other layout"),
-    ("attn.qkv.weight", "; they look like plain attention, which diffvision.adapt makes differential"),
-)
-"""Ends of names that are similar to a layout's, and the hint about them in the error."""
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
@@ -71,10 +63,9 @@ def _by_names(path: Path, weights: Mapping[str, Tensor]) -> Weights:
     layout = recognised(weights)
     if layout is None:
         names = list(weights)
-        near = next((hint for end, hint in _NEAR if any(name.endswith(end) for name in names)), "")
         raise ValueError(
             f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of an unknown layout: give weights of "
-            f"DiffCLIP, timm, unilm or diffvision{near}"
+            "DiffCLIP, timm or unilm, or a folder of transformers"
         )
     return Weights(path, layout, weights)
 
@@ -85,13 +76,7 @@ def recognised(weights: Mapping[str, Tensor]) -> str | None:
         return "diffclip"
     if timm.recognised(weights):
         return "timm"
-    if layout := unilm.recognised(weights):
-        return layout
-    if any(name.endswith("self_attn.o_proj.weight") for name in weights):
-        return None  # DiffLlama: its lambdas have the names of ours
-    marks = ("head_norm.weight", "lambda_proj.weight", "lambda_q1", "attn.gate.weight")
-    ours = any(name.endswith(marks) or name == "gate.weight" for name in weights)
-    return "diffvision" if ours and any(name.endswith("q_proj.weight") for name in weights) else None
+    return unilm.recognised(weights)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -123,13 +108,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _folder(path: Path) -> Weights:
     """Recognise the layout of a folder by its configuration."""
-    if (path / CONFIG).is_file():
-        file = path / WEIGHTS
-        if not file.is_file():
-            raise FileNotFoundError(f"{path} has a {CONFIG} and no {WEIGHTS}: save the model with its weights")
-        return Weights(path, "openclip", read_state(file))
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is a folder without {CONFIG} and without config.json: name a folder of a model")
+        raise ValueError(f"{path} has no config.json: give a folder of timm, transformers or a language model of ours")
     values = read_json(path / "config.json")
     if values.get("diffvision") == "language":
         return Weights(path, "language", {})

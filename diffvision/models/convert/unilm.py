@@ -1,4 +1,4 @@
-"""The attention of microsoft/unilm's Diff-Transformer, V1 and V2, and back: the same function and rows, other names.
+"""The attention of microsoft/unilm's Diff-Transformer, V1 and V2: the same function and rows, other names.
 
 | here | V1 there | V2 there |
 |---|---|---|
@@ -39,31 +39,13 @@ def recognised(names: Mapping[str, Tensor]) -> str | None:
 
 
 def from_unilm(weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Return the state_dict with the attention's tensors renamed as in our layers, the rest unchanged."""
-    return _rename(weights, {theirs: ours for ours, theirs in NAMES[layout].items()})
+    """Return the state_dict with the attention's tensors renamed as in our layers, the rest unchanged.
 
-
-def to_unilm(state: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Return the state_dict of our layer or model with the attention's tensors renamed as in unilm.
-
-    Raises:
-        ValueError: it has biases or norms of queries and keys, which unilm's layers do not have, or another variant.
+    Names are replaced right before their last part: `attn.out_proj.weight`, `out_proj.weight`.
     """
-    foreign = [name for name in state if re.search(r"(q_norm|k_norm)\.weight$|(q|k|v)_proj\.bias$", name)]
-    if foreign:
-        raise ValueError(
-            f"{layout} has no {', '.join(foreign[:3])}, as its projections have no bias or norm: leave them out"
-        )
-    mark = "head_norm.weight" if layout == "unilm-v1" else "lambda_proj.weight"
-    if not any(name.endswith(mark) for name in state):
-        raise ValueError(f"the state_dict has no {mark}: give weights of the variant in {layout}")
-    return _rename(state, NAMES[layout])
-
-
-def _rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the weights with names replaced right before their last part: `attn.proj.weight`, `proj.weight`."""
+    names = {theirs: ours for ours, theirs in NAMES[layout].items()}
     out = {}
-    for name, value in state.items():
+    for name, value in weights.items():
         *_, module, kind = ["", *name.split(".")][-3:]
         prefix = name.removesuffix(f"{module}.{kind}")
         out[f"{prefix}{names[module]}.{kind}" if module in names else name] = value
