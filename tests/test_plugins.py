@@ -49,7 +49,7 @@ def draw(results):
 
 
 COUNT = Evaluation(count, "zero_shot", "image_count", opt_in=True)
-LENGTH = LanguageEvaluation(length, draw, "documents")
+LENGTH = LanguageEvaluation(length, "documents", draw=draw)
 '''
 ENTRY_POINTS = """
 [diffvision]

@@ -6,20 +6,13 @@ Here the model is opened, outputs are compared, and the folder is written; `diff
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffvision.analysis.heads import highest_entropy
-from diffvision.data.images.samples import CaptionMember, ImageMember, ImageText
-from diffvision.data.shards.loader import ShardLoader
-from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.module import TextData
 from diffvision.export.model_folders import save_folder
 from diffvision.models import language
 from diffvision.models.adapt import ENTRYPOINT, Heads
@@ -32,8 +25,6 @@ from diffvision.opening import Model, open_model, open_ours
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
-_HEADS = "heads is {!r}: give all, entropy:0.5, or numbers as 0,3,5"
-MEASURED = 64  # samples for the choice of heads by entropy
 
 
 def write_adapted(
@@ -43,22 +34,16 @@ def write_adapted(
     method: Method,
     checkpoint: str | None,
     heads: str,
-    data: str | None,
-    tokenizer: str | None,
 ) -> None:
     """Write a pretrained model made differential, as `diffvision.export.export_commands.adapt_to_folder` describes."""
     target = Path(destination)
     check_free(target)
-    if method != "dex" and (heads != "all" or data):
-        raise ValueError(f"heads and data choose the heads of method 'dex'; {method!r} changes all")
-    if data and not heads.startswith("entropy"):
-        raise ValueError(f"data is for choosing heads by entropy, but heads is {heads!r}: set heads to entropy:0.5")
+    chosen = _parse_heads(heads)
     opened = open_ours(model, checkpoint)
     if opened.weights is None:
         raise ValueError(f"{model} has new weights: give --checkpoint, a tag of pretrained ones or a file")
     module: Any = opened.module
     inputs = _random_inputs(opened)
-    chosen = _heads(heads, opened, data, tokenizer, inputs)
     before = copy.deepcopy(module)
     adapt_model(module, method, heads=chosen)
     _compare(before, module, inputs, method)
@@ -96,24 +81,6 @@ def _random_inputs(opened: Model) -> dict[str, Tensor]:
     return batch
 
 
-def _heads(
-    heads: str, opened: Model, data: str | None, tokenizer: str | None, inputs: Mapping[str, Tensor]
-) -> Heads | None:
-    """Return the heads that the argument `heads` describes."""
-    kind, _, rest = heads.partition(":")
-    if kind != "entropy":
-        return _parse_heads(heads)
-    try:
-        share = float(rest or 0.5)
-    except ValueError:
-        raise ValueError(_HEADS.format(heads)) from None
-    batches = [inputs] if data is None else list(_batches(opened, data, tokenizer))
-    chosen = highest_entropy(opened.module, batches, share)
-    measured = f"{MEASURED} samples of {data}" if data else "random inputs: give --data for those of real ones"
-    print(f"heads of highest entropy on {measured}: {json.dumps(chosen)}")
-    return chosen
-
-
 def _parse_heads(heads: str) -> Heads | None:
     """Return the heads that "all" or "0,3,5" stands for, in every layer."""
     if heads == "all":
@@ -121,39 +88,8 @@ def _parse_heads(heads: str) -> Heads | None:
     try:
         numbers = [int(part) for part in heads.split(",")]
     except ValueError:
-        raise ValueError(_HEADS.format(heads)) from None
+        raise ValueError(f"heads must be all, or numbers as 0,3,5, got {heads!r}") from None
     return lambda depth, attention: numbers
-
-
-def _batches(opened: Model, data: str, tokenizer: str | None) -> Iterator[Any]:
-    """Return `MEASURED` samples of the shards, preprocessed for the model."""
-    model: Any = opened.module
-    size = 8
-    batches: Iterator[Any]
-    if isinstance(model, LanguageModel):
-        words = tokenizer or language.find_tokenizer(str(opened.weights))
-        length = min(512, model.config.max_length)
-        texts = TextData(data, size, length, tokenizer=None if words is None else str(words), num_workers=0)
-        texts.prepare_data()
-        batches = ({"tokens": batch["tokens"][:, :-1]} for batch in texts.train_dataloader())
-    else:
-        image = ImageMember(opened.transform)
-        kind: Any = _Images(image) if opened.tokenizer is None else ImageText(image, CaptionMember(), opened.tokenizer)
-        batches = iter(ShardLoader(ShardSet(data), kind, size, num_workers=0))
-    return islice(batches, MEASURED // size)
-
-
-class _Images:
-    """A kind of sample with images only, from shards of any kind."""
-
-    def __init__(self, image: ImageMember) -> None:
-        self.image = image
-
-    def decode(self, members: Any) -> Tensor:
-        return self.image(members)
-
-    def collate(self, items: list[Tensor]) -> dict[str, Tensor]:
-        return {"image": torch.stack(items)}
 
 
 # ---- comparison ----------------------------------------------------------------------------------------------------

@@ -8,31 +8,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 
 import jinja2
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from torch import nn
 
 from diffvision import __version__
+from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.analysis.figures import lambda_curves, png, run_curves
-from diffvision.analysis.lambdas import layer_lambdas
-from diffvision.export.describe import PLAIN, attention_layers, code, describe, fence, text, variants
-from diffvision.export.history import History, read_history
+from diffvision.evaluation.suite import EVALUATIONS
+from diffvision.export.describe import PLAIN, attention_layers, describe, text, variants
 from diffvision.models import language
 from diffvision.models.language import LanguageModel
 from diffvision.opening import Model
-from diffvision.opening.run_folders import setting
+from diffvision.training.fault_tolerance import step_of
 
 LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
-_PACKAGES = {"open_clip": ("open_clip_torch", "timm"), "timm": ("timm",), "language": ("transformers",)}
+_PACKAGES = {"open_clip": ("torch", "open_clip_torch", "timm"), "timm": ("torch", "timm"),
+             "language": ("torch", "transformers")}  # fmt: skip
+RESULTS = ("val", "test", *EVALUATIONS)
+"""First parts of the names of metrics that are results."""
 _PAPERS = {
     "v2": "ye2026differential",
     "gda": "lim2025grouped",
@@ -55,33 +56,39 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
     Args:
         license: of the weights, by its identifier on the Hub; the card has no license if it is None.
     """
-    history = History() if model.run is None else read_history(model.run, Path(model.weights or ""))
-    pictures = draw(history)
+    curves: Mapping[str, Curve] = {}
+    with suppress(OSError, ValueError, TypeError, LookupError):  # no run, no metrics file, or one of another program
+        curves = {} if model.run is None else read_metrics(model.run)
+    pictures = draw(curves)
     for name, content in pictures.items():
         (folder / name).write_bytes(content)
     if model.host == "language" and not (folder / "tokenizer.json").is_file():
         model = dataclasses.replace(model, tokenizer=None)
-    ModelCard(model_card(model, history, license, pictures)).save(folder / "README.md")
+    results = last_results(curves, step_of(Path(model.weights or "")) or None)
+    ModelCard(model_card(model, *results, license=license, pictures=list(pictures))).save(folder / "README.md")
 
 
 def model_card(
-    model: Model, history: History | None = None, license: str | None = None, pictures: Mapping[str, bytes] = {}
+    model: Model,
+    metrics: Mapping[str, float] = {},
+    step: int | None = None,
+    *,
+    license: str | None = None,
+    pictures: Sequence[str] = (),
 ) -> str:
     """Return the text of README.md; sections without known content are left out.
 
     Args:
-        history: of the training run; without it the card has only what the model itself shows.
+        metrics: of the last validation.
+        step: optimizer steps before it.
         license: as in `write_card`.
-        pictures: result of `draw`; the card refers to them by name.
+        pictures: names of `draw`'s files that are next to it.
     """
-    history = history or History()
     towers = attention_layers(model.module)
     kinds = variants(towers)
     tags = ["diffvision", *(["differential-attention"] if kinds - PLAIN else [])]
     head = ModelCardData(library_name=LIBRARY[model.host], pipeline_tag=TASK[model.host], tags=tags, license=license)
     origin = language.origin_of(model.weights) if model.host == "language" and model.weights else None
-    evaluated = [setting(history.config, f"data.init_args.{name}") for name in ("evaluations", "evaluation")]
-    metrics, step = history.results()
     card = _template().render(
         head=head.to_yaml(),
         name=model.name,
@@ -95,40 +102,40 @@ def model_card(
         loads_by_code=isinstance(model.module, LanguageModel) and model.module.config.variant == "v2",
         metrics=metrics,
         step=step,
-        records=history.records,
         pictures=pictures,
-        lambdas=_lambdas(model.module),
-        train=setting(history.config, "data.init_args.train"),
-        account=", ".join(f"{count:,} {what}" for what, count in history.account().items()),
-        evaluated=[[given] if isinstance(given, str) else given for given in evaluated if given],
-        config=yaml.safe_dump(history.config, sort_keys=False) if history.config else "",
-        versions=_versions(model),
+        versions=[f"diffvision {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES[model.host])],
         sources=bibtex(kinds, model.name, model.host),
     )
     return card.rstrip("\n") + "\n"
 
 
-def draw(history: History) -> dict[str, bytes]:
+def last_results(curves: Mapping[str, Curve], step: int | None) -> tuple[dict[str, float], int | None]:
+    """Return the metrics of the last validation up to a step, and its step; ({}, None) without one.
+
+    Args:
+        curves: of the run.
+        step: optimizer steps at the checkpoint; None if that is not known.
+    """
+    last_points: dict[str, tuple[float, float]] = {}
+    for name, curve in curves.items():
+        if name.split("/")[0] in RESULTS:
+            # A row's step counts from 0: after 262 steps it is 261.
+            points = [point for point in zip(*curve, strict=True) if step is None or point[0] < step]
+            last_points |= {name: points[-1]} if points else {}
+    last = max((at for at, _ in last_points.values()), default=None)
+    metrics = {name: value for name, (at, value) in last_points.items() if at == last}
+    return metrics, None if last is None else int(last) + 1
+
+
+def draw(curves: Mapping[str, Curve]) -> dict[str, bytes]:
     """Return pictures of a run as PNG: loss.png and lambda.png, each if its curves have two points or more."""
-    curves = {name: curve for name, curve in history.curves.items() if len(curve.steps) > 1}
+    curves = {name: curve for name, curve in curves.items() if len(curve.steps) > 1}
     lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
     shown = ("val/loss", "/acc1", "retrieval_recall@1")
     measured = [name for name in curves if name.endswith(shown) and len(curves[name].steps) > 2]
     panels = {name: {"": [curves[name]]} for name in ["train/loss", *measured[:2]] if name in curves}
     pictures = {"loss.png": png(run_curves(panels))} if panels else {}
     return pictures | ({"lambda.png": png(lambda_curves(lambdas))} if lambdas else {})
-
-
-def _lambdas(model: nn.Module) -> dict[str, float]:
-    try:
-        return layer_lambdas(model)
-    except ValueError:  # it depends on the token
-        return {}
-
-
-def _versions(model: Model) -> list[str]:
-    packages = [f"{name} {version(name)}" for name in ("torch", *_PACKAGES[model.host])]
-    return [f"diffvision {__version__}", *packages, f"Python {platform.python_version()}"]
 
 
 def bibtex(kinds: Iterable[str], name: str, host: str) -> str:
@@ -156,11 +163,11 @@ def bibtex(kinds: Iterable[str], name: str, host: str) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    # It writes Markdown: names and values pass through `text` or `code`, which escape them for it.
+    # It writes Markdown: names and values pass through `text`, which escapes them for it.
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("diffvision.export"), undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"text": text, "code": code, "fence": fence, "number": _number}
+    environment.filters |= {"text": text, "number": _number}
     return environment.get_template("README.md")
 
 

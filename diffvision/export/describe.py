@@ -28,18 +28,6 @@ def text(value: Any) -> str:
     return re.sub(r"\](?=[(\[:])", r"\\]", line)  # links and pictures
 
 
-def code(value: Any) -> str:
-    """Return a value as code within a line of Markdown."""
-    line = " ".join(str(value).split())
-    marks = fence(line, least=1)
-    return f"{marks} {line} {marks}" if "`" in line else f"{marks}{line}{marks}"
-
-
-def fence(content: str, least: int = 3) -> str:
-    """Return the backticks of a code fence, longer than any run of backticks in the code."""
-    return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
-
-
 def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     """Return a sentence and a table in Markdown: parameters, inputs, and the attention of each tower."""
     attention = " with differential attention" if variants(towers) - PLAIN else ""

@@ -90,8 +90,6 @@ def adapt_to_folder(
     method: Method = "v2",
     checkpoint: str | None = None,
     heads: str = "all",
-    data: str | None = None,
-    tokenizer: str | None = None,
 ) -> None:
     """Make a pretrained model differential, and write it as a folder to train on from, once outputs are compared.
 
@@ -101,9 +99,8 @@ def adapt_to_folder(
         destination: the folder to write; it must not exist yet.
         method: v2 or dex, which compute the same at first; v1, which does not.
         checkpoint: if model is a name: a tag of pretrained weights, or a file.
-        heads: for dex: all, entropy:SHARE (the paper's: entropy:0.5), or numbers for every layer, as 0,3,5.
-        data: for heads by entropy: shards like those to train on, else random inputs.
-        tokenizer: for shards of text, if there is none next to the language model.
+        heads: for dex: all, or numbers for every layer, as 0,3,5. The paper's choice, by entropy, is
+            `diffvision.analysis.heads.highest_entropy` in Python.
 
     Raises:
         FileNotFoundError, ValueError: there is no such model, it has no weights or no standard attention, settings do
@@ -111,9 +108,7 @@ def adapt_to_folder(
     """
     from diffvision.export import adapted_folder as adapted
 
-    adapted.write_adapted(
-        model, destination, method=method, checkpoint=checkpoint, heads=heads, data=data, tokenizer=tokenizer
-    )
+    adapted.write_adapted(model, destination, method=method, checkpoint=checkpoint, heads=heads)
 
 
 def interpolate(pretrained: str, finetuned: str, destination: str, *, alpha: float = 0.5) -> None:

@@ -25,34 +25,30 @@ EXAMPLES = 2  # of the inputs that are traced; the graphs take any number
 
 @dataclass(frozen=True)
 class Graph:
-    """A function of tensors alone.
+    """A function of one tensor, with a batch of any size.
 
     Attributes:
         module: the module that computes it.
-        inputs: examples of its arguments, in order.
-        outputs: names of what it returns.
-        axes: input -> {axis: name} of the axes that may have any size.
+        inputs: {name: an example}.
+        output: name of what it returns.
         about: metadata (size, mean and std of images, variant of attention, ...).
     """
 
     module: nn.Module
     inputs: dict[str, Tensor]
-    outputs: tuple[str, ...]
-    axes: dict[str, dict[int, str]]
+    output: str
     about: dict[str, str] = field(default_factory=dict)
 
 
-def graphs(
-    model: nn.Module, *, name: str = "", preprocess: Mapping[str, Any] | None = None, normalize: bool = True
-) -> dict[str, Graph]:
+def graphs(model: nn.Module, *, name: str = "", preprocess: Mapping[str, Any] | None = None) -> dict[str, Graph]:
     """Return the graphs of a model, by name (see the module).
+
+    Features of OpenCLIP's towers have length 1, so that their product is the cosine.
 
     Args:
         model: timm's or OpenCLIP's, on its device.
         name: the model's name, for the metadata.
         preprocess: of images, where it differs from the model's: mean, std, interpolation, ...
-        normalize: features of OpenCLIP's towers have length 1, so that their product is the cosine, as
-            `model.encode_image(image, normalize=True)` gives them.
 
     Raises:
         ValueError: a model on the meta device, or of none of these kinds.
@@ -64,7 +60,7 @@ def graphs(
         # The merged layer computes the same function with fewer operations.
         model = merge_dex(copy.deepcopy(model))
     if hasattr(model, "encode_image") and hasattr(model, "encode_text") and hasattr(model, "visual"):
-        return _clip_graphs(model, about, dict(preprocess or {}), normalize)
+        return _clip_graphs(model, about, dict(preprocess or {}))
     if hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes"):  # those of timm that give one tensor
         return _timm_graphs(model, about, dict(preprocess or {}))
     raise ValueError(
@@ -98,23 +94,19 @@ def _first(module: nn.Module) -> Tensor:
     return next((weight for weight in module.parameters() if weight.ndim == 4), next(module.parameters()))
 
 
-def _clip_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any], normalize: bool) -> dict[str, Graph]:
+def _clip_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any]) -> dict[str, Graph]:
     size = model.visual.image_size
     size = (size, size) if isinstance(size, int) else tuple(size)
-    about |= {"normalized": json.dumps(normalize), "logit_scale": str(model.logit_scale.exp().item())}
+    about |= {"normalized": "true", "logit_scale": str(model.logit_scale.exp().item())}
     if getattr(model, "logit_bias", None) is not None:
         about["logit_bias"] = str(model.logit_bias.item())
     data = {**getattr(model.visual, "preprocess_cfg", {}), **preprocess}  # a model built by its class has none
     tokens = torch.ones(EXAMPLES, model.context_length, dtype=torch.int64, device=model.logit_scale.device)
     text = Graph(
-        TextTower(model, normalize),
-        {"tokens": tokens},
-        ("features",),
-        {"tokens": {0: "batch"}},  # OpenCLIP's towers take no other length
-        about=about | {"context_length": str(model.context_length)},
+        TextTower(model), {"tokens": tokens}, "features", about | {"context_length": str(model.context_length)}
     )
     return {
-        "image": _image_graph(ImageTower(model, normalize), (3, *size), "features", about | _texts(data)),
+        "image": _image_graph(ImageTower(model), (3, *size), "features", about | _texts(data)),
         "text": text,
     }
 
@@ -122,32 +114,32 @@ def _clip_graphs(model: Any, about: dict[str, str], preprocess: dict[str, Any], 
 def _image_graph(module: nn.Module, size: tuple[int, ...], output: str, about: dict[str, str]) -> Graph:
     weight = _first(module)
     image = torch.zeros(EXAMPLES, *size, dtype=weight.dtype, device=weight.device)
-    return Graph(module, {"image": image}, (output,), {"image": {0: "batch"}}, about=about)
+    return Graph(module, {"image": image}, output, about)
 
 
 class ImageTower(nn.Module):
     """An OpenCLIP model's image tower alone: image [B, 3, h, w] -> features [B, D]."""
 
-    def __init__(self, model: Any, normalize: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.normalize = _with_parts(model, lambda name: name == "visual"), normalize
+        self.model = _with_parts(model, lambda name: name == "visual")
 
     def forward(self, image: Float[Tensor, "B 3 h w"]) -> Float[Tensor, "B D"]:
         """Return the features of `model.encode_image`; CoCa's tower returns more than these."""
-        return self.model.encode_image(image, normalize=self.normalize)
+        return self.model.encode_image(image, normalize=True)
 
 
 class TextTower(nn.Module):
     """An OpenCLIP model's text tower alone: tokens [B, L] -> features [B, D]."""
 
-    def __init__(self, model: Any, normalize: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         others = ("visual", "text_decoder", "logit_scale", "logit_bias")
-        self.model, self.normalize = _with_parts(model, lambda name: name not in others), normalize
+        self.model = _with_parts(model, lambda name: name not in others)
 
     def forward(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B D"]:
         """Return the features of `model.encode_text`."""
-        return self.model.encode_text(tokens, normalize=self.normalize)
+        return self.model.encode_text(tokens, normalize=True)
 
 
 def _with_parts(model: Any, kept: Callable[[str], bool]) -> Any:

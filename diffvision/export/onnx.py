@@ -32,7 +32,7 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
 
     # The plain formula: half of the products that V1 takes by scaled_dot_product_attention, which is not one node here.
     program = export_program(graph, "eager") if program is None else program
-    names: Any = {"input_names": list(graph.inputs), "output_names": list(graph.outputs)}
+    names: Any = {"input_names": list(graph.inputs), "output_names": [graph.output]}
     written: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     _describe(written.model, graph)
     written.save(str(file))
@@ -50,12 +50,8 @@ def write_onnx(model: Model, destination: Path, options: Options) -> None:
 
 
 def _describe(model: Any, graph: Graph) -> None:
-    """Name the axes, and replace the metadata of the tracing, which has local paths, by the graph's."""
-    names = {
-        str(value.shape[axis]): name
-        for value in model.graph.inputs
-        for axis, name in graph.axes.get(value.name, {}).items()
-    }
+    """Name the batch, and replace the metadata of the tracing, which has local paths, by the graph's."""
+    batch = str(model.graph.inputs[0].shape[0])
     model.metadata_props.clear()
     model.metadata_props.update(graph.about)
     values = [*model.graph.inputs, *model.graph.outputs]
@@ -66,5 +62,5 @@ def _describe(model: Any, graph: Graph) -> None:
         value.metadata_props.clear()
         if value.shape is not None:
             for axis, size in enumerate(value.shape):
-                if str(size) in names:
-                    value.shape[axis] = names[str(size)]
+                if str(size) == batch:
+                    value.shape[axis] = "batch"

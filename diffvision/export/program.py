@@ -19,7 +19,7 @@ ABOUT = "about.json"
 
 
 def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
-    """Return a graph of `graphs(model)` by torch.export, in evaluation mode, for any size of its free axes.
+    """Return a graph of `graphs(model)` by torch.export, in evaluation mode, for a batch of any size.
 
     It traces with `strict=False`: with `strict=True`, Dynamo would have to follow the checks of arguments in our
     operation.
@@ -32,9 +32,7 @@ def export_program(graph: Graph, backend: str = "auto") -> ExportedProgram:
     Raises:
         ValueError: torch.export cannot follow the model.
     """
-    names = {name for axes in graph.axes.values() for name in axes.values()}
-    dims = {name: Dim(name, min=1) for name in names}
-    shapes = tuple({axis: dims[name] for axis, name in graph.axes[key].items()} for key in graph.inputs)
+    shapes = ({0: Dim("batch", min=1)},)
     with evaluating(graph.module), attention_backend(backend):
         try:
             return torch.export.export(graph.module, tuple(graph.inputs.values()), dynamic_shapes=shapes, strict=False)

@@ -1,16 +1,13 @@
 """`diffvision adapt`: folders that the hosts load by themselves, compared before they are written, and nothing else."""
 
-import io
 import json
 
 import open_clip
 import pytest
 import timm
 import torch
-from PIL import Image
 
 from diffvision.cli import main
-from diffvision.data.shards.writer import write_shards
 from diffvision.export import adapted_folder as adapted
 from diffvision.export import save_folder
 from diffvision.export.export_commands import adapt_to_folder
@@ -100,24 +97,10 @@ def test_fit_starts_from_a_folder(folders, tmp_path):
         LanguageModule(f"local-dir:{target['language']}", model_args={"norm_eps": 1e-3})
 
 
-def test_heads_by_entropy_are_in_the_weights(folders, tmp_path, capsys):
-    adapt_to_folder(address(folders / "classifier"), str(tmp_path / "half"), method="dex", heads="entropy:0.5")
-    assert "heads of highest entropy on random inputs: give --data" in capsys.readouterr().out
+def test_heads_are_in_the_weights(folders, tmp_path):
     adapt_to_folder(address(folders / "classifier"), str(tmp_path / "second"), method="dex", heads="1")
-    for name, number in (("half", 1), ("second", 1)):
-        heads = [block.attn.dex_heads for block in read(tmp_path / name).blocks]
-        assert [int(chosen.sum()) for chosen in heads] == [number, number]
+    heads = [block.attn.dex_heads for block in read(tmp_path / "second").blocks]
     assert [chosen.tolist() for chosen in heads] == [[False, True]] * 2
-
-
-def test_heads_by_entropy_of_shards(folders, tmp_path, capsys):
-    file = io.BytesIO()
-    Image.new("RGB", (32, 32), "teal").save(file, "png")
-    shards = str(tmp_path / "shards")
-    write_shards(shards, [{"__key__": f"{i:03}", "png": file.getvalue(), "txt": "a colour"} for i in range(64)])
-    for kind in ("own", "classifier"):
-        adapt_to_folder(address(folders / kind), str(tmp_path / kind), method="dex", heads="entropy", data=shards)
-        assert f"64 samples of {shards}" in capsys.readouterr().out
 
 
 def test_a_trained_operation_is_kept(folders, tmp_path):
@@ -140,10 +123,8 @@ def test_a_trained_operation_is_kept(folders, tmp_path):
         (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights: give --checkpoint"),
         (["nothing", "out", "--checkpoint=x"], "neither OpenCLIP, timm nor diffvision has a model 'nothing'"),
         (["{language}", "out", "--checkpoint=x"], "is a model with weights: leave checkpoint out"),
-        (["{classifier}", "out", "--method=v2", "--heads=0"], "heads and data choose the heads of method 'dex'"),
-        (["{classifier}", "out", "--method=dex", "--heads=most"], "heads is 'most': give all, entropy:0.5, or numbers"),
-        (["{classifier}", "out", "--method=dex", "--heads=entropy:2"], "share"),
-        (["{classifier}", "out", "--method=dex", "--heads=0", "--data=there"], "data is for choosing heads by entropy"),
+        (["{classifier}", "out", "--method=v2", "--heads=0"], "heads is for method 'dex'"),
+        (["{classifier}", "out", "--method=dex", "--heads=most"], "heads must be all, or numbers"),
         (["{classifier}", "there"], "there is there already"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from diffvision.analysis.figures.style import colour_bar, colours_of, draw_bars, legend_below, panels, pictures, styled
+from diffvision.analysis.figures.style import colour_bar, colours_of, legend_below, panels, pictures, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,17 +58,6 @@ def draw_curves(ax: Any, curves: Mapping[str, Mapping[float, float]]) -> None:
     for name, points in curves.items():
         line: Any = {"color": colours[name], "linewidth": 1.8, "markersize": 4, "label": name}
         ax.plot(list(points), list(points.values()), marker="o" if len(points) < 10 else None, **line)
-
-
-def draw_numbers(ax: Any, groups: Mapping[str, Mapping[str, float]], *, log: bool = False) -> None:
-    """Draw {group: {model: value}} as bars; the numbers of many bars are upright."""
-    crowded = sum(map(len, groups.values())) > 9
-    seeds = {group: {name: [value] for name, value in bars.items()} for group, bars in groups.items()}
-    draw_bars(ax, seeds, _short, log=log, rotation=90 if crowded else 0)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _heat_map(ax: Any, cells: Mapping[str, float]) -> Any:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import io
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import numpy as np
@@ -114,59 +113,6 @@ def legend_below(figure: Figure, ax: Any, columns: int = 4) -> Figure:
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns) or 1)
     return figure
-
-
-def draw_bars(
-    ax: Any,
-    groups: Mapping[str, Mapping[str, Sequence[float]]],
-    write: Callable[[float], str],
-    *,
-    log: bool = False,
-    rotation: int = 0,
-) -> None:
-    """Draw bars side by side in groups, each with its value, and one dot per seed if there are several.
-
-    Args:
-        ax: where to draw.
-        groups: {group: {run: [one value per seed]}}; a value that is not finite has no bar.
-        write: a mean as text.
-        log: draw on a logarithmic scale.
-        rotation: of the numbers, in degrees.
-    """
-    colours = colours_of(name for bars in groups.values() for name in bars)
-    width = 0.8 / len(colours)
-    if log:
-        ax.set_yscale("log")
-        ax.yaxis.set_minor_formatter("")
-    for number, (name, colour) in enumerate(colours.items()):
-        label: str | None = name
-        for group, bars in enumerate(groups.values()):
-            values = np.asarray(bars[name], dtype=float)
-            mean = values.mean()
-            if not math.isfinite(mean):
-                continue
-            x = group + (number - (len(colours) - 1) / 2) * width
-            ax.bar(x, mean, width=0.92 * width, color=colour, label=label)
-            label = None  # one entry in the legend
-            if len(values) > 1:
-                dots = x + np.linspace(-0.2, 0.2, len(values)) * width
-                seeds: Any = {"markeredgecolor": "#222222", "markeredgewidth": 0.8, "markersize": 3.5}
-                ax.plot(dots, values, "o", color="white", **seeds)
-            above = mean >= 0
-            ax.annotate(
-                write(mean),
-                (x, max(mean, values.max()) if above else mean),
-                xytext=(0, 4 if above else -4),
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if above else "top",
-                fontsize=7 if rotation else 8,
-                color=INK,
-                rotation=rotation,
-            )
-    ax.set_xticks(range(len(groups)), list(groups))
-    ax.grid(axis="x", visible=False)
-    ax.margins(y=0.3 if log or rotation else 0.15)  # room for the numbers
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from diffvision.data.datasets.needle_text import FORMS
 from diffvision.data.shards.report import Limits
 
-Granularity = Literal["layer", "head", "row"]
-"""What shares a scale in quantised logits."""
 SCHEMES = (
     *("logits_8", "logits_6", "logits_4", "qk_int8", "qk_int8_smooth", "qk_int4", "qk_int4_smooth"),
     *("pv_int8", "pv_fp8", "cache_8", "cache_4", "cache_2"),
 )
 """Of low_bit."""
-METHODS = ("window", "random", "knorm", "h2o", "snap", "tova", "snap_value", "diff", "diff_value", "map1", "sum")
+METHODS = ("window", "random", "knorm", "h2o", "snap", "tova", "diff")
 """Of cache_pruning."""
 _COUNTS = (
-    *("tokens", "points", "samples", "batch_size", "lengths", "window", "stride", "facts", "shots", "order_shots"),
-    *("mappings", "queries", "pruning_window", "continuation", "rows", "new_tokens"),
+    *("tokens", "samples", "batch_size", "lengths", "window", "stride", "facts", "shots"),
+    *("permutations", "mappings", "continuation", "rows", "new_tokens"),
 )
-_LISTS = ("depths", "needles", "lengths", "facts", "shots", "bits", "pruning_ratios", "schemes", "pruning_methods")
+_LISTS = ("depths", "needles", "lengths", "facts", "shots", "pruning_ratios", "schemes", "pruning_methods")
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,6 @@ class LanguageOptions:
             an error.
         window: tokens that a model reads at a time; None for the model's length, at most 2048.
         stride: perplexity: tokens from one window to the next; None for windows that do not overlap.
-        points: position_nll: positions of the curve.
         form: of needles: "text", or "synthetic", for small models trained on the text of `data make recall`.
         haystack: a text file to hide needles in; None for the sentences of the form.
         lengths: tokens of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
@@ -44,25 +40,17 @@ class LanguageOptions:
         samples: contexts for each depth and length.
         batch_size: rows at a time.
         seed: of all that is drawn at random.
-        frequent_text: associative_recall: training text (as `data`); its frequent bigrams do not count as recall.
-        frequent_count: associative_recall: a bigram that occurs more often in that text is frequent.
+        frequent_text: associative_recall: training text (as `data`); its bigrams that occur over 1,250 times do not
+            count as recall.
         facts: recall_errors: numbers of facts in a context, of which one is asked for.
-        shots: many_shot: numbers of demonstrations.
-        order_shots: many_shot: demonstrations in the test of their order.
+        shots: many_shot: numbers of demonstrations; the test of their order has the largest.
         permutations: many_shot: orders of them.
         mappings: many_shot, synthetic: tasks.
-        classes: many_shot, synthetic: classes of a task.
-        queries: many_shot, synthetic: questions of a task, of words that its demonstrations do not show.
-        bits: quantization: bits of the logits.
-        granularity: quantization, and the logits_* of low_bit: what shares a scale.
-        quantised_needles: quantization and low_bit: measure the needle accuracy as well.
         schemes: low_bit: logits_8, logits_6, logits_4, qk_int8, qk_int8_smooth, qk_int4, qk_int4_smooth, pv_int8,
             pv_fp8, cache_8, cache_4, cache_2; None for all.
-        recent: low_bit: the last tokens, which a rounded cache keeps in full precision.
-        pruning_methods: cache_pruning: window, random, knorm, h2o, snap, tova, snap_value, and of differential models
-            diff, diff_value, map1, sum; empty for all that the model can have.
+        pruning_methods: cache_pruning: window, random, knorm, h2o, snap, tova, and of differential models diff; empty
+            for all that the model can have.
         pruning_ratios: cache_pruning: shares of the prompt's tokens that are dropped.
-        pruning_window: cache_pruning: the last tokens of a prompt, which are kept, and whose queries score the others.
         continuation: cache_pruning: tokens after the pruned prompt that are predicted.
         rows: math: questions of each file that are drawn with the seed; None for all.
         new_tokens: math: the most tokens of an output.
@@ -77,7 +65,6 @@ class LanguageOptions:
     max_bad_fraction: float = 0.01
     window: int | None = None
     stride: int | None = None
-    points: int = 32
     form: str = "text"
     haystack: str | None = None
     lengths: tuple[int, ...] | None = None
@@ -87,23 +74,14 @@ class LanguageOptions:
     batch_size: int = 8
     seed: int = 0
     frequent_text: str | None = None
-    frequent_count: int = 1250
     facts: tuple[int, ...] = (1, 2, 4, 8)
     shots: tuple[int, ...] = (1, 4, 16, 64)
-    order_shots: int = 64
     permutations: int = 10
     mappings: int = 8
-    classes: int = 4
-    queries: int = 16
-    bits: tuple[int, ...] = (16, 8, 6, 4)
-    granularity: Granularity = "layer"
-    quantised_needles: bool = False
     pruning_methods: tuple[str, ...] = ()
     pruning_ratios: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 0.95)
-    pruning_window: int = 32
     continuation: int = 128
     schemes: tuple[str, ...] | None = None
-    recent: int = 128
     rows: int | None = None
     new_tokens: int = 256
     template: str = "Question: {question}\nAnswer:"
@@ -137,8 +115,6 @@ class LanguageOptions:
                 raise ValueError(
                     f"pruning_ratios, shares of the prompt to drop, must be above 0 and below 1, got {ratio}"
                 )
-        if self.recent < 0:
-            raise ValueError(f"recent, the tokens that the cache keeps in full, must be 0 or more, got {self.recent}")
         if "{question}" not in self.template:
             raise ValueError(f"template must have {{question}}, got {self.template!r}")
 

@@ -74,8 +74,9 @@ def write_numbers(task: str, results: figures.Results, options: LanguageOptions,
 
 
 def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
-    """Write TASK.png: a figure of the task's metrics of all models."""
-    write_bytes(Path(output) / f"{task}.png", png(LANGUAGE_EVALUATIONS[task].draw(_of_task(results, task))))
+    """Write TASK.png, a figure of the task's metrics of all models, if the task has one."""
+    if (draw := LANGUAGE_EVALUATIONS[task].draw) is not None:
+        write_bytes(Path(output) / f"{task}.png", png(draw(_of_task(results, task))))
 
 
 def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> Work:

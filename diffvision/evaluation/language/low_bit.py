@@ -1,6 +1,6 @@
 """Attention in few bits: what kernels and caches really round, and which models suffer from it.
 
-The paper (arXiv 2410.05258, figure 8) rounds attention logits, as `quantization` does here. No kernel does: kernels
+The paper (arXiv 2410.05258, figure 8) rounds attention logits, as `logits_8` and so on do here. No kernel does: kernels
 round queries and keys (the product is summed in 32 bits), probabilities and values; caches round keys and values. Here
 each of them is rounded in turn in a model that computes in float32 otherwise. docs/results/low_bit.md has the reading.
 
@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
 from diffvision.evaluation.language.language_options import SCHEMES as NAMES
-from diffvision.evaluation.language.language_options import Granularity
-from diffvision.evaluation.language.perplexity import exponential
 from diffvision.evaluation.language.scoring import Progress, device_of, token_losses, unseen
 from diffvision.evaluation.per_sample import PerSample, each
 from diffvision.models.modes import evaluating
 
 QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks
 GROUP = 32  # numbers that share a scale in a quantised cache (KIVI's default)
-_SHARED = {"layer": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}  # axes of [B, H, P, M, N] that share a scale
+RECENT = 128  # tokens up to a query that a quantised cache keeps in full precision for it, at least
 
 # ---- rounding ----------------------------------------------------------------------------------------------------
 # Rounds and scales back in one step: the result is what a kernel computes with, apart from the order of its sums.
@@ -100,78 +98,21 @@ def by_group(x: Tensor, bits: int, dim: int) -> Tensor:
 # ---- quantised logits (arXiv 2410.05258, figure 8) ---------------------------------------------------------------
 
 
-def quantised(logits: Tensor, allowed: Tensor, bits: int, granularity: Granularity = "layer") -> Tensor:
+def quantised(logits: Tensor, allowed: Tensor, bits: int) -> Tensor:
     """Round logits to the nearest of 2 ** bits - 1 even levels from -a to a (dynamic absmax).
 
-    a is the largest absolute value that any query may attend to.
+    a is the largest absolute value that any query of a sequence may attend to in a layer. The paper does not say what
+    shared its a.
 
     Args:
         logits: [B, H, P, M, N].
         allowed: boolean, broadcastable to the logits.
-        bits: 2 to 24.
-        granularity: what shares an a: "layer", all of a sequence's logits in a layer; "head", one map of one head;
-            "row", one query of it. The paper does not say which it used.
-
-    Raises:
-        ValueError: bits out of range; unknown granularity.
+        bits: of a signed integer.
     """
-    if not 2 <= bits <= 24:
-        raise ValueError(f"bits must be 2 to 24 (a float32 holds no more), got {bits}")
-    if granularity not in _SHARED:
-        raise ValueError(f"granularity must be one of {', '.join(_SHARED)}, got {granularity!r}")
-    largest = (logits.abs() * allowed).amax(dim=_SHARED[granularity], keepdim=True)
-    step = (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(logits.dtype).tiny)
-    return (logits / step).round().clamp(-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1) * step
-
-
-def quantised_attention(
-    model: nn.Module, bits: int, granularity: Granularity = "layer"
-) -> AbstractContextManager[None]:
-    """Return a context in which the model attends by quantised logits.
-
-    The padding of a batch of unequal rows counts towards a row's largest logit: give rows of one length, or a batch of
-    one.
-
-    Args:
-        model: as `analysis.capture.captured`.
-        bits, granularity: as `quantised`.
-    """
-    return captured(model, lambda call: _logits(bits)(call, Settings(granularity)))
-
-
-def quantization(
-    model: nn.Module,
-    rows: Tensor,
-    *,
-    bits: Sequence[int] = (16, 8, 6, 4),
-    granularity: Granularity = "layer",
-    also: Mapping[str, Callable[[Any], float]] | None = None,
-    batch_size: int = 8,
-    progress: Progress = unseen,
-) -> dict[str, float]:
-    """Return the loss with attention logits as they are, and at each number of bits.
-
-    Args:
-        model: as `analysis.capture.captured`.
-        rows: int64 [S, N], which the model reads whole.
-        bits: numbers of bits, each as in `quantised`.
-        granularity: as in `quantised`.
-        also: name -> function of the model that measures another number, such as needle accuracy, without rounding
-            and at each number of bits. Its batches must have rows of one length.
-        batch_size: rows at a time.
-
-    Returns:
-        {"nll/full": nats a token, "perplexity/full": ..., "nll/16": ..., "<name of also>/16": ..., ...}.
-    """
-    metrics: dict[str, float] = {}
-    for count in progress([None, *bits], "quantised attention"):
-        attention = nullcontext() if count is None else quantised_attention(model, count, granularity)
-        with evaluating(model), attention:
-            nll = row_losses(model, rows, batch_size).mean().item()
-            others = {name: take(model) for name, take in (also or {}).items()}
-            values = {"nll": nll, "perplexity": exponential(nll), **others}
-        metrics |= {f"{name}/{count or 'full'}": value for name, value in values.items()}
-    return metrics
+    highest = 2 ** (bits - 1) - 1
+    largest = (logits.abs() * allowed).amax(dim=(1, 2, 3, 4), keepdim=True)
+    step = (largest / highest).clamp(min=torch.finfo(logits.dtype).tiny)
+    return (logits / step).round().clamp(-highest, highest) * step
 
 
 def row_losses(model: nn.Module, rows: Tensor, batch_size: int) -> Tensor:
@@ -201,29 +142,16 @@ class Float8Maps(Scores):
         return to_float8(super().maps(), -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What some schemes need besides the call.
-
-    Args:
-        granularity: of the paper's logits, as in `quantised`.
-        recent: tokens up to a query that a quantised cache keeps in full precision for it, at least; 0 or more.
-    """
-
-    granularity: Granularity = "layer"
-    recent: int = 128
-
-
-Scheme = Callable[[Call, Settings], Scores]
+Scheme = Callable[[Call], Scores]
 """Returns scores computed in few bits, and replaces the call's values where it rounds them."""
 
 
 def _logits(bits: int) -> Scheme:
     """Return the paper's scheme, which rounds the logits themselves."""
 
-    def scores(call: Call, settings: Settings) -> Scores:
+    def scores(call: Call) -> Scores:
         full = call.scores()
-        return full._replace(logits=quantised(full.logits, full.allowed, bits, settings.granularity))
+        return full._replace(logits=quantised(full.logits, full.allowed, bits))
 
     return scores
 
@@ -231,7 +159,7 @@ def _logits(bits: int) -> Scheme:
 def _products(bits: int, keys: Callable[[Tensor], Tensor] = lambda k: k) -> Scheme:
     """Return SageAttention's scheme: queries and keys in blocks. On GPUs its 4 bits have a scale for fewer rows."""
 
-    def scores(call: Call, settings: Settings) -> Scores:
+    def scores(call: Call) -> Scores:
         k = by_block(keys(_wide(call.k)), bits, KEY_ROWS)
         return dataclasses.replace(call, q=by_block(_wide(call.q), bits, QUERY_ROWS), k=k).scores()
 
@@ -241,7 +169,7 @@ def _products(bits: int, keys: Callable[[Tensor], Tensor] = lambda k: k) -> Sche
 def _outputs(kind: type[Scores], values: Callable[[Tensor, int], Tensor]) -> Scheme:
     """Return the scheme of the second product: probabilities by row, values by channel."""
 
-    def scores(call: Call, settings: Settings) -> Scores:
+    def scores(call: Call) -> Scores:
         call.v = values(_values(call), -2)
         return kind(*call.scores())
 
@@ -254,12 +182,12 @@ def _cache(bits: int) -> Scheme:
     Every key stands twice in a row of logits, as it is and rounded, and the mask says which of the two a query reads.
     """
 
-    def scores(call: Call, settings: Settings) -> Scores:
+    def scores(call: Call) -> Scores:
         full, k, v = call.scores(), _wide(call.k), _values(call)
         if not full.is_rowwise:
             raise ValueError(f"{type(call.layer).__name__} takes no cache: name other schemes (--options.schemes)")
         low = dataclasses.replace(call, k=by_group(k, bits, -2)).scores()
-        old = rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], settings.recent).to(k.device)
+        old = rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], RECENT).to(k.device)
         call.v = torch.cat([v, by_group(v, bits, -1)], dim=-2)
         logits = torch.cat([full.logits, low.logits], dim=-1)
         return full._replace(logits=logits, allowed=torch.cat([full.allowed & ~old, full.allowed & old], dim=-1))
@@ -303,8 +231,6 @@ def low_bit(
     rows: Tensor,
     *,
     schemes: Sequence[str] = tuple(SCHEMES),
-    settings: Settings = Settings(),
-    also: Mapping[str, Callable[[Any], float]] | None = None,
     batch_size: int = 8,
     progress: Progress = unseen,
 ) -> dict[str, PerSample | float]:
@@ -314,40 +240,31 @@ def low_bit(
         model: as `analysis.capture.captured`, with its values in one piece (transformers' DiffLlama has not).
         rows: int64 [S, N], which the model reads whole.
         schemes: names of `SCHEMES`.
-        settings: of the schemes.
-        also: as in `quantization`.
         batch_size: rows at a time.
 
     Returns:
         {"nll/full": nats a token, "nll/<scheme>": ..., "nll_rise/<scheme>": how much more than in full precision, by
-        row, "<name of also>/<scheme>": ..., and those of `attention_errors`}.
+        row, and those of `attention_errors`}.
 
     Raises:
         ValueError: a layer that a scheme cannot be computed for.
     """
-    metrics: dict[str, PerSample | float] = {
-        **attention_errors(model, rows, schemes=schemes, settings=settings, progress=progress)
-    }
+    metrics: dict[str, PerSample | float] = {**attention_errors(model, rows, schemes=schemes, progress=progress)}
     losses: dict[str | None, Tensor] = {}
     for name in progress([None, *schemes], "low-bit attention"):
-        rounded = nullcontext() if name is None else low_bit_attention(model, name, settings)
+        rounded = nullcontext() if name is None else low_bit_attention(model, name)
         with evaluating(model), rounded:
             losses[name] = row_losses(model, rows, batch_size)
             metrics[f"nll/{name or 'full'}"] = losses[name].mean().item()
-            metrics |= {f"{metric}/{name or 'full'}": take(model) for metric, take in (also or {}).items()}
     return metrics | {f"nll_rise/{name}": each(losses[name] - losses[None]) for name in schemes}
 
 
-def low_bit_attention(
-    model: nn.Module,
-    scheme: str,
-    settings: Settings = Settings(),
-) -> AbstractContextManager[None]:
+def low_bit_attention(model: nn.Module, scheme: str) -> AbstractContextManager[None]:
     """Return a context in which the model attends by one of `SCHEMES`.
 
     The padding of a batch of unequal rows shares scales with its tokens: give rows of one length, or a batch of one.
     """
-    return captured(model, lambda call: SCHEMES[scheme](call, settings))
+    return captured(model, SCHEMES[scheme])
 
 
 def attention_errors(
@@ -355,7 +272,6 @@ def attention_errors(
     rows: Tensor,
     *,
     schemes: Sequence[str] = tuple(SCHEMES),
-    settings: Settings = Settings(),
     progress: Progress = unseen,
 ) -> dict[str, float]:
     """Return each layer's error under each scheme, and the two factors that decide about it.
@@ -364,7 +280,7 @@ def attention_errors(
     that of the heads, before a head norm. The measures are SageAttention's.
 
     Args:
-        model, rows, schemes, settings: as `low_bit`. Rows are read one at a time; a few logits of a layer are in memory
+        model, rows, schemes: as `low_bit`. Rows are read one at a time; a few logits of a layer are in memory
             at once.
 
     Returns:
@@ -380,7 +296,7 @@ def attention_errors(
         call.v, low = _values(call), {}
         for name in schemes:
             copy = dataclasses.replace(call)
-            low[name] = _output(copy, SCHEMES[name](copy, settings))
+            low[name] = _output(copy, SCHEMES[name](copy))
         layers[call.name].add(call, low)
 
     with evaluating(model), captured(model, see):

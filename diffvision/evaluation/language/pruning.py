@@ -35,14 +35,12 @@ class Method(NamedTuple):
         observed: which queries are read: the "window" at the prompt's end, "all", or the "last".
         pooled: whether a token's score is the mean of its neighbourhood.
         differential: whether it reads the two maps of a differential layer.
-        by_value: whether the scores are multiplied by the norm of the value.
     """
 
     weights: Callable[[Scores], Tensor] | None = None
     observed: str = "window"
     pooled: bool = True
     differential: bool = False
-    by_value: bool = False
 
 
 def _of_maps(scores: Scores) -> Tensor:
@@ -54,16 +52,6 @@ def _difference(scores: Scores) -> Tensor:
     return scores.applied().abs()
 
 
-def _map_1(scores: Scores) -> Tensor:
-    return scores.maps()[:, :, 0]
-
-
-def _sum(scores: Scores) -> Tensor:
-    maps = scores.maps()
-    assert scores.lam is not None
-    return maps[:, :, 0] + scores.lam.abs() * maps[:, :, 1]
-
-
 METHODS = {
     "window": Method(),
     "random": Method(),
@@ -71,11 +59,7 @@ METHODS = {
     "h2o": Method(_of_maps, observed="all", pooled=False),
     "snap": Method(_of_maps),
     "tova": Method(_of_maps, observed="last", pooled=False),
-    "snap_value": Method(_of_maps, by_value=True),
     "diff": Method(_difference, differential=True),
-    "diff_value": Method(_difference, differential=True, by_value=True),
-    "map1": Method(_map_1, differential=True),
-    "sum": Method(_sum, differential=True),
 }
 
 
@@ -107,10 +91,7 @@ class Compress:
     - "h2o": those with the most attention of all queries that may see them (arXiv 2306.14048);
     - "snap": of the last queries, each token with its four neighbours (arXiv 2404.14469);
     - "tova": of the last query, by the mean over all heads of a layer (arXiv 2401.06104);
-    - "diff": as "snap", by the size of what multiplies the values, abs(map 1 - lambda map 2); "diff_value": that times
-      the norm of the value;
-    - "map1" and "sum": as "diff", by map 1 alone, and by map 1 + lambda map 2; "snap_value": "snap" times the norm of
-      the value: controls.
+    - "diff": as "snap", by the size of what multiplies the values, abs(map 1 - lambda map 2).
 
     In differential layers "h2o", "snap" and "tova" read the mean of a head's two maps.
 
@@ -220,8 +201,6 @@ class Compress:
                 f"{self.method} reads the two maps of a differential layer, and {call.name} has one: choose one of "
                 f"{', '.join(plain_methods())}"
             )
-        if method.by_value and call.v is None:
-            raise ValueError(f"{self.method} reads values, which DiffLlama's layers have in halves: take another")
 
     def _score_without_queries(
         self, call: Call, prompts: Prompts, position: Tensor, generator: torch.Generator
@@ -252,11 +231,7 @@ class Compress:
             mean = mean.mean(dim=1, keepdim=True).expand_as(mean)
         if method.pooled:  # what is kept anyway lends nothing to its neighbours
             mean = F.avg_pool1d(mean.masked_fill(recent[:, None], 0), POOLED, stride=1, padding=POOLED // 2)
-        mean = _mean_over_groups(mean, _count_kv_heads(call))
-        if method.by_value:
-            assert call.v is not None
-            mean = mean * call.v[..., : mean.shape[-1], :].float().norm(dim=-1)
-        return mean
+        return _mean_over_groups(mean, _count_kv_heads(call))
 
 
 def plain_methods() -> list[str]:

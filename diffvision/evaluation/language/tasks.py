@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,8 @@ from diffvision.data.shards.report import Limits
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
-from diffvision.evaluation.language.figures import bars
 from diffvision.evaluation.language.language_options import LanguageOptions, needle_pair
-from diffvision.evaluation.language.low_bit import SCHEMES, Settings, low_bit, quantization
+from diffvision.evaluation.language.low_bit import SCHEMES, low_bit
 from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness
 from diffvision.evaluation.language.mathematics import Question, mathematics
 from diffvision.evaluation.language.needle import needle, needle_samples
@@ -123,16 +121,16 @@ class LanguageEvaluation(NamedTuple):
 
     Attributes:
         function: returns the metrics, sample by sample or as a number where a metric is not a mean over samples.
-        draw: returns a matplotlib figure of the metrics by model.
         reads: "documents" (text, as tokens), "questions" (of math), "files" (data that it reads itself) or "tokenizer"
             (no data).
         data: the error's words where data is missing: what the task needs, a colon, and what to give.
+        draw: returns a matplotlib figure of the metrics by model; None for no picture.
     """
 
     function: Callable[[Work], Mapping[str, PerSample | float]]
-    draw: Callable[[figures.Results], Any]
     reads: str
     data: str = "text: give data, files or folders of .txt or .jsonl, or shards"
+    draw: Callable[[figures.Results], Any] | None = None
 
 
 def _perplexity(work: Work) -> dict[str, float]:
@@ -152,7 +150,6 @@ def _position_nll(work: Work) -> dict[str, float]:
         work.model.module,
         work.documents,
         length=work.window,
-        points=work.options.points,
         batch_size=work.options.batch_size,
         progress=work.progress,
     )
@@ -183,7 +180,7 @@ def _associative_recall(work: Work) -> dict[str, float]:
         tokenizer: Any = work.model.tokenizer
         texts = read_documents([options.frequent_text], tokenizer, reading_of(options))
         token_ids = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
-        frequent = frequent_bigrams(map(torch.tensor, token_ids), options.frequent_count)
+        frequent = frequent_bigrams(map(torch.tensor, token_ids))
     return associative_recall(
         work.model.module,
         work.documents,
@@ -226,12 +223,8 @@ def _attention_mass(work: Work) -> dict[str, float]:
 
 
 def synthetic_mappings(options: LanguageOptions) -> list[Task]:
-    """Return the tasks of many_shot that need no files.
-
-    Raises:
-        ValueError: there are too few words for the options.
-    """
-    return label_mapping_tasks(options.mappings, classes=options.classes, queries=options.queries, seed=options.seed)
+    """Return the tasks of many_shot that need no files."""
+    return label_mapping_tasks(options.mappings, seed=options.seed)
 
 
 def _many_shot(work: Work) -> dict[str, float]:
@@ -249,7 +242,7 @@ def _many_shot(work: Work) -> dict[str, float]:
         model.module,
         model.tokenizer,
         tasks,
-        shots=options.order_shots,
+        shots=max(options.shots),
         permutations=options.permutations,
         **shared,
     )
@@ -260,40 +253,12 @@ def _outliers(work: Work) -> dict[str, float]:
     return outliers(work.model.module, rows_of(work.documents, work.window), progress=work.progress)
 
 
-def _needle_accuracy(work: Work) -> dict[str, Callable[[Any], float]] | None:
-    """Return what is measured of a model in few bits besides its loss."""
-    if not work.options.quantised_needles:
-        return None
-
-    def accuracy(model: Any) -> float:
-        options = dataclasses.replace(work.options, batch_size=1)  # unequal rows would share a scale with padding
-        metrics = needles(dataclasses.replace(work, options=options, progress=unseen))
-        return statistics.fmean([value for key, value in metrics.items() if key.endswith("/accuracy")])
-
-    return {"needle_accuracy": accuracy}
-
-
-def _quantization(work: Work) -> dict[str, float]:
-    options = work.options
-    return quantization(
-        work.model.module,
-        rows_of(work.documents, work.window),
-        bits=options.bits,
-        granularity=options.granularity,
-        also=_needle_accuracy(work),
-        batch_size=options.batch_size,
-        progress=work.progress,
-    )
-
-
 def _low_bit(work: Work) -> dict[str, PerSample | float]:
     options = work.options
     return low_bit(
         work.model.module,
         rows_of(work.documents, work.window),
         schemes=options.schemes or tuple(SCHEMES),
-        settings=Settings(options.granularity, options.recent),
-        also=_needle_accuracy(work),
         batch_size=options.batch_size,
         progress=work.progress,
     )
@@ -331,7 +296,6 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
         continuation=options.continuation,
         methods=options.pruning_methods,
         ratios=options.pruning_ratios,
-        window=options.pruning_window,
         batch_size=options.batch_size,
         seed=options.seed,
         progress=work.progress,
@@ -339,35 +303,17 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
 
 
 _EVALUATIONS = {
-    "perplexity": LanguageEvaluation(_perplexity, bars("nll", "bits_per_byte"), "documents"),
-    "position_nll": LanguageEvaluation(_position_nll, figures.position_curves, "documents"),
-    "needle": LanguageEvaluation(needles, figures.needle_maps, "tokenizer"),
-    "associative_recall": LanguageEvaluation(
-        _associative_recall,
-        bars("nll/*"),
-        "documents",
-    ),
-    "recall_errors": LanguageEvaluation(
-        _recall_errors, bars("*x1/correct", "*x1/distracted", "*x1/fabricated", "*x1/malformed"), "tokenizer"
-    ),
-    "math": LanguageEvaluation(
-        _math,
-        bars("*"),
-        "questions",
-        "questions with answers: give data, JSON lines such as GSM8K's",
-    ),
-    "attention_mass": LanguageEvaluation(_attention_mass, bars("answer/*", "noise/*"), "tokenizer"),
-    "many_shot": LanguageEvaluation(
-        _many_shot,
-        bars("accuracy/*", "order/random/*", "order/alternating/*"),
-        "tokenizer",
-    ),
-    "outliers": LanguageEvaluation(_outliers, bars("attention_logits/*", "hidden_states/*", log=True), "documents"),
-    "quantization": LanguageEvaluation(_quantization, bars("nll/*", "needle_accuracy/*"), "documents"),
-    "low_bit": LanguageEvaluation(
-        _low_bit, bars("nll_rise/*", "relative_l1/*", "needle_accuracy/*", "largest_logit/*"), "documents"
-    ),
-    "cache_pruning": LanguageEvaluation(_cache_pruning, bars("largest_ratio/*"), "documents"),
+    "perplexity": LanguageEvaluation(_perplexity, "documents"),
+    "position_nll": LanguageEvaluation(_position_nll, "documents", draw=figures.position_curves),
+    "needle": LanguageEvaluation(needles, "tokenizer", draw=figures.needle_maps),
+    "associative_recall": LanguageEvaluation(_associative_recall, "documents"),
+    "recall_errors": LanguageEvaluation(_recall_errors, "tokenizer"),
+    "math": LanguageEvaluation(_math, "questions", "questions with answers: give data, JSON lines such as GSM8K's"),
+    "attention_mass": LanguageEvaluation(_attention_mass, "tokenizer"),
+    "many_shot": LanguageEvaluation(_many_shot, "tokenizer"),
+    "outliers": LanguageEvaluation(_outliers, "documents"),
+    "low_bit": LanguageEvaluation(_low_bit, "documents"),
+    "cache_pruning": LanguageEvaluation(_cache_pruning, "documents"),
 }
 LANGUAGE_EVALUATIONS = PluginTable("language_tasks", _EVALUATIONS, LanguageEvaluation)
 """Task -> its evaluation, of this package and of plugins (`diffvision.plugins`)."""

@@ -37,7 +37,6 @@ from diffvision.training.language import LanguageModule
 SMALL = LanguageOptions(
     tokens=120,
     window=24,
-    points=2,
     form="synthetic",
     lengths=(90,),
     depths=(0.0, 1.0),

@@ -11,12 +11,10 @@ from diffvision.evaluation.language.evaluate_language_command import run
 from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
-    Settings,
     attention_errors,
     by_group,
     low_bit,
     low_bit_attention,
-    quantization,
     rounded_keys,
 )
 
@@ -34,15 +32,16 @@ def head(length=100, maps=2, key_maps=2):
     return Call("head", None, q, k, v, lam, None, True, 8**-0.5)
 
 
-def output(call, scheme, **settings):
-    scores = SCHEMES[scheme](call, Settings(**settings))
+def output(call, scheme):
+    scores = SCHEMES[scheme](call)
     return (scores.applied() @ call.values(torch.float32))[0, 0]
 
 
 @pytest.mark.parametrize("key_maps", [1, 2])
 @pytest.mark.parametrize("bits", [4, 2])
-def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps):
+def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps, monkeypatch):
     """Query by query: the groups that a cache with 20 recent tokens has rounded by then, and the others as they are."""
+    monkeypatch.setattr("diffvision.evaluation.language.low_bit.RECENT", 20)
     call = head(key_maps=key_maps)
     q, k, v = call.q[0, 0], call.k[0, 0].expand(2, -1, -1), call.v[0, 0]
     expected = []
@@ -54,9 +53,10 @@ def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps):
             values[group] = by_group(values[group], bits, 1)
         one, two = ((q[:, query, None] @ keys.transpose(1, 2)) / math.sqrt(8)).softmax(-1)
         expected.append(((one - 0.7 * two) @ values)[0])
-    out = output(call, f"cache_{bits}", recent=20)
+    out = output(call, f"cache_{bits}")
     torch.testing.assert_close(out, torch.stack(expected), atol=1e-5, rtol=1e-5)
-    kept = output(head(key_maps=key_maps), f"cache_{bits}", recent=100)
+    monkeypatch.setattr("diffvision.evaluation.language.low_bit.RECENT", 100)
+    kept = output(head(key_maps=key_maps), f"cache_{bits}")
     full = head(key_maps=key_maps)
     torch.testing.assert_close(kept, (full.scores().applied() @ full.values(torch.float32))[0, 0])
 
@@ -84,15 +84,15 @@ def test_probabilities_and_values_as_a_kernel_sums_them():
 
 
 @pytest.mark.parametrize("variant", ["standard", "v1", "v2"])
-def test_loss_and_errors_of_each_scheme(tiny_of, variant):
+def test_loss_and_errors_of_each_scheme(tiny_of, variant, monkeypatch):
     model = tiny_of(variant)
     rows = torch.randint(512, (10, 80), generator=torch.Generator().manual_seed(0))
-    results = low_bit(model, rows, settings=Settings(recent=16), batch_size=2)
+    monkeypatch.setattr("diffvision.evaluation.language.low_bit.RECENT", 16)
+    results = low_bit(model, rows, batch_size=2)
     metrics = with_intervals(results)
-    paper = quantization(model, rows, bits=(8, 4), batch_size=2)
-    for bits in ("8", "4"):
-        assert metrics[f"nll/logits_{bits}"] == paper[f"nll/{bits}"]
-    assert metrics["nll/full"] == paper["nll/full"]
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert metrics["nll/full"] == pytest.approx(expected, rel=1e-5)
     assert {key.rpartition("/")[2] for key in metrics if key.startswith("nll/")} == {"full", *SCHEMES}
     for name in SCHEMES:
         rise, low, high = (metrics[f"nll_rise/{name}{end}"] for end in ("", "_low", "_high"))
@@ -148,13 +148,6 @@ def test_dint_has_no_cache_to_round(tiny_of):
         low_bit(model, ROWS)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schemes": ("qk_int8", "int8")}, "schemes"),
-        ({"recent": -1}, "recent"),
-    ],
-)
-def test_settings_are_refused_before_a_model_is_opened(settings, message):
-    with pytest.raises(ValueError, match=message):
-        run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LanguageOptions(**settings))
+def test_settings_are_refused_before_a_model_is_opened():
+    with pytest.raises(ValueError, match="schemes"):
+        run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LanguageOptions(schemes=("qk_int8", "int8")))

@@ -83,7 +83,7 @@ def test_ratio_0_is_bit_equal_to_no_compression(name, lengths):
         assert generate(model, rows, max_new_tokens=12, compress=compress, compile=True) == new
 
 
-@pytest.mark.parametrize("method", ["window", "knorm", "h2o", "snap", "tova", "diff_value"])
+@pytest.mark.parametrize("method", ["window", "knorm", "h2o", "snap", "tova", "diff"])
 @torch.no_grad()
 def test_padding_is_neither_scored_nor_kept(method):
     """Each row of a left-padded batch as alone: the tokens that are kept, and what is computed from them."""
@@ -108,7 +108,7 @@ def test_padding_is_neither_scored_nor_kept(method):
     assert generate(model, rows, max_new_tokens=9, compress=compress) == expected
 
 
-@pytest.mark.parametrize("method", ["snap", "h2o", "tova", "diff_value", "sum", "knorm"])
+@pytest.mark.parametrize("method", ["snap", "h2o", "tova", "diff", "knorm"])
 @torch.no_grad()
 def test_kept_tokens_by_hand(method):
     """One layer of V1 with two key/value heads, token by token from its two maps."""
@@ -119,8 +119,7 @@ def test_kept_tokens_by_hand(method):
         model(tokens)
     call, lam = calls[0], layer.compute_lambda().item()
     one, two = layer.attention_maps(model.blocks[0].norm1(model.embed(tokens)), is_causal=True)[0].unbind(1)
-    values = call.v[0].norm(dim=-1)
-    weights = {"diff_value": (one - lam * two).abs(), "sum": one + lam * two}.get(method, (one + two) / 2)
+    weights = (one - lam * two).abs() if method == "diff" else (one + two) / 2
     for head in range(2):
         heads = weights[2 * head : 2 * head + 2]  # two query heads read a key/value head
         if method == "h2o":
@@ -132,8 +131,6 @@ def test_kept_tokens_by_hand(method):
         else:
             mean = [heads[:, 26:, j].mean() if j < 26 else 0.0 for j in range(30)]  # the last four lend nothing
             scores = [sum(mean[max(0, j - 2) : j + 3]) / 5 for j in range(30)]
-        if method == "diff_value":
-            scores = [score * values[head, j] for j, score in enumerate(scores)]
         best = sorted(range(26), key=lambda j: -float(scores[j]))[:11]
         kept = compress.kept(call, torch.tensor([0]), torch.tensor([30]))[0, head]
         assert kept.nonzero().flatten().tolist() == sorted([*best, 26, 27, 28, 29])
@@ -180,11 +177,10 @@ def test_settings_out_of_range(settings, message):
         Compress(**settings)
 
 
-@pytest.mark.parametrize("method", ["diff", "diff_value", "map1", "sum"])
-def test_a_plain_model_has_no_second_map(method):
+def test_a_plain_model_has_no_second_map():
     model = small_model("transformer-debug")
-    with pytest.raises(ValueError, match=f"{method} reads the two maps .* choose"):
-        generate(model, [[1, 2, 3]], max_new_tokens=2, compress=Compress(method))
+    with pytest.raises(ValueError, match="diff reads the two maps .* choose"):
+        generate(model, [[1, 2, 3]], max_new_tokens=2, compress=Compress("diff"))
 
 
 def test_a_variant_without_a_cache_is_refused():
