@@ -19,7 +19,6 @@ def generate_text(
     seed: int = 0,
     tokenizer: str | None = None,
     device: str = "auto",
-    compile: bool = False,
 ) -> str:
     """Continue a prompt with a language model, and print the text token by token, up to the end of the document.
 
@@ -38,7 +37,6 @@ def generate_text(
         tokenizer: tokenizer.json, or a directory that holds one; by default the one next to
             the weights, or the one of their training.
         device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
-        compile: compile the decoding step; pays for long texts.
 
     Returns:
         The continuation.
@@ -85,7 +83,6 @@ def generate_text(
             vocab_size=text_tokenizer.vocab_size,
             generator=torch.Generator(device).manual_seed(seed),
             on_token=lambda _, token: printer.add(token),
-            compile=compile,
         )
     return printer.end()
 

@@ -127,7 +127,7 @@ class Compress:
 
     @torch.no_grad()
     def prefill(
-        self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, capacity: Callable[[int], int]
+        self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, more: int
     ) -> tuple[Tensor, KVCache]:
         """Return `LanguageModel.hidden` of the prompts, and a cache of the tokens that are kept.
 
@@ -147,7 +147,7 @@ class Compress:
         count = int(prompts.budget.max())
         # Kept tokens in their order at the right; at the left of shorter prompts, slots that are masked.
         indices = [keep.byte().argsort(dim=-1, stable=True)[..., -count:] for keep in keeps]
-        cache.keep(indices, capacity(count), None if padding is None else count - prompts.budget)
+        cache.keep(indices, count + more, None if padding is None else count - prompts.budget)
         return hidden, cache
 
     def kept(

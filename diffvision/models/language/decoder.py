@@ -174,29 +174,6 @@ class LanguageModel(nn.Module):
         rotation = self._rotation(positions, padding if documents is None else None)
         return self._through(tokens, mask, True, rotation, caches)
 
-    def step(
-        self,
-        tokens: Int[Tensor, "B N"],
-        positions: Int[Tensor, "N"] | Int[Tensor, "B N"],
-        cache: KVCache,
-        padding: Int[Tensor, "B"] | None = None,
-        slots: Int[Tensor, "N"] | None = None,
-    ) -> Float[Tensor, "B N dim"]:
-        """Return `hidden` of tokens at given positions of a cache; no shape depends on the positions, for compilers.
-
-        It attends over the cache's whole capacity under a mask. The caller stays within the capacity, and counts with
-        `cache.advance`. Where positions differ between rows, the cache must write them so, which `KVCache` does not.
-        In a pruned cache the slots to write are not the positions, and are given as well.
-        """
-        keys = torch.arange(cache.capacity, device=tokens.device)
-        slots = positions if slots is None else slots
-        mask = (keys <= slots[..., None]).unsqueeze(-3)  # [1, N, L], or [B, 1, N, L]
-        if padding is not None:
-            empty = padding if cache.empty is None else cache.empty
-            mask = mask & (keys >= empty[:, None])[:, None, None]
-        caches = [layer.at(slots) for layer in cache.layers]
-        return self._through(tokens, mask, False, self._rotation(positions, padding), caches)
-
     def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
         return KVCache(self.attention_layers(), batch, capacity, dtype=dtype)

@@ -5,8 +5,7 @@ Tokens go in and come out; the command `diffvision generate` has the tokenizer.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.kv_cache import KVCache
-
-# A compiled step is compiled again for each capacity of the cache, so capacities are multiples of this many tokens.
-CAPACITY_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,7 @@ class Compression(Protocol):
     """The interface of what prunes the cache of a prompt, such as `diffvision.evaluation.language.pruning.Compress`."""
 
     def prefill(
-        self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, capacity: Callable[[int], int]
+        self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, more: int
     ) -> tuple[Tensor, KVCache]:
         """Return `LanguageModel.hidden` of the prompts, and a cache of the tokens that are kept.
 
@@ -79,7 +75,7 @@ class Compression(Protocol):
             model: the model.
             tokens: ids [B, N], padded on the left.
             padding: [B] how many tokens of each row are padding; None if none is.
-            capacity: the capacity of the cache by the number of tokens that are kept.
+            more: tokens that the cache has room for behind those that are kept.
         """
 
 
@@ -96,7 +92,6 @@ def generate(
     vocab_size: int | None = None,
     generator: torch.Generator | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
-    compile: bool = False,
     compress: Compression | None = None,
 ) -> list[list[int]]:
     """Continue each prompt, all in one batch; variants that cannot use a cache compute the whole sequence each time.
@@ -114,7 +109,6 @@ def generate(
             are returned.
         on_token: called with (index of the prompt, token) for each new token, for streaming; True ends the prompt's
             continuation after this token.
-        compile: compile the decoding step (a minute at the first call for a model and capacity).
         compress: prunes the prompts' cache before the first new token, such as `Compress("diff", ratio=0.5)` of
             `evaluation.language.pruning`; what is generated is never pruned.
 
@@ -123,8 +117,8 @@ def generate(
 
     Raises:
         ValueError: there is no prompt, one is empty or has tokens outside of the vocabulary, prompt and new tokens
-            exceed the model's max_length, vocab_size exceeds the model's, `Sampling` refuses a value, `compress`
-            cannot prune the model, or a variant without a cache is compiled.
+            exceed the model's max_length, vocab_size exceeds the model's, `Sampling` refuses a value, or `compress`
+            cannot prune the model.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     rows = _rows(prompts)
@@ -134,19 +128,13 @@ def generate(
     length = tokens.shape[1]
     end = length + max_new_tokens
 
-    def capacity(kept: int) -> int:
-        wanted = kept + max_new_tokens
-        return -(-wanted // CAPACITY_STEP) * CAPACITY_STEP if compile else wanted
-
     past: KVCache | None = None
     if compress is None:
-        if compile or all(layer.cacheable for layer in model.attention_layers()):
-            past = model.new_cache(len(rows), capacity(length))
+        if all(layer.cacheable for layer in model.attention_layers()):
+            past = model.new_cache(len(rows), end)
         hidden = model.hidden(tokens, cache=past, padding=padding)
     else:
-        hidden, past = compress.prefill(model, tokens, padding, capacity)
-    decode = _compile_step() if compile else None
-    at, slots = (torch.full((1,), index, device=device) for index in (length, length if past is None else past.length))
+        hidden, past = compress.prefill(model, tokens, padding, max_new_tokens)
     read_every = 1 if on_token is not None else _tokens_between_reads(device)
     unread: list[Tensor] = []
     new: list[list[int]] = [[] for _ in rows]
@@ -163,12 +151,8 @@ def generate(
         if past is None:
             tokens = torch.cat([tokens, chosen[:, None]], dim=1)
             hidden = model.hidden(tokens, padding=padding)
-        elif decode is None:
-            hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
         else:
-            hidden = decode(model, chosen[:, None], at, past, padding, slots)
-            past.advance(1)
-            at, slots = at + 1, slots + 1
+            hidden = model.hidden(chosen[:, None], cache=past, padding=padding)
     return new
 
 
@@ -241,13 +225,3 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
     padding = [longest - len(row) for row in rows]
     tokens = torch.tensor([[0] * pad + row for pad, row in zip(padding, rows, strict=True)], device=device)
     return tokens, torch.tensor(padding, device=device) if any(padding) else None
-
-
-def _step(model: LanguageModel, *arguments: Any) -> Tensor:
-    return model.step(*arguments)
-
-
-@cache
-def _compile_step() -> Any:
-    """Compile `LanguageModel.step` once for all models; kept in a model, it could not be pickled with it."""
-    return torch.compile(_step, fullgraph=True)

@@ -1,11 +1,7 @@
 """Keys and values of past tokens, so that generation computes each token once.
 
-The memory is allocated once, at the start. There are two ways of writing:
-
-- `LayerCache.append` counts the tokens and returns those that are filled. Attention reads no more than that, and needs
-  no mask but `causal`, which is aligned to the last key: for prefill, chunks and single tokens.
-- `LayerCache.at(index)` writes at the positions of a tensor and returns the whole capacity, which the caller masks. No
-  shape depends on how many tokens have passed, so a compiled step is compiled once.
+The memory is allocated once, at the start. `LayerCache.append` counts the tokens and returns those that are filled, so
+that attention reads no more and needs no mask but `causal`, which is aligned to the last key.
 
 `KVCache.keep` drops tokens that are no longer worth their memory. Those that are left keep their rotary embedding, so
 the next position is counted apart from the fill. Which tokens are kept is decided in
@@ -37,14 +33,13 @@ class LayerCache:
         keys: [B, Hk, P, capacity, D].
         values: [B, Hk, capacity, V].
         length: tokens filled.
-        kept: tokens that the last `keep` left, the first of those that are filled; 0 if nothing was dropped.
         dropped: tokens that `keep` dropped.
 
     Raises:
         ValueError: the variant needs more of past tokens than keys and values.
     """
 
-    kept = dropped = 0
+    dropped = 0
 
     def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         layer.check_cacheable()
@@ -86,7 +81,7 @@ class LayerCache:
         if end > self.keys.shape[3]:
             raise ValueError(
                 f"{k.shape[3]} tokens after {self.length} make {end}, over the cache's capacity of {self.capacity}: "
-                "make a larger cache, or crop or reset this one"
+                "make a larger cache"
             )
         if k.shape[0] != self.keys.shape[0] or k.dtype != self.keys.dtype:
             raise ValueError(
@@ -97,23 +92,6 @@ class LayerCache:
         self.values[:, :, self.length : end] = v
         self.length = end
         return self.keys[:, :, :, :end], self.values[:, :, :end]
-
-    def crop(self, length: int) -> None:
-        """Drop all tokens but the first `length`.
-
-        Raises:
-            ValueError: there are fewer, length is negative, or it would cut those that `keep` left, which are other
-                tokens in each head.
-        """
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop a cache of {self.length} tokens to {length}: give 0 to {self.length}")
-        if 0 < length < self.kept:
-            raise ValueError(
-                f"cannot crop a pruned cache to {length} tokens: give 0, or {self.kept} (what pruning kept) and more"
-            )
-        self.length = length
-        if length == 0:
-            self.kept = self.dropped = 0
 
     def keep(self, index: Int[Tensor, "B Hk K"], capacity: int) -> None:
         """Keep the tokens of an index alone, and make room for others behind them; the rest of the memory is freed.
@@ -138,30 +116,7 @@ class LayerCache:
         self.keys[:, :, :, :count] = keys.gather(3, wide)
         self.values[:, :, :count] = values.gather(2, index[..., None].expand(-1, -1, -1, values.shape[3]))
         self.dropped += self.length - count
-        self.length = self.kept = count
-
-    def at(self, index: Int[Tensor, "N"]) -> "IndexedCache":
-        """Return a view of this cache that is written at `index` and read as a whole."""
-        return IndexedCache(self, index)
-
-
-class IndexedCache:
-    """A `LayerCache` for one compiled step: `append` writes at the index and returns the whole capacity.
-
-    The caller masks what is not filled, and updates `LayerCache.length`.
-    """
-
-    def __init__(self, cache: LayerCache, index: Int[Tensor, "N"]) -> None:
-        self.keys, self.values, self.index = cache.keys, cache.values, index
-
-    def positions(self, count: int) -> Tensor:
-        """Return the index."""
-        return self.index
-
-    @torch.no_grad()
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the tokens at the index, and return those of the whole capacity."""
-        return self.keys.index_copy_(3, self.index, k), self.values.index_copy_(2, self.index, v)
+        self.length = count
 
 
 class KVCache:
@@ -197,13 +152,6 @@ class KVCache:
         """The position of the next token; above `length` by what `keep` dropped."""
         return self.layers[0].length + self.layers[0].dropped
 
-    def crop(self, length: int) -> None:
-        """Drop all tokens but the first `length` in every layer; as `LayerCache.crop`."""
-        for layer in self.layers:
-            layer.crop(length)
-        if length == 0:
-            self.empty = None
-
     def keep(self, indices: Sequence[Int[Tensor, "B Hk K"]], capacity: int, empty: Int[Tensor, "B"] | None) -> None:
         """Keep only the tokens at each layer's indices; see `LayerCache.keep`.
 
@@ -215,12 +163,3 @@ class KVCache:
         for layer, index in zip(self.layers, indices, strict=True):
             layer.keep(index, capacity)
         self.capacity, self.empty = capacity, empty
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        self.crop(0)
-
-    def advance(self, tokens: int) -> None:
-        """Count tokens that compiled steps wrote through `LayerCache.at`."""
-        for layer in self.layers:
-            layer.length += tokens

@@ -30,7 +30,7 @@ def test_the_loss_is_that_of_a_pruned_cache(model):
     results = cache_pruning(model, ROWS, continuation=10, methods=("diff", "window"), ratios=(0.8, 0.4), window=4)
     metrics = means(results)
     for name, compress in (("full", Compress("window", 0)), ("diff/0.8", Compress("diff", 0.8, 4))):
-        _, cache = compress.prefill(model, ROWS[:, :30], None, lambda kept: kept + 10)
+        _, cache = compress.prefill(model, ROWS[:, :30], None, 10)
         logits = model.logits(model.hidden(ROWS[:, 30:40], cache=cache))
         expected = F.cross_entropy(logits.flatten(0, 1), ROWS[:, 31:].flatten()).item()
         assert metrics[f"nll/{name}"] == pytest.approx(expected, abs=1e-5)
@@ -50,7 +50,7 @@ def test_needles_are_asked_for_before_and_after_pruning(model):
         samples = []
         for row, (question, end) in zip(ROWS, ((20, 25), (30, 33), (12, 20)), strict=True):
             prompt = question if mode == "agnostic" else end  # aware: the question is in it, and asked again
-            _, cache = compress.prefill(model, row[None, :prompt], None, lambda kept: kept + 20)
+            _, cache = compress.prefill(model, row[None, :prompt], None, 20)
             hidden = model.hidden(row[None, question:end], cache=cache)
             written = []
             for _ in range(3):

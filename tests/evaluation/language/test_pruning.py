@@ -52,7 +52,7 @@ def test_masks_and_real_pruning_agree(name, method):
     tokens = torch.tensor(prompts_of(49, 49))
     with pruned_attention(model, compress, torch.tensor([40, 40])):
         masked = model.hidden(tokens)
-    hidden, cache = compress.prefill(model, tokens[:, :40], None, lambda kept: kept + 9)
+    hidden, cache = compress.prefill(model, tokens[:, :40], None, 9)
     assert (cache.length, cache.position, cache.capacity) == (12, 40, 21)
     parts = [model.hidden(part, cache=cache) for part in tokens[:, 40:].split([1, 5, 3], dim=1)]
     torch.testing.assert_close(torch.cat([hidden, *parts], dim=1), masked, **CLOSE)
@@ -71,7 +71,7 @@ def test_ratio_0_is_bit_equal_to_no_compression(name, lengths):
     padding = torch.tensor([longest - len(row) for row in rows]) if len(set(lengths)) > 1 else None
     plain = model.new_cache(len(rows), longest + 3)
     before = model.hidden(tokens, cache=plain, padding=padding)
-    hidden, cache = compress.prefill(model, tokens, padding, lambda kept: kept + 3)
+    hidden, cache = compress.prefill(model, tokens, padding, 3)
     assert torch.equal(hidden, before)
     for _ in range(3):
         further = torch.randint(97, (len(rows), 1))
@@ -79,8 +79,6 @@ def test_ratio_0_is_bit_equal_to_no_compression(name, lengths):
         assert torch.equal(model.hidden(further, cache=cache, padding=padding), expected)
     new = generate(model, rows, max_new_tokens=12)
     assert generate(model, rows, max_new_tokens=12, compress=compress) == new
-    with torch.compiler.set_stance("force_eager"):
-        assert generate(model, rows, max_new_tokens=12, compress=compress, compile=True) == new
 
 
 @pytest.mark.parametrize("method", ["window", "knorm", "h2o", "snap", "tova", "diff"])
@@ -91,19 +89,17 @@ def test_padding_is_neither_scored_nor_kept(method):
     compress = Compress(method, ratio=0.6, window=6)
     tokens = torch.tensor([[5] * (40 - len(row)) + row for row in rows])
     padding, further = torch.tensor([0, 33, 17]), torch.randint(97, (3, 4))
-    _, cache = compress.prefill(model, tokens, padding, lambda kept: kept + 4)
+    _, cache = compress.prefill(model, tokens, padding, 4)
     assert (cache.length, cache.empty.tolist()) == (16, [0, 13, 6])
-    together = model.hidden(further[:, :2], cache=cache, padding=padding)
-    slots = torch.tensor([18, 19])
-    step = model.step(further[:, 2:], torch.tensor([42, 43]), cache, padding, slots)
+    together = model.hidden(further, cache=cache, padding=padding)
     for index, row in enumerate(rows):
-        _, single = compress.prefill(model, torch.tensor([row]), None, lambda kept: kept + 4)
+        _, single = compress.prefill(model, torch.tensor([row]), None, 4)
         count = single.length
         assert count == math.ceil(round(0.4 * len(row), 9))
         for one, many in zip(single.layers, cache.layers, strict=True):
             torch.testing.assert_close(many.keys[index, :, :, 16 - count : 16], one.keys[0, :, :, :count], **CLOSE)
         alone = model.hidden(further[index : index + 1], cache=single)
-        torch.testing.assert_close(torch.cat([together, step], 1)[index], alone[0], **CLOSE)
+        torch.testing.assert_close(together[index], alone[0], **CLOSE)
     expected = [generate(model, [row], max_new_tokens=9, compress=compress)[0] for row in rows]
     assert generate(model, rows, max_new_tokens=9, compress=compress) == expected
 
@@ -179,7 +175,7 @@ def test_settings_out_of_range(settings, message):
 
 def test_a_plain_model_has_no_second_map():
     model = small_model("transformer-debug")
-    with pytest.raises(ValueError, match="diff reads the two maps .* choose"):
+    with pytest.raises(ValueError, match=r"diff reads the two maps .* choose"):
         generate(model, [[1, 2, 3]], max_new_tokens=2, compress=Compress("diff"))
 
 

@@ -30,36 +30,6 @@ def test_cached_equals_whole(variant, pattern, backend):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, **CLOSE)
 
 
-@pytest.mark.parametrize("variant", CACHEABLE)
-def test_cropped_and_reset(variant):
-    """What was cropped leaves no trace, and a cache may be used again."""
-    layer, x = _layer(variant), torch.randn(2, 20, 32)
-    cache = KVCache([layer], 2, 20)
-    layer(torch.cat([x[:, :8], torch.randn(2, 9, 32)], 1), is_causal=True, cache=cache.layers[0])
-    cache.crop(8)
-    rest = layer(x[:, 8:], is_causal=True, cache=cache.layers[0])
-    torch.testing.assert_close(rest, layer(x, is_causal=True)[:, 8:], **CLOSE)
-    cache.reset()
-    assert cache.length == 0
-    torch.testing.assert_close(layer(x, is_causal=True, cache=cache.layers[0]), layer(x, is_causal=True), **CLOSE)
-
-
-@pytest.mark.parametrize("variant", CACHEABLE)
-def test_indexed_equals_whole(variant):
-    """Written at a tensor's place and read whole under a mask, as compiled steps do; beyond it anything finite."""
-    layer, x = _layer(variant), torch.randn(2, 20, 32)
-    cache = LayerCache(layer, 2, 24)
-    cache.keys.fill_(7.0)
-    cache.values.fill_(-7.0)
-    layer(x[:, :15], is_causal=True, cache=cache)
-    parts = []
-    for place in range(15, 20):
-        index = torch.tensor([place])
-        mask = (torch.arange(24) <= index)[None, None, None]
-        parts.append(layer(x[:, place : place + 1], mask, cache=cache.at(index)))
-    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x, is_causal=True)[:, 15:], **CLOSE)
-
-
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_given_rotation(variant):
     """Angles given once for all layers, with positions of each row's own (left padding)."""
@@ -102,8 +72,6 @@ def test_bad_input_is_named():
     assert cache.length == 8
     with pytest.raises(ValueError, match=r"a batch of 2 in torch.float32, got"):
         layer(torch.randn(1, 1, 32), is_causal=True, cache=cache)
-    with pytest.raises(ValueError, match="cannot crop a cache of 8 tokens"):
-        cache.crop(9)
     with pytest.raises(ValueError, match="at least 1, got 0 and 5"):
         KVCache([layer], 0, 5)
 
@@ -126,11 +94,5 @@ def test_kept_tokens_are_gathered_and_the_next_position_is_unchanged(variant):
     mask = mask.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
     expected = layer(x[:, 16:], mask, is_causal=True, cache=whole)
     torch.testing.assert_close(layer(x[:, 16:], is_causal=True, cache=cache), expected, **CLOSE)
-    cache.crop(6)
-    assert (cache.length, cache.position) == (6, 17)
-    with pytest.raises(ValueError, match="cannot crop a pruned cache to 4"):
-        cache.crop(4)
     with pytest.raises(ValueError, match="a capacity of 3 is below the 5"):
         cache.keep(index, 3)
-    cache.crop(0)
-    assert (cache.length, cache.position) == (0, 0)
