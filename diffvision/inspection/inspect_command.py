@@ -26,7 +26,7 @@ def inspect(
         model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
             timm's, ours or with differential attention of timm's (`diffvision.open_model` has the whole grammar);
             LABEL= before it names it on the page.
-        output: the folder to write: new, empty, or one of an earlier inspection, which is replaced.
+        output: the folder to write; it must not exist yet.
         checkpoint: for a name without a second model: a file of weights or a tag of pretrained ones.
         image: files (one, or a list in brackets); by default drawn digits.
         text: captions of an image-text model, shown on every image, or texts of a language model (one, or a list in
@@ -53,12 +53,12 @@ def inspect(
         open_models,
         pictures_and_passages,
     )
-    from diffvision.inspection.output_folder import check_output
+    from diffvision.models.weight_files import check_free
     from diffvision.opening.vlm import is_vlm, open_vlm
 
     texts, images = as_list(text), as_list(image)
     answers, masks = as_list(answer), as_list(mask)
-    check_output(Path(output))
+    check_free(Path(output))
     check_counts(images, texts)
     if masks and not images:
         raise ValueError("masks are given without images: give --image")

@@ -14,12 +14,13 @@ from typing import Any
 from diffvision.analysis.capture import check_attention
 from diffvision.analysis.html_page import html_page
 from diffvision.analysis.maps import image_trunk
+from diffvision.evaluation.output_files import write_bytes, write_json
 from diffvision.inspection import inputs
 from diffvision.inspection.answer_attention import look
 from diffvision.inspection.inspection_page import draw, draw_answer
 from diffvision.inspection.mean_numbers import as_json
 from diffvision.inspection.measurements import Measurement, measure_image, measure_text
-from diffvision.inspection.output_folder import check_output, write
+from diffvision.models.weight_files import check_free, written_whole
 from diffvision.opening import Model, labelled, open_model
 from diffvision.opening.model import KINDS
 from diffvision.progress import bar
@@ -42,10 +43,10 @@ def inspect_models(
         output: as `inspect`.
 
     Raises:
-        ValueError: models without attention that can be captured; a folder with something else in it.
+        ValueError: models without attention that can be captured; a folder that exists.
     """
     folder = Path(output)
-    check_output(folder)
+    check_free(folder)
     for model in models:
         check_model(model)
     transformed = {one.name: {picture.name: inputs.transform_picture(picture, one.transform) for picture in pictures
@@ -55,7 +56,7 @@ def inspect_models(
     sections, files = draw(measurements, transformed, by_title)
     title = " and ".join(one.name for one in models)
     page = html_page(f"Inside of {title}", _lead(models), sections, "Written by `diffvision inspect`.")
-    write(folder, {**files, "index.html": page.encode()}, as_json(measurements))
+    _write(folder, files, page, as_json(measurements))
     print(f"{folder / 'index.html'}: {title}; {len(files)} pictures and statistics.json next to it")
 
 
@@ -76,7 +77,7 @@ def inspect_answers(
     page = html_page(f"Answers of {vlm.name}", lead, sections, "Written by `diffvision inspect`.")
     numbers = [{"tower": "answer", "input": one.question, "words": one.words,
                 "maps": {kind: maps.tolist() for kind, maps in one.maps.items()}} for one in answers]  # fmt: skip
-    write(Path(output), {**files, "index.html": page.encode()}, {vlm.name: as_json(measured)[vlm.name] + numbers})
+    _write(Path(output), files, page, {vlm.name: as_json(measured)[vlm.name] + numbers})
     print(f"{Path(output) / 'index.html'}: {' | '.join(' '.join(one.words) for one in answers)}")
 
 
@@ -220,3 +221,11 @@ def _lead(models: Sequence[Model]) -> str:
         for one in models
     ]
     return "; ".join(kinds) + "."
+
+
+def _write(folder: Path, files: Mapping[str, bytes], page: str, models: Mapping[str, Any]) -> None:
+    """Write the page, its pictures and statistics.json, all or none."""
+    with written_whole(folder) as made:
+        for name, content in {**files, "index.html": page.encode()}.items():
+            write_bytes(made / name, content)
+        write_json(made / "statistics.json", {"files": sorted([*files, "index.html"]), "models": models})
