@@ -105,7 +105,7 @@ def test_open_clip_local_directory(tmp_path, trained):
 def test_training_run_with_its_preprocessing(tmp_path, trained):
     path = tmp_path / "last.ckpt"
     kept = {"mean": [0.485, 0.456, 0.406], "std": [0.2, 0.2, 0.2], "size": (32, 32), "interpolation": "bilinear"}
-    built = architecture(trained, open_clip.get_model_config(NAME))
+    built = architecture(trained)
     about = {"model": NAME, "preprocess": kept, "architecture": built}
     torch.save(lightning_checkpoint(trained, about), path)
     loaded = open_model(NAME, path)
@@ -254,7 +254,7 @@ def house(tmp_path_factory, trained):
     """A folder with a model of each kind in it."""
     folder = tmp_path_factory.mktemp("house")
     config = open_clip.get_model_config(NAME)
-    about = {"model": NAME, "preprocess": {"mean": [0.1, 0.2, 0.3]}, "architecture": architecture(trained, config)}
+    about = {"model": NAME, "preprocess": {"mean": [0.1, 0.2, 0.3]}, "architecture": architecture(trained)}
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "config.yaml").write_text("seed_everything: 0")
     torch.save(lightning_checkpoint(trained, about), folder / "run" / "checkpoints" / "last.ckpt")

@@ -43,7 +43,6 @@ def write_interpolated(pretrained: str, finetuned: str, destination: str, alpha:
 
 def _described(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a model computes beyond its weights: its architecture, and how its images are normalised."""
-    config = model.config if model.host == "open_clip" else None
     images = {name: model.preprocess.get(name) for name in PREPROCESS}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in images.items()}
-    return architecture(model.module, config), {"config": {"preprocess": plain}}
+    return architecture(model.module), {"config": {"preprocess": plain}}

@@ -115,7 +115,7 @@ def _save_open_clip(
     _write_json(folder / OPEN_CLIP[0], values)
     if config.get("text_cfg", {}).get("hf_tokenizer_name"):
         tokenizer.save_pretrained(str(folder))
-    _write_weights(model, folder / OPEN_CLIP[1], config)
+    _write_weights(model, folder / OPEN_CLIP[1])
 
 
 def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
@@ -151,8 +151,8 @@ def _write_json(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
-def _write_weights(model: nn.Module, file: Path, model_cfg: Mapping[str, Any] | None = None) -> None:
+def _write_weights(model: nn.Module, file: Path) -> None:
     # Tied weights share storage, which safetensors refuses: each is written by itself.
     state = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
-    save_file(state, file, metadata=metadata(model, model_cfg))
+    save_file(state, file, metadata=metadata(model))
     shutil.copymode(file.parent / (OPEN_CLIP if file.name == OPEN_CLIP[1] else TIMM)[0], file)  # it makes them private

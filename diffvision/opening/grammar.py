@@ -219,7 +219,7 @@ def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str,
     with _whole_folder(folder, checkpoint):
         model = opened(name, checkpoint, preprocess)
     if checkpoint is None and (about := recorded(name)):
-        check(about, model.module, name, model.config if host == "open_clip" else None)
+        check(about, model.module, name)
     return model
 
 

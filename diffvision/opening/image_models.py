@@ -72,7 +72,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     if state is not None:
         _load_state(module, state, path)
     if weights is not None:
-        check(weights.about, module, f"checkpoint {path}", config)
+        check(weights.about, module, f"checkpoint {path}")
     return Model(
         name=Path(name.removeprefix(FOLDER)).name if name.startswith(FOLDER) else name,
         host="open_clip",

@@ -127,7 +127,7 @@ class ContrastiveModule(TrainingModule):
                 **start,
             )
         if model.startswith(FOLDER):  # the folder's weights, whatever `pretrained` is
-            check(recorded(model), self.model, model, self.model_cfg)
+            check(recorded(model), self.model, model)
         elif pretrained is not None:
             check_start(pretrained, self.model)
         if ":" in model:
@@ -320,12 +320,12 @@ class ContrastiveModule(TrainingModule):
         trained = checkpoint.get("diffvision", {}).get("model", self.name)
         if trained != self.name:
             raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")
-        check(checkpoint.get("diffvision", {}), self.model, "the checkpoint", self.model_cfg)
+        check(checkpoint.get("diffvision", {}), self.model, "the checkpoint")
 
     def describe(self) -> dict[str, Any]:
         """Return the model's name, preprocessing and architecture."""
         preprocess = plain(self.model.visual.preprocess_cfg)
-        return {"model": self.name, "preprocess": preprocess, KEY: architecture(self.model, self.model_cfg)}
+        return {"model": self.name, "preprocess": preprocess, KEY: architecture(self.model)}
 
     def arguments_without_weights(self) -> dict[str, Any]:
         """Return `pretrained: None`."""

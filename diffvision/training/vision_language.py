@@ -143,8 +143,7 @@ class VisionLanguageModule(NextTokenModule):
         from diffvision.models.vision_language import check_record, record
 
         loaded, about = _open(source)
-        layers = {"layers": architecture(loaded)["layers"]}
-        check_record({"config": record(loaded), KEY: layers}, self.model, source)
+        check_record({"config": record(loaded), KEY: architecture(loaded)}, self.model, source)
         self._check_tokenizer(about, source)
         self.model.load_state_dict(loaded.state_dict())
 
@@ -272,7 +271,7 @@ class VisionLanguageModule(NextTokenModule):
 
         about: dict[str, Any] = {"model": self.name, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint}
         about |= {"config": record(self.model), "lora": asdict(self.lora) if self.lora else None}
-        return about | {KEY: {"layers": architecture(self.model)["layers"]}}
+        return about | {KEY: architecture(self.model)}
 
     def arguments_without_weights(self) -> dict[str, Any]:
         """Return the model's configuration in place of the arguments that it was built from."""

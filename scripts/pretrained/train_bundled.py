@@ -175,7 +175,7 @@ def bundle(pair: Pair, model: str, work: Path) -> None:
         language.save(module.to(torch.float32), target, work / "stdlib" / "tokenizer.json", origin=origin(pair, model))
         return
     state = {name: tensor.detach().clone().contiguous() for name, tensor in opened.module.state_dict().items()}
-    about = metadata(opened.module, opened.config if opened.host == "open_clip" else None)
+    about = metadata(opened.module)
     save_file(state, f"{target}.safetensors", metadata=about)
 
 

@@ -88,7 +88,7 @@ def test_names_and_templates_of_one_s_own(data, opened, tmp_path, capsys):
 
 def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warned_of(data, opened, tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
-    about = {"model": "CLIP-debug", "architecture": architecture(opened.module, opened.config)}
+    about = {"model": "CLIP-debug", "architecture": architecture(opened.module)}
     state = {f"model.{key}": value for key, value in opened.module.state_dict().items()}
     content = {"pytorch-lightning_version": "2.6", "state_dict": state, "diffvision": about}
     torch.save(content, tmp_path / "checkpoints" / "last.ckpt")

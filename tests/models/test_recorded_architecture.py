@@ -68,7 +68,7 @@ def test_a_clip_of_the_same_name_and_another_lambda_is_refused(tmp_path, other_c
     open_model(CLIP, path)
     open_for_export(path)
     other_clip()
-    told = r"text_cfg\.block_type 'diffvision:v1:lambda_init=0\.8' there and 'diffvision:v1:lambda_init=0\.2' here"
+    told = r"transformer\.resblocks\.0\.attn\.lambda_init 0\.8 there and 0\.2 here"
     for call in (
         lambda: open_model(CLIP, path),
         lambda: open_for_export(path),
@@ -99,7 +99,7 @@ def test_arguments_of_the_run_build_its_model_again(tmp_path):
     assert open_model(VIT, path).module.blocks[1].attn.lambda_init == 0.5
     same = ClassificationModule(VIT, num_classes=3, model_args={"lambda_init": 0.5})  # dropout is no architecture
     check_resumable(str(path), same, world_size=1, ranks="same")
-    told = r"cannot resume from .*x\.ckpt: .* lambda_init 0\.5 there and None here, .* 0\.5 there and 0\.2"
+    told = r"cannot resume from .*x\.ckpt: .*blocks\.0\.attn\.lambda_init 0\.5 there and 0\.2"
     with pytest.raises(ValueError, match=told):
         check_resumable(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same")
 
@@ -111,25 +111,15 @@ def test_settings_of_plain_models_that_no_weight_shows(args, tmp_path):
     given = {"depth": 1, "num_heads": 6, "embed_dim": 48}
     path = checkpoint(ClassificationModule(name, num_classes=3, model_args=given), tmp_path / "x.ckpt")
     other = ClassificationModule(name, num_classes=3, model_args=given | args)
-    with pytest.raises(ValueError, match=f"cannot resume from .*{next(iter(args))}|keys of"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*(num_heads|class|eps|keys differ)"):
         check_resumable(str(path), other, world_size=1, ranks="same")
 
 
-def test_older_files_load_with_a_note(tmp_path):
-    told = "does not record its architecture, as files of older versions: settings that are in no weight"
-    path = without_architecture(checkpoint(ContrastiveModule(CLIP), tmp_path / "x.ckpt"))
-    with pytest.warns(UserWarning, match=told) as noted:
-        open_model(CLIP, path)
-    assert len(noted) == 1
-    with pytest.warns(UserWarning, match=told):
-        check_resumable(str(path), ContrastiveModule(CLIP), world_size=1, ranks="same")
-    path = without_architecture(checkpoint(ClassificationModule(VIT, num_classes=3), tmp_path / "y.ckpt"))
-    with pytest.warns(UserWarning, match=told):
-        open_model(VIT, path)
-    # a language checkpoint of any version has its configuration, which is compared as before
-    path = without_architecture(checkpoint(LanguageModule(TEXT), tmp_path / "z.ckpt"))
-    language.load(path)
-    check_resumable(str(path), LanguageModule(TEXT), world_size=1, ranks="same")
+def test_files_without_a_record_load(tmp_path):
+    for module in (ContrastiveModule(CLIP), ClassificationModule(VIT, num_classes=3), LanguageModule(TEXT)):
+        path = without_architecture(checkpoint(module, tmp_path / "x.ckpt"))
+        open_model(path)
+        check_resumable(str(path), module, world_size=1, ranks="same")
 
 
 def edit(file, change):
@@ -145,13 +135,13 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
     open_model(f"local-dir:{folder}")
     edit(folder / "open_clip_config.json", lambda c: c["model_cfg"]["text_cfg"].update(pool_type="first"))
     for call in (open_model, ContrastiveModule):
-        with pytest.raises(ValueError, match="pool_type 'argmax' there"):
+        with pytest.raises(ValueError, match="text_pool_type 'argmax' there"):
             call(f"local-dir:{folder}")
     edit(
         folder / "open_clip_config.json",
         lambda c: c["model_cfg"]["text_cfg"].update(pool_type="argmax", block_type="diffvision:v1:lambda_init=0.2"),
     )
-    told = r"block_type .*lambda_init=0\.8' there|lambda_init 0\.8 there and 0\.2 here"
+    told = r"lambda_init 0\.8 there and 0\.2 here"
     for call in (open_model, ContrastiveModule, lambda name: open_for_export(name.removeprefix("local-dir:"))):
         with pytest.raises(ValueError, match=told):
             call(f"local-dir:{folder}")
@@ -172,7 +162,7 @@ def test_a_timm_folder_whose_configuration_was_changed(tmp_path):
 def test_the_file_of_a_folder_given_as_weights_of_a_name(tmp_path):
     model = timm.create_model(VIT, num_classes=3, lambda_init=0.5)
     save_folder(model, tmp_path / "vit", config={"lambda_init": 0.5})
-    with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and None"):
+    with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and 0\.2"):
         open_model(VIT, tmp_path / "vit" / "model.safetensors")
     with pytest.raises(ValueError, match=r"lambda_init 0\.5 there and 0\.2"):
         ClassificationModule(
@@ -185,7 +175,7 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
     language.save(model, tmp_path / "text")
     language.load(tmp_path / "text")
     edit(tmp_path / "text" / "config.json", lambda c: c.update(lambda_init=0.3, rotary_theta=500.0, max_length=64))
-    told = r"lambda_init 'depth' there and 0\.3 here, .*rotary_theta 10000\.0 there and 500\.0 here"
+    told = r"lambda_init 0\.2\d* there and 0\.3 here, .*rotary 10000\.0 there and 500\.0 here"
     for call in (
         language.load,
         open_for_export,
@@ -198,7 +188,7 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
     content = torch.load(path, weights_only=True)
     content["hyper_parameters"]["config"]["lambda_init"] = 0.3
     torch.save(content, path)
-    with pytest.raises(ValueError, match=r"lambda_init 'depth' there and 0\.3"):
+    with pytest.raises(ValueError, match=r"lambda_init 0\.2\d* there and 0\.3"):
         language.load(path)
 
 
@@ -226,12 +216,11 @@ def test_the_schedule_of_lambda_is_state(tmp_path):
 
 
 def test_what_files_and_machines_make_of_values_is_no_difference(tmp_path):
-    model = timm.create_model(VIT, img_size=(32, 32), norm_layer=torch.nn.LayerNorm)
-    built = architecture(model)
-    again = json.loads(json.dumps(built))  # tuples are lists
+    built = architecture(timm.create_model(VIT))
+    again = json.loads(json.dumps(built))
     again["layers"]["blocks.1.attn"]["lambda_init"] *= 1 + 1e-12
     assert difference(again, built) == difference(built, again) == ""
-    assert difference({"layers": {}, "config": {"new_field": 1}}, built) == ""  # of another version of a host
+    assert difference({"layers": {}, "config": {"a_field": 1}}, built) == ""  # of an earlier version
     assert "lambda_init" in difference(again, architecture(timm.create_model(VIT, lambda_init=0.3)))
     text = language.create(TEXT)
     longer = replace(text.config, max_length=8192)  # it costs nothing, and changes nothing
@@ -243,7 +232,7 @@ def test_what_was_recorded_is_plain_and_small(tmp_path):
     about = torch.load(path, weights_only=True)["diffvision"][KEY]
     assert json.loads(json.dumps(about)) == about
     assert about["layers"]["transformer.resblocks.1.attn"]["lambda_init"] == 0.8
-    assert about["config"]["text_cfg"]["no_causal_mask"] is False  # every field, for defaults change
+    assert about["layers"]["transformer.resblocks.1.mlp.gelu"]["class"] == "QuickGELU"
     save_folder(timm.create_model(VIT), tmp_path / "vit", config={})
     file = tmp_path / "vit" / "model.safetensors"
     assert recorded(file)[KEY]["layers"]["blocks.0.attn"]["variant"] == "v1"

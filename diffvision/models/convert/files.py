@@ -63,7 +63,7 @@ def _to_openclip(source: Weights, target: Path, options: Options) -> None:
     target.mkdir()
     values = {"model_cfg": config, "preprocess_cfg": DIFFCLIP_PREPROCESS}
     (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    _save(state, target / WEIGHTS, metadata(model, config))
+    _save(state, target / WEIGHTS, metadata(model))
 
 
 def _check_diffclip(

@@ -136,11 +136,19 @@ def test_quantised_logits_by_hand():
 
 @torch.no_grad()
 def test_fewer_bits_change_the_model_more(tiny):
+    def rounded(bits):
+        def see(call):
+            scores = call.scores()
+            return scores._replace(logits=quantised(scores.logits, scores.allowed, bits))
+
+        with captured(tiny, see):
+            return tiny(ROWS), tiny(ROWS[:1])
+
     whole = tiny(ROWS)
-    change = {}
-    for bits in (8, 6, 4):
-        with low_bit_attention(tiny, f"logits_{bits}"):
-            change[bits] = (tiny(ROWS) - whole).abs().max().item()
-    assert change[8] < change[6] < change[4]
-    with low_bit_attention(tiny, "logits_4"):  # other rows of the batch do not change a row's scale
-        torch.testing.assert_close(tiny(ROWS)[:1], tiny(ROWS[:1]), atol=1e-4, rtol=1e-4)
+    change = {bits: (rounded(bits)[0] - whole).abs().max().item() for bits in (24, 16, 8, 4)}
+    assert change[16] < 0.003 * whole.abs().max()
+    assert change[24] <= change[16] < change[8] < change[4]
+    all_rows, one = rounded(4)  # other rows of the batch do not change a row's scale
+    torch.testing.assert_close(all_rows[:1], one, atol=1e-4, rtol=1e-4)
+    with low_bit_attention(tiny, "logits_4"):
+        assert torch.equal(tiny(ROWS), all_rows)
