@@ -128,6 +128,7 @@ class _Slot:
     name: str
     depth: int
     block: str  # the block's name in the model
+    causal: bool = False  # whether an OpenCLIP tower passes the causal mask
 
     @property
     def attention(self) -> nn.Module:
@@ -138,7 +139,7 @@ class _Slot:
         block = self.attention
         if isinstance(block, ResidualAttentionBlock):
             layer.train(block.training)
-            setattr(self.parent, self.name, TextBlock(block, layer, causal=False))  # its tower passes the mask
+            setattr(self.parent, self.name, TextBlock(block, layer, self.causal))
         else:
             setattr(self.parent, self.name, layer.train(block.training))
 
@@ -147,9 +148,11 @@ def _attention_slots(model: nn.Module) -> Iterator[_Slot]:
     """Yield every place of a model where plain attention can be replaced."""
     for name, tower in model.named_modules():
         if isinstance(tower, nn.Sequential | nn.ModuleList) and name.rpartition(".")[2] in ("blocks", "resblocks"):
+            owner = model.get_submodule(".".join(name.split(".")[:-2]))  # of OpenCLIP's transformer
+            causal = getattr(owner, "attn_mask", None) is not None and getattr(owner, "cls_emb", None) is None
             for depth, block in enumerate(tower):
                 if type(block) is ResidualAttentionBlock:
-                    yield _Slot(tower, str(depth), depth, f"{name}.{depth}")
+                    yield _Slot(tower, str(depth), depth, f"{name}.{depth}", causal)
                 elif type(attn := getattr(block, "attn", None)) is TimmAttention or is_standard(attn):
                     yield _Slot(block, "attn", depth, f"{name}.{depth}")
 

@@ -57,7 +57,7 @@ def test_unequal_models_and_other_bad_input_are_refused(tmp_path, capsys):
     nano = "DiffCLIP-nano.digits"
     model = open_model(nano)
     model.config["text_cfg"]["block_type"] = "diffvision:v1:lambda_init=0.3"  # its weights have the same shapes
-    text = open_clip.model._build_text_tower(64, model.config["text_cfg"])
+    text = open_clip.model._build_text_tower(64, model.config["text_cfg"], model.config["quick_gelu"])
     model.module.transformer = text.transformer
     save_folder(model.module, tmp_path / "lambda", config=model.config, preprocess=model.preprocess)
     with pytest.raises(ValueError, match=r"lambda_init 0.2 there and 0.3 here"):
