@@ -42,14 +42,8 @@ def length(work):
     return {"tokens": float(sum(map(len, work.documents)))}
 
 
-def draw(results):
-    from matplotlib.figure import Figure
-
-    return Figure()
-
-
 COUNT = Evaluation(count, "zero_shot", "image_count", opt_in=True)
-LENGTH = LanguageEvaluation(length, "documents", draw=draw)
+LENGTH = LanguageEvaluation(length, "documents")
 '''
 ENTRY_POINTS = """
 [diffvision]

@@ -95,8 +95,7 @@ def group_seeds(entries: Sequence[Entry]) -> list[Group]:
             continue
         twin = next((group for group in groups if entry.given_label in (group.label,)), None)
         if twin is not None:
-            reason = _difference(twin.entries[0], entry)
-            raise ValueError(f"two models have the label {twin.label!r}, and are not seeds of one run ({reason})")
+            raise ValueError(f"two models have the label {twin.label!r}, and are not seeds of one run")
         groups.append(Group(entry.label, [entry]))
     _make_unique(groups)
     return groups
@@ -139,17 +138,6 @@ def model_settings(config: dict[str, Any]) -> dict[str, Any]:
         for name, value in flat.items()
         if not name.startswith(incidental) and not name.endswith(".dirpath")  # of checkpoints
     }
-
-
-def _difference(first: Entry, second: Entry) -> str:
-    """Name up to three settings in which two runs differ."""
-    if not first.config or not second.config:
-        return "they are not two runs of `diffvision fit`"
-    a, b = model_settings(first.config), model_settings(second.config)
-    names = sorted(
-        (name for name in {**a, **b} if a.get(name) != b.get(name)), key=lambda name: name.split(".")[0] != "model"
-    )
-    return f"they differ in {', '.join(names[:3])}" if names else "their seeds are the same"
 
 
 def _make_unique(groups: list[Group]) -> None:

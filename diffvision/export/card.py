@@ -1,4 +1,4 @@
-"""The model card of a folder: README.md and pictures, written from the model and, if there is one, its training run.
+"""The model card of a folder: README.md, written from the model and, if there is one, its training run.
 
 Its text is in `templates/README.md`, the metadata above it are huggingface_hub's `ModelCardData`.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import resources
 from importlib.metadata import version
@@ -20,7 +20,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from diffvision import __version__
 from diffvision.analysis.curves import Curve, read_metrics
-from diffvision.analysis.figures import lambda_curves, png, run_curves
 from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.export.describe import PLAIN, attention_layers, describe, text, variants
 from diffvision.models import language
@@ -51,7 +50,7 @@ _PAPERS = {
 
 
 def write_card(folder: Path, model: Model, license: str | None = None) -> None:
-    """Write README.md, and loss.png and lambda.png where a run has the curves, into a model's folder.
+    """Write README.md into a model's folder.
 
     Args:
         license: of the weights, by its identifier on the Hub; the card has no license if it is None.
@@ -59,13 +58,10 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
     curves: Mapping[str, Curve] = {}
     with suppress(OSError, ValueError, TypeError, LookupError):  # no run, no metrics file, or one of another program
         curves = {} if model.run is None else read_metrics(model.run)
-    pictures = draw(curves)
-    for name, content in pictures.items():
-        (folder / name).write_bytes(content)
     if model.host == "language" and not (folder / "tokenizer.json").is_file():
         model = dataclasses.replace(model, tokenizer=None)
     results = last_results(curves, step_of(Path(model.weights or "")) or None)
-    ModelCard(model_card(model, *results, license=license, pictures=list(pictures))).save(folder / "README.md")
+    ModelCard(model_card(model, *results, license=license)).save(folder / "README.md")
 
 
 def model_card(
@@ -74,7 +70,6 @@ def model_card(
     step: int | None = None,
     *,
     license: str | None = None,
-    pictures: Sequence[str] = (),
 ) -> str:
     """Return the text of README.md; sections without known content are left out.
 
@@ -82,7 +77,6 @@ def model_card(
         metrics: of the last validation.
         step: optimizer steps before it.
         license: as in `write_card`.
-        pictures: names of `draw`'s files that are next to it.
     """
     towers = attention_layers(model.module)
     kinds = variants(towers)
@@ -102,7 +96,6 @@ def model_card(
         loads_by_code=isinstance(model.module, LanguageModel) and model.module.config.variant == "v2",
         metrics=metrics,
         step=step,
-        pictures=pictures,
         versions=[f"diffvision {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES[model.host])],
         sources=bibtex(kinds, model.name, model.host),
     )
@@ -125,17 +118,6 @@ def last_results(curves: Mapping[str, Curve], step: int | None) -> tuple[dict[st
     last = max((at for at, _ in last_points.values()), default=None)
     metrics = {name: value for name, (at, value) in last_points.items() if at == last}
     return metrics, None if last is None else int(last) + 1
-
-
-def draw(curves: Mapping[str, Curve]) -> dict[str, bytes]:
-    """Return pictures of a run as PNG: loss.png and lambda.png, each if its curves have two points or more."""
-    curves = {name: curve for name, curve in curves.items() if len(curve.steps) > 1}
-    lambdas = {name.partition("/")[2]: curve for name, curve in curves.items() if name.startswith("lambda/")}
-    shown = ("val/loss", "/acc1", "retrieval_recall@1")
-    measured = [name for name in curves if name.endswith(shown) and len(curves[name].steps) > 2]
-    panels = {name: {"": [curves[name]]} for name in ["train/loss", *measured[:2]] if name in curves}
-    pictures = {"loss.png": png(run_curves(panels))} if panels else {}
-    return pictures | ({"lambda.png": png(lambda_curves(lambdas))} if lambdas else {})
 
 
 def bibtex(kinds: Iterable[str], name: str, host: str) -> str:

@@ -29,9 +29,9 @@ def text(value: Any) -> str:
 
 
 def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
-    """Return a sentence and a table in Markdown: parameters, inputs, and the attention of each tower."""
+    """Return a sentence and a table in Markdown: parameters, and the attention of each tower."""
     attention = " with differential attention" if variants(towers) - PLAIN else ""
-    rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}", **_sizes(model)}
+    rows = {"parameters": f"{sum(p.numel() for p in model.module.parameters()):,}"}
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)
     table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items())
@@ -53,26 +53,6 @@ def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:
 def variants(towers: Mapping[str, list[AttentionLayer]]) -> set[str]:
     """Return the variants, keys of `diffvision.nn.ATTENTION` or "vca", that layers of these towers are of."""
     return {layer.variant for layers in towers.values() for layer in layers}
-
-
-def _sizes(model: Model) -> dict[str, str]:
-    """Return the sizes of what a model reads and gives, for its card."""
-    config, preprocess = model.config, model.preprocess
-    if model.host == "language":
-        return {"vocabulary": f"{config['vocab_size']:,}", "longest text": f"{config['max_length']:,} tokens"}
-    size = preprocess.get("input_size", (3, *_pair(preprocess.get("size", ()))))
-    normalised = f"mean {list(preprocess['mean'])}, std {list(preprocess['std'])}"
-    rows = {"image": f"{' x '.join(map(str, size[1:]))} pixels, {normalised}"}
-    if model.host == "timm":
-        rows["classes"] = str(config["num_classes"])
-    else:
-        rows["text"] = f"{config['text_cfg'].get('context_length', 77)} tokens"
-        rows["embedding"] = f"{config['embed_dim']} numbers"
-    return rows
-
-
-def _pair(size: Any) -> tuple[int, ...]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _shape(layer: AttentionLayer) -> tuple[str, int, int, int]:

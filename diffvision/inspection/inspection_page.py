@@ -26,7 +26,6 @@ from diffvision.inspection.mean_numbers import (
     TOWERS,
     LayerNumbers,
     Measurements,
-    describe_sinks,
     mean_numbers,
     norm_panels,
     number_panels,
@@ -124,13 +123,13 @@ def _curves(files: Files, tower: str, numbers: LayerNumbers, count: int) -> html
 
 
 def _sinks(files: Files, tower: str, numbers: LayerNumbers) -> html.Section:
-    """Return the section on sinks: a sentence a model, what sinks do, and where the attention goes."""
+    """Return the section on sinks: what sinks do, and where the attention goes."""
     text = (
         "A head has a sink if one token receives 30% or more of its attention, mean over the queries. The sink is NOP "
         "if its value is below half of the median, so that the head adds little; it is broadcast if more than half of "
         "the head's output is the same for all queries. It may be both, or neither. A sink is no fault by itself."
     )
-    parts: list[html.Part] = [html.Text(text), *map(html.Text, describe_sinks(numbers))]
+    parts: list[html.Part] = [html.Text(text)]
     captions = (
         "What the sinks of each layer do, and the outliers of the block's input: lines are means over heads.",
         "Where the attention of each layer goes, as a share of all queries' attention.",

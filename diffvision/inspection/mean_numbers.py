@@ -92,22 +92,6 @@ def _panels(numbers: LayerNumbers, names: Sequence[str]) -> list[LayerPanel]:
     return [LayerPanel(NAMES[number][0], numbers[number]) for number in names if number in numbers]
 
 
-def describe_sinks(numbers: LayerNumbers) -> list[str]:
-    """Return a sentence for each model: how many of its heads have a sink, and of which kind."""
-    sentences = []
-    for model, kinds in numbers["heads_sink"].items():
-        sink, nop, broadcast = (_mean(numbers[f"heads_{kind}"][model][""]) for kind in ("sink", "nop", "broadcast"))
-        heads = sum(len(layer) for layer in kinds[""])
-        if not sink:
-            sentences.append(f"{model}: none of {heads} heads has a sink.")
-            continue
-        sentences.append(
-            f"{model}: {sink:.0%} of {heads} heads have a sink; {nop / sink:.0%} of these are NOP and "
-            f"{broadcast / sink:.0%} broadcast."
-        )
-    return sentences
-
-
 def norm_panels(numbers: LayerNumbers) -> list[LayerPanel]:
     """Return the panels of head outputs before and after the norm and its factor; empty without captured values."""
     if "rms_before" not in numbers:

@@ -78,8 +78,8 @@ def test_what_is_refused_before_anything_is_opened(tmp_path):
         ([], "^no models to compare"),
         ([a, b, a], "a is given twice"),
         ([a, os.path.relpath(f"{a}/checkpoints/last.ckpt")], "last.ckpt is given twice"),
-        ([f"X={a}", f"X={b}"], r"two models have the label 'X', .* \(they differ in model.init_args.optimizer.lr\)"),
-        (["X=CLIP-debug", f"X={a}"], "label 'X', .* not two runs"),
+        ([f"X={a}", f"X={b}"], "two models have the label .X., and are not seeds of one run"),
+        (["X=CLIP-debug", f"X={a}"], "label .X., and are not seeds"),
     ):
         with pytest.raises(ValueError, match=message):
             group_seeds(read_entries(models))

@@ -1,4 +1,4 @@
-"""Figures of training runs, lambda, attention and language evaluations; each function returns a matplotlib Figure.
+"""Figures of training runs, lambda and attention; each function returns a matplotlib Figure.
 
 A notebook shows it as a picture; `figure.savefig("curves.png")` writes a file (.png, .pdf, .svg), and `png(figure)`
 returns a PNG file's bytes. A model has one colour in all figures, see `colours_of`. Reading and computing of the data

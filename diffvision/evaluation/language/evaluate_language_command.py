@@ -22,19 +22,18 @@ def run(
     device: str = "auto",
     options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
 ) -> dict[str, dict[str, float]]:
-    """Evaluate language models, print a table, and write a JSON and a picture for each task.
+    """Evaluate language models, print a table, and write a JSON for each task.
 
     Args:
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
-            (one after the other, or separated by commas), each with LABEL= before it if wanted; several are shown in
-            one picture.
+            (one after the other, or separated by commas), each with LABEL= before it if wanted.
         tasks: perplexity, position_nll, needle, associative_recall, recall_errors, math, attention_mass, many_shot,
             outliers, low_bit, cache_pruning, and tasks of plugins (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token files of the model's tokenizer. For math, JSON lines {"question", "answer"}, such as GSM8K's or those
             of `data make arithmetic`. For a plugin's task, what it reads.
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
-        output: folder for TASK.json and TASK.png (of needle and position_nll), and for what tasks write.
+        output: folder for TASK.json, and for what tasks write.
         tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
         demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
         queries: what many_shot asks, in the same form.
@@ -104,7 +103,4 @@ def run(
                 if output is not None:
                     suite.write_numbers(name, results, options, output)
     show(results, notes)
-    if output is not None:
-        for name in names:
-            suite.write_picture(name, results, output)
     return results

@@ -8,13 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffvision.analysis.figures import language_results as figures
-from diffvision.analysis.figures import png
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.read_documents import read_documents, tokenised
+from diffvision.evaluation.language.table import Results
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work, reading_of
-from diffvision.evaluation.output_files import bar, write_bytes, write_json
+from diffvision.evaluation.output_files import bar, write_json
 from diffvision.evaluation.per_sample import PerSample
 from diffvision.opening import Model
 
@@ -63,7 +62,7 @@ def check(tasks: Sequence[str], *, has_data: bool) -> None:
         raise ValueError(f"{one} reads {wanted[0]} and {other} {wanted[1]}: evaluate them in two commands")
 
 
-def write_numbers(task: str, results: figures.Results, options: LanguageOptions, output: str | Path) -> None:
+def write_numbers(task: str, results: Results, options: LanguageOptions, output: str | Path) -> None:
     """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and options."""
     metrics = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
@@ -71,12 +70,6 @@ def write_numbers(task: str, results: figures.Results, options: LanguageOptions,
     }
     content = {"task": task, "models": metrics, "options": dataclasses.asdict(options)}
     write_json(Path(output) / f"{task}.json", content)
-
-
-def write_picture(task: str, results: figures.Results, output: str | Path) -> None:
-    """Write TASK.png, a figure of the task's metrics of all models, if the task has one."""
-    if (draw := LANGUAGE_EVALUATIONS[task].draw) is not None:
-        write_bytes(Path(output) / f"{task}.png", png(draw(_of_task(results, task))))
 
 
 def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> Work:
@@ -95,7 +88,7 @@ def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> W
     return Work(model, options, documents, num_bytes, progress=bar)
 
 
-def _of_task(results: figures.Results, task: str) -> dict[str, dict[str, float]]:
+def _of_task(results: Results, task: str) -> dict[str, dict[str, float]]:
     """Return the task's metrics of each model that has any."""
     prefix = f"{task}/"
     by_model = {

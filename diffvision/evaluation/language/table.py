@@ -7,8 +7,10 @@ import math
 from collections.abc import Collection, Mapping
 
 from diffvision import tables
-from diffvision.analysis.figures.language_results import Results
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, PARTS
+
+Results = Mapping[str, Mapping[str, float]]
+"""{model: metrics}."""
 
 
 def show(results: Results, notes: Mapping[str, str] | None = None, hidden: Collection[str] = ()) -> None:

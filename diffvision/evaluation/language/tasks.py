@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.analysis.figures import language_results as figures
 from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
@@ -49,7 +48,7 @@ class Work:
         questions: of math.
         label_tasks: of many_shot; none for the synthetic ones.
         progress: wraps what takes long.
-        folder: of what a task writes besides its numbers and picture; None for nothing.
+        folder: of what a task writes besides its numbers; None for nothing.
     """
 
     model: Model
@@ -124,13 +123,11 @@ class LanguageEvaluation(NamedTuple):
         reads: "documents" (text, as tokens), "questions" (of math), "files" (data that it reads itself) or "tokenizer"
             (no data).
         data: the error's words where data is missing: what the task needs, a colon, and what to give.
-        draw: returns a matplotlib figure of the metrics by model; None for no picture.
     """
 
     function: Callable[[Work], Mapping[str, PerSample | float]]
     reads: str
     data: str = "text: give data, files or folders of .txt or .jsonl, or shards"
-    draw: Callable[[figures.Results], Any] | None = None
 
 
 def _perplexity(work: Work) -> dict[str, float]:
@@ -304,8 +301,8 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
 
 _EVALUATIONS = {
     "perplexity": LanguageEvaluation(_perplexity, "documents"),
-    "position_nll": LanguageEvaluation(_position_nll, "documents", draw=figures.position_curves),
-    "needle": LanguageEvaluation(needles, "tokenizer", draw=figures.needle_maps),
+    "position_nll": LanguageEvaluation(_position_nll, "documents"),
+    "needle": LanguageEvaluation(needles, "tokenizer"),
     "associative_recall": LanguageEvaluation(_associative_recall, "documents"),
     "recall_errors": LanguageEvaluation(_recall_errors, "tokenizer"),
     "math": LanguageEvaluation(_math, "questions", "questions with answers: give data, JSON lines such as GSM8K's"),

@@ -1,6 +1,5 @@
 """Checkpoints on disk through all evaluations, to files; bad input refused before anything runs."""
 
-import io
 import json
 import math
 import random
@@ -8,10 +7,7 @@ import random
 import pytest
 import torch
 from language_fixtures import check_written, evaluate_models, write_models
-from PIL import Image
 
-from diffvision.analysis.figures import COLOURS, png
-from diffvision.analysis.figures import language_results as figures
 from diffvision.data import BadDataError, ShardSet
 from diffvision.data.datasets.needle_text import FORMS, compose_to_length
 from diffvision.data.shards.writer import write_shards
@@ -72,7 +68,7 @@ def test_every_task_of_every_model_has_numbers(results):
         assert 0.9 * math.log(400) < metrics["perplexity/nll"] < 1.3 * math.log(400)  # untrained
 
 
-def test_every_task_writes_numbers_and_a_picture(results, home):
+def test_every_task_writes_numbers(results, home):
     check_written(results, home, TASKS)
 
 
@@ -266,12 +262,3 @@ def test_bad_options_are_named(settings, message):
 def test_checkpoints_of_lightning_have_equals_signs(home):
     with pytest.raises(FileNotFoundError, match=r"epoch=3-step=100\.ckpt"):
         open_model("runs/epoch=3-step=100.ckpt")
-
-
-def test_pictures_colour_each_model():
-    curves = {"a": {"nll/1": 3.0, "nll/50": 2.0, "documents": 3.0}, "b": {"nll/1": 3.5, "nll/50": 2.5}}
-    image = Image.open(io.BytesIO(png(figures.position_curves(curves)))).convert("RGB")
-    colours = {colour for _, colour in image.getcolors(1 << 24)}
-    for colour in COLOURS[:2]:
-        assert tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5)) in colours
-    assert figures.numbered({"nll/50": 2.0, "nll/1": 3.0, "nll/full": 1.0, "nll": 9.0}, "nll") == {1: 3.0, 50: 2.0}
