@@ -135,7 +135,6 @@ OF_THE_INPUT = {
     "generate last.ckpt --prompt hi --tokenizer nothing.json": "nothing.json",
     "export last.ckpt out": "last.ckpt",
     "export last.ckpt out --tokenizer nothing.json": "nothing.json",
-    "convert last.ckpt out.bin --to timm": "out.bin",
     "convert nowhere.pt out --to openclip": "nowhere.pt",
     "adapt vit_base_patch16_225 out": "vit_base_patch16_224",
 }
