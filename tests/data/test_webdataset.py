@@ -142,8 +142,9 @@ def numbers_evaluated(folder, corpus):
         ({"json": lambda n: {"caption": [f"sample {n}", f"again {n}"]}}, "retrieval"),
         ({"cls": lambda n: n % 2}, "zero_shot"),
         ({"cls": lambda n: n % 2, "txt": lambda n: f"sample {n}"}, "zero_shot"),
+        ({"json": lambda n: {"label": n % 2}, "txt": lambda n: f"sample {n}"}, "zero_shot"),
     ],
-    ids=["txt", "json", "cls", "both"],
+    ids=["txt", "json", "cls", "both", "both, in JSON"],
 )
 def test_shards_that_train_are_held_out_data(corpus, tmp_path, members, task):
     write_shards(tmp_path / "s/train", range(12), corpus, **members)
@@ -153,8 +154,9 @@ def test_shards_that_train_are_held_out_data(corpus, tmp_path, members, task):
     val, both = str(tmp_path / "s/val"), str(tmp_path / "s")
     for source in (val, both, f"{val}/{{000000..000001}}.tar", f"{val}/*.tar", f"held={both}"):
         (folder,) = find_folders(source)
-        if "cls" not in members or "txt" not in members or folder.classnames:
+        if len(members) == 1 or folder.classnames:
             assert folder.task == task
+        assert find_folders(source, task)[0].task == task
         assert numbers_evaluated(folder, corpus) == list(range(20, 27))
     assert [numbers_evaluated(*find_folders(f"{val}/000001.tar"), corpus), find_folders(both)[0].splits] == [
         [25, 26],

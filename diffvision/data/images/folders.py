@@ -252,7 +252,8 @@ class ShardEvaluationFolder(ImageEvaluationFolder):
     def _read(self, location: str, split: str, task: str | None) -> ImageCollection:
         source = f"{location}, split {split}" if split else location
         shards = ShardSet(self._shards[split or "test"])
-        images = read_shards(source, shards, packed_names(location), every_caption)
+        names = packed_names(location)
+        images = read_shards(source, shards, names, every_caption, wants_labels=task == "zero_shot" or bool(names))
         is_labelled = images.labels is not None and bool(images.classnames or images.captions is None)
         if task in ("zero_shot", "retrieval"):
             is_labelled = task == "zero_shot"

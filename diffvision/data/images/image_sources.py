@@ -23,7 +23,9 @@ from diffvision.data.images.coco import read_caption_file
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles, Parts
 from diffvision.data.images.image_tables import (
     COLUMNS,
+    are_numbers,
     check_path,
+    has_columns,
     has_labels,
     number_labels,
     read_caption_cell,
@@ -84,7 +86,7 @@ class ImageSource:
             raise ValueError(f"{self.location} has no split {split!r}: {known}")
         images = self.parts[split]()
         # Numbers without names are those of the classes, unless these have numbers for names.
-        if images.labels is not None and classnames and (images.classnames or {*images.label_names} <= {*classnames}):
+        if images.labels is not None and classnames and (images.classnames or are_numbers(classnames)):
             return _renumber(images, classnames)
         return images
 
@@ -185,7 +187,7 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str], read
     if table is not None or path.is_file():
         return _open_table(path.parent if table is None else path, table or path, columns)
     if (path / "dataset_dict.json").is_file():
-        return read_saved(path, columns)
+        return _number_together(read_saved(path, columns))
     is_classes = reads == "labels" and _has_classes(path, columns)
     tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
     if any(map(file_split, tables)) and not is_classes:
@@ -286,9 +288,13 @@ def _read_folder(
     if has_texts and not is_classes:
         return _read_texts(path)
     if images:
-        others = [] if is_classes else sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES)
-        if others:
-            raise ValueError(f"{path} must have no table next to its images, got {others[0]}: give it as the source")
+        texts = [f"{stem}.txt" for stem in _INDEX_TABLES if has_columns(path / f"{stem}.txt", columns)]
+        others = sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES or p.name in texts)
+        if others and not is_classes:
+            table = f"{others[0]}@{folders[0].name}" if len(folders := _class_folders(path)) == 1 else others[0]
+            raise ValueError(
+                f"{path} must have no table next to its images, got {others[0]}: give {table} as the source"
+            )
         return _read_classes(path, images, classes)
     if parquet := sorted(walk(path, (".parquet",))):
         return read_parquet(path, {"": parquet}, columns, path)[""]()
@@ -331,6 +337,8 @@ def _read_classes(path: Path, images: list[Path], classes: Sequence[str] = ()) -
         )
     names, folders = [file.as_posix() for file in files], _class_folders(path)
     _check_undivided(path, names)
+    if lost := sorted(p for p in path.iterdir() if p.is_symlink() and not p.exists()):
+        raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")
     used = {file.parts[0] for file in files}
     if empty := [folder for folder in folders if folder.name not in used]:
         if others := next(walk(empty[0], ("",)), None):

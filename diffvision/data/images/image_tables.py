@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +36,8 @@ _LIST = re.compile(
     rf"\[\s*{_ITEM}(?:(?:\s*,\s*|\s+){_ITEM})*\s*,?\s*\]|\(\s*{_ITEM}\s*,(?:\s*{_ITEM}\s*,?)*\s*\)", re.DOTALL
 )
 """A list of texts or numbers as JSON, Python (a tuple too) or NumPy, which has no commas, print it."""
-_NUMBER = re.compile(r"\d{1,16}(\.0*)?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
+_MAX_LABEL = 10**16
 _LISTED, _NAME = 8, 40  # columns in a message, and characters of their names
 _DELIMITERS = ",\t|"
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
@@ -102,17 +104,23 @@ def read_label(cell: Any, where: str) -> str:
 def number_labels(labels: Sequence[str], others: Iterable[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return class numbers, and the names of classes that are not numbered as they are.
 
-    Whole numbers from 0 on, also as 10.0, stay as they are; names are numbered in alphabetical order.
+    Whole numbers from 0 on, also as 10.0 or 1e1, stay as they are; names are numbered in alphabetical order.
 
     Args:
         labels: one for each image.
         others: further labels, such as those of other splits, that are numbered together with them.
     """
     every = {*labels, *others}
-    if all(map(_NUMBER.fullmatch, every)):
-        return np.array([int(text.partition(".")[0]) for text in labels], dtype=np.int64), ()
+    values = {text: Decimal(text) for text in every if _NUMBER.fullmatch(text)}
+    if len(values) == len(every) and all(0 <= value < _MAX_LABEL and value % 1 == 0 for value in values.values()):
+        return np.array([int(values[text]) for text in labels], dtype=np.int64), ()
     number = {name: label for label, name in enumerate(sorted(every))}
     return np.array([number[text] for text in labels], dtype=np.int64), tuple(number)
+
+
+def are_numbers(labels: Iterable[str]) -> bool:
+    """Return whether all labels are numbers."""
+    return all(map(_NUMBER.fullmatch, labels))
 
 
 def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) -> dict[str, str]:
@@ -139,7 +147,21 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
 
 
 def has_labels(table: Path, columns: dict[str, str]) -> bool:
-    """Return whether a table has a column of labels; a damaged one has none, and is refused when it is read."""
+    """Return whether a table has a column of labels."""
+    names = _header(table)
+    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
+
+
+def has_columns(table: Path, columns: dict[str, str]) -> bool:
+    """Return whether there is a table with a column of images, and one of captions or labels."""
+    with suppress(ValueError, OSError):
+        resolve_columns(_header(table), columns, table)
+        return True
+    return False
+
+
+def _header(table: Path) -> list[str]:
+    """Return the names of a table's columns; a damaged one has none, and is refused when it is read."""
     suffix, names = table.suffix.lower(), []
     with suppress(ValueError, csv.Error, RecursionError):
         if suffix == ".parquet":
@@ -150,7 +172,7 @@ def has_labels(table: Path, columns: dict[str, str]) -> bool:
             with _open_text(table) as file:
                 first = file.readline()
             names = list(json.loads(first)) if suffix == ".jsonl" else next(_rows(table, [first]), [])
-    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
+    return names
 
 
 def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -72,13 +72,16 @@ def unpack_archive(path: Path) -> Path:
 
 
 def read_saved(path: Path, columns: dict[str, str]) -> Parts:
-    """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone."""
+    """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone.
+
+    The classes of each split are numbered on their own.
+    """
     with _naming(path):
         loaded = _datasets().load_from_disk(str(path))
     rows: dict[str, Any] = {"": loaded}
     if isinstance(loaded, dict):
         rows = {split: loaded[name] for split, name in named_splits(loaded, path).items()}
-    return _read_datasets(path, {split: partial(rows.__getitem__, split) for split in rows}, columns)
+    return {split: _read_datasets(path, {split: partial(rows.get, split)}, columns)[split] for split in rows}
 
 
 def read_parquet(

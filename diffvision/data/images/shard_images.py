@@ -48,10 +48,12 @@ def read_shards(
     shards: ShardSet,
     classnames: Sequence[str],
     read_caption: Callable[[CaptionMember, Members], Captions],
+    wants_labels: bool = False,
 ) -> ImageCollection:
     """Return the images in shards with what the first samples have: captions, class numbers in `cls`, else in JSON.
 
-    A sample without these raises BadSample when it is read.
+    Numbers in JSON are read where there are no captions, or where `wants_labels` is set. A sample without any of these
+    raises BadSample when it is read.
 
     Raises:
         ValueError: the first samples have neither.
@@ -61,7 +63,7 @@ def read_shards(
     labels: Any = None
     if any(map(caption_key, first)):
         captions = _Values(images, partial(read_caption, CaptionMember(find_caption_key(shards))))
-    if any("cls" in members or (captions is None and label_key(members)) for members in first):
+    if any("cls" in members or ((captions is None or wants_labels) and label_key(members)) for members in first):
         labels = _Values(images, ImageLabel(cast(Any, None), find_label_key(shards)).label)
     if captions is None and labels is None:
         having = ", ".join(sorted({name for members in first for name in members})) or "none"

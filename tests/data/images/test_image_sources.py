@@ -164,6 +164,7 @@ REFUSED = {
     "no folder": ({}, "none", "there is no"),
     "empty folder": ({"notes.md": "x"}, ".", "no images in"),
     "no class": ({**CLASSES, "loose.png": None}, ".", "loose.png"),
+    "a link to nothing": (CLASSES, ".", "fox links to"),
     "class without images": ({**CLASSES, "fox/notes.md": "x"}, ".", "fox"),
     "annotations of COCO": ({"train2017/1.png": None, "annotations/captions.json": "{}"}, ".", "captions.json"),
     "table of something else": ({**CLASSES, "prices.csv": "a,b\n"}, ".", "prices.csv"),
@@ -172,6 +173,11 @@ REFUSED = {
     "splits too deep": (["data/train/cat/1.png", "data/test/cat/2.png"], ".", "test and train"),
     "splits below classes": (["cat/train/1.png", "cat/test/2.png"], ".", "test and train"),
     "two of one split": (["val/cat/1.png", "valid/cat/2.png"], ".", "two validation splits"),
+    "a table of Flickr8k": (
+        {"Images/1.png": None, "captions.txt": "image,caption\n1.png,a\n"},
+        ".",
+        "captions.txt@Images",
+    ),
     "folders twice": (["training_set/training_set/cat/1.png", "test_set/test_set/cat/2.png"], ".", "train"),
     "empty table": ({"t.csv": ""}, "t.csv", "t.csv"),
     "no rows": ({"t.csv": "image,caption\n"}, "t.csv", "has no rows"),
@@ -222,6 +228,8 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(case, tmp_path):
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if case == "a link":
         (tmp_path / "pets/link.png").symlink_to(tmp_path / "secret.png")
+    if case == "a link to nothing":
+        (tmp_path / "pets/fox").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         find_images(tmp_path / "pets" / source)
     assert "\n" not in str(error.value)
@@ -484,6 +492,22 @@ def test_a_dataset_that_datasets_saved(tree, tmp_path):
     shutil.rmtree(tmp_path / "saved/test")
     with pytest.raises(ValueError, match="saved"):
         find_images(tmp_path / "saved", "test")
+
+
+def test_splits_that_datasets_saved_are_numbered_together(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / "1.png", 0)
+    for kinds in (["dog", "cat"], None):
+        label = datasets.ClassLabel(names=["cat", "dog"]) if kinds else datasets.Value("string")
+        splits = {"train": label, "test": datasets.ClassLabel(names=kinds or ["cat", "dog"])}
+        for split, feature in splits.items():
+            features = datasets.Features({"img": datasets.Image(), "label": feature})
+            rows = {"img": [str(tmp_path / "1.png")] * 2, "label": ["dog", "cat"]}
+            splits[split] = datasets.Dataset.from_dict(rows, features=features)
+        datasets.DatasetDict(splits).save_to_disk(tmp_path / str(kinds))
+        for split in splits:
+            images = find_images(tmp_path / str(kinds), split)
+            assert (images.labels.tolist(), images.classnames) == ([1, 0], ("cat", "dog"))
 
 
 def test_without_datasets_the_message_says_how_to_get_it(tmp_path, monkeypatch):

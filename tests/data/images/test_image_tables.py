@@ -112,6 +112,7 @@ def test_a_missing_label_in_a_csv_or_of_a_number_is_refused(table):
     [
         ([0, 10, 2], [0, 10, 2], ()),
         ([0.0, 10.0, 2.0], [0, 10, 2], ()),
+        (["0.000e+00", "1e1", "+2"], [0, 10, 2], ()),
         ([0, 10, -1], [1, 2, 0], ("-1", "0", "10")),
         ([0.5, 2.5], [0, 1], ("0.5", "2.5")),
         (["b", "10", "2"], [2, 0, 1], ("10", "2", "b")),
@@ -129,6 +130,9 @@ def test_numbers_keep_their_order(table, ending, cells, labels, classnames):
 def test_numbers_of_another_source_are_matched_by_value(table):
     images = find_images(table("file,label\n1.png,10\n2.png,0\n"), classnames=("-1", "0", "10"))
     assert images.labels.tolist() == [2, 1]
+    for classnames in (("1", "2", "3"), ("001", "002", "010")):  # a number that is none of these is no index
+        with pytest.raises(ValueError, match="among the 3 of the training data, got"):
+            find_images(table("file,label\n1.png,1\n2.png,0\n"), classnames=classnames)
 
 
 @pytest.mark.parametrize("separator", [",", "\t", "|"])
