@@ -74,7 +74,7 @@ TRAINER_COMMANDS = {
     "fit": "train: diffvision fit --config clip/debug.yaml",
     "validate": "run a configuration's evaluations",
     "test": "run a configuration's test loop",
-    "study": "train models by one recipe with several seeds, and compare them",
+    "study": "train models by one recipe with several seeds, compare them",
 }
 RUN = "another program with our models: run PROGRAM ..."
 

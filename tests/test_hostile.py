@@ -574,7 +574,6 @@ def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
     ("name", "command"),
     [
         ("config.json", ["export", "{0}", "{1}/out"]),
-        ("open_clip_config.json", ["convert", "{0}", "{1}/out.pt", "--to=diffclip"]),
         ("open_clip_config.json", ["adapt", "local-dir:{0}", "{1}/out"]),
         ("config.json", ["inspect", "local-dir:{0}", "--output={1}/out"]),
         ("config.json", ["evaluate-language", "hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"]),

@@ -63,7 +63,7 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 
 
 def test_every_name_is_listed_with_its_configuration():
-    patterns = ("diff*", *(f"{family}_vit*" for family in FAMILIES if not family.startswith("diff")))
+    patterns = ("diff*", *(f"{family}_vit*" for family in (*FAMILIES, "dna", "coda") if not family.startswith("diff")))
     ours = {name for pattern in patterns for name in timm.list_models(pattern)}
     assert ours == set(vit.model_names())
     assert set(timm.list_models("diff*", name_matches_cfg=True)) == set(timm.list_models("diff*"))

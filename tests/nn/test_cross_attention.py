@@ -251,9 +251,3 @@ def test_the_blocks_of_the_documentation():
         (2, 8, 128),
         (2, 4, 2, 8, 64),
     ]
-    other = made["text"].clone()
-    other[1, 7:] = 9.0
-    block = made["Block"](128, 2, 96)
-    torch.testing.assert_close(
-        block(made["patches"], other, made["real"]), block(made["patches"], made["text"], made["real"])
-    )

@@ -357,7 +357,7 @@ def digits(tmp_path_factory) -> Path:
 
 def test_data_take_transforms_and_tokenizer_from_the_module(digits):
     data = ImageTextData(f"{digits}/train", 8, num_workers=0)
-    with pytest.raises(ValueError, match="ImageTextData has no tokenizer"):
+    with pytest.raises(ValueError, match="need a tokenizer"):
         data.train_dataloader()
     made = trainer(seen := Seen(), max_steps=1)
     made.fit(make("clip", preprocess={"mean": [9.0, 9.0, 9.0], "std": [1.0, 1.0, 1.0]}), datamodule=data)
@@ -410,7 +410,7 @@ def test_a_module_and_data_need_no_more_than_a_trainer(kind, order, digits, text
 
 
 def test_a_module_without_a_tokenizer_is_named(digits):
-    with pytest.raises(ValueError, match="ClassificationModule has no"):
+    with pytest.raises(ValueError, match="need a tokenizer"):
         trainer(max_steps=1).fit(make("vision"), ImageTextData(f"{digits}/train", 8, num_workers=0))
 
 

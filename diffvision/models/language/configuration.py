@@ -201,7 +201,8 @@ def config(name: str, **overrides: Any) -> LanguageConfig:
     size, variant = SIZES[size_name], overrides.get("variant", FAMILIES[family])
     if variant not in ATTENTION:
         raise ValueError(f"variant is {variant!r}: choose one of {', '.join(ATTENTION)}")
-    like_v2 = ATTENTION[variant].query_maps > ATTENTION[variant].value_maps
+    more_maps = ATTENTION[variant].query_maps > ATTENTION[variant].value_maps
+    like_v2 = more_maps and extra_rows(variant, "standard", size.head_dim) > size.head_dim  # not in CoDA
     rows = extra_rows(variant, "v2" if like_v2 else "standard", size.head_dim, gate=overrides.get("gate"))
     values = {
         "vocab_size": size.vocab_size,
