@@ -33,7 +33,7 @@ from diffvision.data.images.samples import (
     find_label_key,
     label_key,
 )
-from diffvision.data.shards.index import ShardIndex, scan
+from diffvision.data.shards.index import MEMBER_TYPES, ShardIndex, scan
 from diffvision.data.shards.remote import Shard
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import MANIFEST, find_shards, is_shard, natural, read_counts, read_small_file
@@ -141,10 +141,11 @@ def _check_text(member: TextMember, members: Members) -> None:
 
 
 def _check_documents(members: Members) -> None:
-    """Check all members of a sample, of a language corpus."""
-    if not members:
+    """Check all members of a sample that can be read, of a language corpus."""
+    texts = {name: data for name, data in members.items() if name.rpartition(".")[2] in MEMBER_TYPES}
+    if not texts:
         raise BadSample("missing text")
-    for name, data in members.items():
+    for name, data in texts.items():
         check_document(data, name)
 
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from filecmp import cmp
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -120,17 +121,26 @@ class Images:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}: {remedy}")
         self.folder, self._remedy, self._other = folder, remedy, other
-        self._places = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
+        self._inside = [child for child in sorted(folder.iterdir()) if child.is_dir()]
         self._known: dict[str, Path | None] = {}
 
     def __call__(self, name: str) -> Path:
-        """Return the path of an image; one that is missing is remembered; ValueError for one outside of the folder."""
+        """Return the path of an image; one that is missing is remembered.
+
+        Raises:
+            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
+        """
         if name not in self._known:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is not a path inside {self.folder}: correct the row")
-            places = (place / one for place in self._places for one in (path, self._other(path)))
-            self._known[name] = next(filter(Path.is_file, places), None)
+            named: list[PurePosixPath | str] = [path, self._other(path)]
+            found = [self.folder / one for one in named if (self.folder / one).is_file()]
+            if not found:
+                found = [folder / one for one in named for folder in self._inside if (folder / one).is_file()]
+                if other := next((one for one in found[1:] if not cmp(one, found[0], shallow=False)), None):
+                    raise ValueError(f"{name} must be one image, got {found[0]} and {other}: give the folder of one")
+            self._known[name] = found[0] if found else None
         return self._known[name] or self.folder / name
 
     def check(self) -> None:

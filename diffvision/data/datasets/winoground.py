@@ -35,7 +35,10 @@ def make_winoground(directory: str | Path, source: str | Path, images: str | Pat
         ValueError: another layout, or images are missing or damaged.
     """
     root = folder_of(source, "data")
-    finder = Images(Path(images or root), "unpack images.zip, and give its folder as --images")
+    finder = Images(
+        Path(images or (source if Path(source, "images").is_dir() else root)),
+        "unpack images.zip, and give its folder as --images",
+    )
     tables = sorted(root.glob("test-*.parquet"))
     if tables:
         rows = [row for path in tables for row in read_rows(path, image_0=dict, image_1=dict, **_FIELDS)]

@@ -311,6 +311,8 @@ def _check_undivided(path: Path, names: Sequence[str]) -> None:
     is_only = len(nested | direct) == 1
     outer = {name for name in nested - direct if name.lower() in _SPLIT_NAMES or (is_only and splits_in(name))}
     splits = sorted(set().union(*(splits_in(*folder.parts) for folder in folders)))
+    if len(splits) < 2 and all(of_files := [file_split(PurePosixPath(name).name) for name in names]):
+        splits = sorted(set().union(*of_files))
     if outer or len(splits) > 1:
         raise ValueError(
             f"folders of {path} must be classes, or each a split, got images of {' and '.join(splits)} among others: "
@@ -341,8 +343,9 @@ def _read_classes(path: Path, images: list[Path], classes: Sequence[str] = ()) -
         raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")
     used = {file.parts[0] for file in files}
     if empty := [folder for folder in folders if folder.name not in used]:
-        if others := next(walk(empty[0], ("",)), None):
-            raise ValueError(f"{empty[0]} must have images of a class, got {others.name}: remove or move the folder")
+        for folder in empty:
+            if other := next(walk(folder, ("",)), None):
+                raise ValueError(f"{folder} must have images of a class, got {other.name}: remove or move the folder")
         found = ", ".join(folder.name for folder in empty[:5])
         warnings.warn(f"{path} has no images of {found}: if it is not a class, remove the empty folder", stacklevel=2)
     classnames = tuple(sorted({composed(folder.name) for folder in folders} | {*classes}))
@@ -383,6 +386,8 @@ def _read_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[
     suffixes = {table.suffix.lower() for table in tables}
     if len(suffixes) > 1:
         raise ValueError(f"tables of {source} must have one format, got {', '.join(sorted(suffixes))}")
+    if suffixes == {".parquet"}:
+        return read_parquet(source, {"": tables}, columns, root)[""]()
     resolved = root.resolve()
     images: list[str] = []
     captions: list[Captions] = []

@@ -148,19 +148,25 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
 
 def has_labels(table: Path, columns: dict[str, str]) -> bool:
     """Return whether a table has a column of labels."""
-    names = _header(table)
+    names = _header(table, columns)
     return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
 
 
 def has_columns(table: Path, columns: dict[str, str]) -> bool:
     """Return whether there is a table with a column of images, and one of captions or labels."""
-    with suppress(ValueError, OSError):
-        resolve_columns(_header(table), columns, table)
+    with suppress(OSError):
+        return _resolves(_header(table, columns), columns)
+    return False
+
+
+def _resolves(header: Sequence[str], columns: dict[str, str]) -> bool:
+    with suppress(ValueError):
+        resolve_columns(header, columns, "")
         return True
     return False
 
 
-def _header(table: Path) -> list[str]:
+def _header(table: Path, columns: dict[str, str]) -> list[str]:
     """Return the names of a table's columns; a damaged one has none, and is refused when it is read."""
     suffix, names = table.suffix.lower(), []
     with suppress(ValueError, csv.Error, RecursionError):
@@ -171,7 +177,7 @@ def _header(table: Path) -> list[str]:
         elif suffix != ".json":  # which has COCO's captions
             with _open_text(table) as file:
                 first = file.readline()
-            names = list(json.loads(first)) if suffix == ".jsonl" else next(_rows(table, [first]), [])
+            names = list(json.loads(first)) if suffix == ".jsonl" else next(_rows(table, [first], columns), [])
     return names
 
 
@@ -184,7 +190,7 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
     line = 0
     try:
         with _open_text(table) as file:
-            reader = _rows(table, file)
+            reader = _rows(table, file, columns)
             header: list[str] = next(reader, [])
             position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
             line = reader.line_num
@@ -202,16 +208,20 @@ def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[s
         ) from None
 
 
-def _rows(table: Path, lines: Iterable[str]) -> Any:
+def _rows(table: Path, lines: Iterable[str], columns: dict[str, str]) -> Any:
     """Return a reader of the cells of lines.
 
-    In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest.
+    In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest. Its
+    separator is the one that gives the columns that are needed, else the most frequent in the first line.
     """
     if table.suffix.lower() == ".tsv":
         return csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     rest = iter(lines)
     first = next(rest, "")
-    return csv.reader(chain([first], rest), strict=True, delimiter=max(_DELIMITERS, key=first.count))
+    ordered = sorted(_DELIMITERS, key=first.count, reverse=True)
+    headers = {between: next(csv.reader([first], delimiter=between), []) for between in ordered}
+    found = next((between for between in ordered if _resolves(headers[between], columns)), ordered[0])
+    return csv.reader(chain([first], rest), strict=True, delimiter=found)
 
 
 @contextmanager
@@ -236,13 +246,20 @@ def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int,
             if not text.strip():
                 continue
             try:
-                row = json.loads(text)
+                row = json.loads(text, object_pairs_hook=_check_object)
                 if not isinstance(row, dict):
                     raise ValueError(f"got {type(row).__name__}")
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{table}, line {line}, must be a JSON object ({error}): correct the line") from None
             resolved = resolved or resolve_columns(list(row), columns, table)
             yield line, {what: row.get(name, "") for what, name in resolved.items()}
+
+
+def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(row := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two values of {next(name for name in names if names.count(name) > 1)!r}")
+    return row
 
 
 def check_path(root: Path, image: Any, where: str) -> str:

@@ -166,7 +166,7 @@ def make_folder(
         shards = ShardSet(split_shards(source, split or "train"))
         images = read_shards(source, shards, packed_names(source), whole_caption)
     else:
-        images = find_images(f"{captions}@{source}" if captions else source, split, columns=columns)
+        images = find_images(f"{captions}@{source}" if captions is not None else source, split, columns=columns)
     if words is not None or max_repeats is not None:
         if images.captions is None:
             raise ValueError(f"{images.source} has no captions: leave words and max_repeats out")
@@ -203,7 +203,7 @@ def make_evaluation(
     Raises:
         ValueError: a template without {c}; classes without names; as `pack`.
     """
-    folder = open_images(f"{captions}@{source}" if captions else source, columns=columns)
+    folder = open_images(f"{captions}@{source}" if captions is not None else source, columns=columns)
     templates = list(templates or folder.templates)
     if wrong := [template for template in templates if "{c}" not in template]:
         raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")

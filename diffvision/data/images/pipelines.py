@@ -80,11 +80,12 @@ class PipelineSamples(IterableDataset):
         """Turn what a user's pipeline yields into a sample of ours."""
         wanted = self.kind.caption if isinstance(self.kind, ImageText) else self.kind
         if isinstance(sample, Mapping):
-            key = next((key for key in self.kind.image.keys if key in sample), "")
-            if isinstance(sample.get(key), bytes):
+            keys = [key for key in self.kind.image.keys if key in sample]
+            if any(isinstance(sample[key], bytes) for key in keys):
                 return self.kind.decode({name: data for name, data in sample.items() if isinstance(data, bytes)})
             target = sample.get(wanted.key)
-            sample = (sample.get(key), target.get(wanted.field) if wanted.field and target else target)
+            target = target.get(wanted.field) if wanted.field and isinstance(target, Mapping) else target
+            sample = (sample[keys[0]] if keys else None, target)
         image, target = sample if isinstance(sample, list | tuple) and len(sample) == 2 else (None, None)
         if isinstance(image, Image.Image):
             image = self.kind.image.transform(image)

@@ -178,6 +178,8 @@ REFUSED = {
         ".",
         "captions.txt@Images",
     ),
+    "splits in names": (["cat/train_1.png", "cat/test_2.png"], ".", "test and train"),
+    "several folders without images": ({**CLASSES, "a/b/.c": "", "fox/x.heic": "x"}, ".", "x.heic"),
     "folders twice": (["training_set/training_set/cat/1.png", "test_set/test_set/cat/2.png"], ".", "train"),
     "empty table": ({"t.csv": ""}, "t.csv", "t.csv"),
     "no rows": ({"t.csv": "image,caption\n"}, "t.csv", "has no rows"),
@@ -204,6 +206,7 @@ REFUSED = {
     "several images as text": ({"t.tsv": f"file\tcaption\n{SEVERAL}\ta\n"}, "t.tsv", "must be one path"),
     "no path": ({"t.jsonl": '{"file": true, "caption": "a"}\n'}, "t.jsonl", "line 1: True is not a path"),
     "cut line": ({"t.jsonl": JSON_ROW + "}\n" + JSON_ROW}, "t.jsonl", "line 2"),
+    "a name twice": ({"t.jsonl": JSON_ROW + ', "caption": "b"}\n'}, "t.jsonl", "two values of 'caption'"),
     "no object": ({"t.jsonl": "[1]\n"}, "t.jsonl", "line 1"),
     "a list of Karpathy's": ({"c.json": '{"images": [5]}'}, "c.json", "is neither"),
     "no list of Karpathy's": ({"c.json": '{"images": "x"}'}, "c.json", "is neither"),
@@ -262,7 +265,7 @@ def test_an_archive_is_read_as_its_folder(tree, captioned, tmp_path, layout, mon
         (captioned / f"{n}.txt").write_text(f"picture {n}")
     if layout == "table":
         write_rows(captioned, [{"file": f"{n}.png", "caption": f"picture {n}"} for n in range(12)], "csv", "captions")
-    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", folder, inside)
+    archive = shutil.make_archive(str(tmp_path / ("\u00e4" * 100)), "zip", folder, inside)
     assert is_image_source(archive)
     for split in ("train", "validation") if folder is not captioned else (None,):
         expected, found = find_images(folder / inside, split), find_images(archive, split)
@@ -388,7 +391,7 @@ def test_classes_that_parquet_numbers_stay_and_one_split_is_opened(captioned, mo
     assert opened == [str(captioned / "train.parquet"), str(captioned / "test.parquet")]
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("ending", ["csv", "parquet", "mixed"])
 def test_a_test_split_may_have_no_labels(captioned, ending):
     (captioned / "flat").mkdir()
     rows = {
@@ -396,7 +399,9 @@ def test_a_test_split_may_have_no_labels(captioned, ending):
         "test": [{"file": "2.png"}],
     }
     for split, of_split in rows.items():
-        write_rows(captioned / "flat", of_split, ending, split)
+        write_rows(
+            captioned / "flat", of_split, {"mixed": "parquet" if split == "train" else "csv"}.get(ending, ending), split
+        )
     assert find_images(captioned / "flat").labels.tolist() == [0, 1]
     with pytest.raises(ValueError, match="label"):
         find_images(captioned / "flat", "test")

@@ -142,6 +142,11 @@ def test_separators_of_a_csv(table, separator):
     assert (images.names, images.captions) == (["1.png", "2.png"], [('a "big" cat, | asleep',), ("dog",)])
 
 
+def test_the_separator_is_the_one_that_gives_the_columns(table):
+    images = find_images(table("file|caption, as written, by hand|text\n1.png|a, b|c\n"), columns={"caption": "text"})
+    assert images.captions == [("c",)]
+
+
 def test_a_row_without_an_image_is_counted(table):
     rows = [{"file": name, "caption": "a"} for name in ("1.png", None)]
     assert find_images(table(rows, "jsonl")).names == ["1.png", ""]
