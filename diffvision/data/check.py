@@ -36,7 +36,15 @@ from diffvision.data.images.samples import (
 from diffvision.data.shards.index import MEMBER_TYPES, ShardIndex, scan
 from diffvision.data.shards.remote import Shard
 from diffvision.data.shards.sample import BadSample, Members
-from diffvision.data.shards.sources import MANIFEST, find_shards, is_shard, natural, read_counts, read_small_file
+from diffvision.data.shards.sources import (
+    MANIFEST,
+    find_shards,
+    is_shard,
+    natural,
+    read_counts,
+    read_small_file,
+    uncompressed,
+)
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import TextMember, check_document
 from diffvision.data.text.tokens import IDS, TOKENS, TokenFiles
@@ -200,7 +208,7 @@ def list_directories(source: Source) -> dict[Path, list[Shard]]:
     """Return the shards that exist, by directory; a directory of token files has none.
 
     Raises:
-        ValueError: a table or an archive of pictures, or there are no shards.
+        ValueError: a table or an archive of pictures, or there are no shards, or a compressed one.
     """
     if not _is_directory(source):
         shards = find_shards(source)
@@ -212,7 +220,8 @@ def list_directories(source: Source) -> dict[Path, list[Shard]]:
         }
     found: dict[Path, list[str]] = {}
     for path in sorted(Path(cast(str, source)).rglob("*"), key=lambda path: natural(path.name)):
-        if (is_shard(path.name) or path.name in (MANIFEST, TOKENS)) and not path.parent.name.startswith("."):
+        is_listed = is_shard(uncompressed(str(path))) or path.name in (MANIFEST, TOKENS)
+        if is_listed and not path.parent.name.startswith("."):
             found.setdefault(path.parent, []).extend([path.name] * is_shard(path.name))
     if not found:
         raise ValueError(f"{source} must have shards (.tar): write them by `diffvision data make folder`")
@@ -302,6 +311,8 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
             problems.append(f"{size:,} bytes, the manifest says {shard.bytes:,}")
         elif shard.sha256 is not None and sha256(path) != shard.sha256:
             problems.append("sha256 is not the manifest's")
+    if index.hidden:
+        problems.append(f"{index.hidden} members are in no sample, as their names begin with a dot: rename them")
     keys = Counter(index.key(row) for row in range(len(index)))
     if repeated := [key for key, count in keys.items() if count > 1]:
         problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")

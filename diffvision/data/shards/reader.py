@@ -19,7 +19,7 @@ from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sidecars import sha256_of
 
 _RETRY_AFTER = 60.0  # seconds before an unreadable shard is tried again: to give up on a server takes minutes
-_START = 1 << 16  # bytes that distinguish a shard of which only a count is known from others
+_END_BYTES = 1 << 16  # read at either end of a shard of which only a count is known, to distinguish it from others
 _MAX_SAMPLE = 5 << 28  # bytes: a member of lines is at most 1 << 30
 _AGAIN = "write it again with diffvision.data.make.write_manifest"
 
@@ -95,7 +95,7 @@ class ShardReader:
             try:
                 members = _read(opened, row)
                 # After reading, or a change in between would go unnoticed.
-                if _is_unchanged(opened.file, opened.version):
+                if members is not None and _is_unchanged(opened.file, opened.version):
                     return members
             except OSError as error:
                 raise self._unreadable() from error
@@ -157,7 +157,12 @@ class ShardReader:
             return "index", self._digest
         if not self.shard.remote:
             with suppress(OSError), open(self.shard.location, "rb") as file:
-                return "start", hashlib.sha256(file.read(_START)).hexdigest()
+                size = file.seek(0, os.SEEK_END)
+                digest = hashlib.sha256(str(size).encode())
+                for begin in (0, max(0, size - _END_BYTES)):
+                    file.seek(begin)
+                    digest.update(file.read(_END_BYTES))
+                return "ends", digest.hexdigest()
         return "sizes", f"{self.shard.name} {self.shard.bytes}"
 
     def _open(self) -> _Opened:
@@ -223,7 +228,8 @@ class ShardReader:
 
     def _refuse_changed(self, version: _Version, index: ShardIndex) -> None:
         """Raise ValueError if a file without a manifest is neither what was first seen, nor a copy as by `cp -p`."""
-        is_first = self._first in (None, version) and self._digest in (None, index.digest)
+        # The mode and links of a file may change before it is first opened.
+        is_first = (self._first is None or version[:3] == self._first[:3]) and self._digest in (None, index.digest)
         is_copy = self._first is not None and version[:2] == self._first[:2] and self._digest == index.digest
         if not (is_first or is_copy):
             raise ValueError(
@@ -232,8 +238,12 @@ class ShardReader:
             )
 
 
-def _read(opened: _Opened, row: int) -> Members:
-    """Return the members of a sample; raise BadSample where the file ends before them, or they are too large."""
+def _read(opened: _Opened, row: int) -> Members | None:
+    """Return the members of a sample, or None where fewer bytes came than the file has.
+
+    Raises:
+        BadSample: the file ends before them, or they are too large.
+    """
     index = opened.index
     if row >= len(index.key_ends):
         raise BadSample("truncated shard")
@@ -249,6 +259,8 @@ def _read(opened: _Opened, row: int) -> Members:
             if (room := room - size) < 0:
                 raise BadSample("sample too large")
             members[name] = os.pread(opened.file, size, offset) if size else b""
+            if len(members[name]) != size:
+                return None
     return members
 
 

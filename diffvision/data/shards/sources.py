@@ -14,7 +14,7 @@ from typing import Any
 from braceexpand import braceexpand
 
 from diffvision.data.shards import remote
-from diffvision.data.shards.remote import REMOTE_SCHEMES, TAR, Shard, is_remote
+from diffvision.data.shards.remote import REMOTE_SCHEMES, TAR, Shard, is_remote, without_secrets
 from diffvision.data.splits import by_split, named_splits, splits_in
 from diffvision.files import decoded
 
@@ -22,6 +22,7 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "diffvision-shards-1"
 SIZES = "sizes.json"
 
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _AGAIN = "write it again with diffvision.data.make.write_manifest"
 
@@ -34,7 +35,7 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
             braces (`expand_braces`), or with both; a URL; or a list of these. A `Shard` is taken as it is.
 
     Raises:
-        ValueError: a command or unknown URL, no shards, or a manifest that does not fit the directory.
+        ValueError: a command or unknown URL, no shards, a compressed one, or a manifest that does not fit.
     """
     if isinstance(source, Shard):
         return [source]
@@ -105,7 +106,11 @@ def _split_folders(path: Path) -> list[str]:
     if not any(splits_in(folder.name) for folder in folders):
         return []
     names = [folder.name for folder in folders if _holds_shards(folder)]
-    return names if any(map(splits_in, names)) else []
+    if not any(map(splits_in, names)):
+        return []
+    for path in (path for folder in folders if splits_in(folder.name) for path in folder.iterdir()):
+        uncompressed(str(path))  # else a split would be missing
+    return names
 
 
 def shard_split(name: str) -> set[str]:
@@ -117,12 +122,19 @@ def _matching(pattern: str) -> list[str]:
     """Return the shards that a local pattern matches, in natural order; a name without wildcards as it is."""
     if not glob.has_magic(pattern) or Path(pattern).exists():
         return [pattern]
-    return sorted(filter(is_shard, glob.glob(pattern, recursive=True)), key=natural)
+    return sorted(filter(is_shard, map(uncompressed, glob.glob(pattern, recursive=True))), key=natural)
 
 
 def is_shard(name: str) -> bool:
     """Return whether a file's name is that of a shard."""
     return name.endswith(TAR)
+
+
+def uncompressed(name: str) -> str:
+    """Return the name of a file as it is; raise ValueError for that of a compressed tar."""
+    if name.endswith(_COMPRESSED):
+        raise ValueError(f"shards must be {TAR}, got {without_secrets(name)}: unpack it")
+    return name
 
 
 def checked_location(location: str) -> str:
@@ -150,7 +162,7 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 
 def _directory(directory: Path) -> list[Shard]:
     """List the shards of a directory: those of its manifest or nshards.txt, else all tar files."""
-    present = {p.name for p in directory.iterdir() if is_shard(p.name)}
+    present = {p.name for p in directory.iterdir() if is_shard(uncompressed(str(p)))}
     if counts := read_counts(directory):
         if counts.keys() != present:
             name = min(counts.keys() ^ present)
@@ -171,11 +183,11 @@ def _directory(directory: Path) -> list[Shard]:
 
 def _remote(directory: str) -> list[Shard]:
     """Return the shards that the manifest at a URL lists, because the files there cannot be listed."""
-    directory = directory.rstrip("/")
+    directory = uncompressed(directory.rstrip("/"))
     counts = read_counts(directory)
     if not counts:
         raise ValueError(f"{directory} has no {MANIFEST} or {SIZES}: name the shards, such as {directory}/{{0..9}}.tar")
-    return [Shard(f"{directory}/{name}", **fields) for name, fields in counts.items()]
+    return [Shard(f"{directory}/{uncompressed(name)}", **fields) for name, fields in counts.items()]
 
 
 def _with_counts(locations: list[str]) -> list[Shard]:
@@ -183,7 +195,7 @@ def _with_counts(locations: list[str]) -> list[Shard]:
     counts: dict[str, dict[str, dict[str, Any]]] = {}
     shards = []
     for location in locations:
-        parent, _, name = location.rpartition("/")
+        parent, _, name = uncompressed(location).rpartition("/")
         if parent not in counts:
             counts[parent] = read_counts(parent if is_remote(location) else Path(parent or "."))
         shards.append(Shard(location, **counts[parent].get(name, {})))

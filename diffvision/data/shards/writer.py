@@ -12,7 +12,7 @@ import webdataset
 
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSource
-from diffvision.data.shards.sources import MANIFEST, MANIFEST_FORMAT, SIZES, is_shard, natural
+from diffvision.data.shards.sources import MANIFEST, MANIFEST_FORMAT, SIZES, is_shard, natural, uncompressed
 from diffvision.files import replacing, sha256
 
 Sample = Mapping[str, str | bytes]
@@ -84,7 +84,7 @@ def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: 
 
 def refuse_existing(directory: Path) -> None:
     """Raise ValueError if a directory has shards already, or some of them: its manifest lists none until all are."""
-    if directory.is_dir() and any(is_shard(p.name) for p in directory.iterdir()):
+    if directory.is_dir() and any(is_shard(uncompressed(str(p))) for p in directory.iterdir()):
         raise ValueError(f"{directory} has shards already, or some of them: remove them, or choose another directory")
 
 
@@ -115,7 +115,8 @@ def write_manifest(directory: str | Path) -> None:
     """
     directory = Path(directory)
     shards = []
-    for path in sorted((p for p in directory.glob("*") if is_shard(p.name)), key=lambda p: natural(p.name)):
+    paths = [path for path in directory.glob("*") if is_shard(uncompressed(str(path)))]
+    for path in sorted(paths, key=lambda path: natural(path.name)):
         if (index := scan(path)).damage:
             raise ValueError(
                 f"shard {path} is damaged after {len(index)} samples ({index.damage}): fetch it again, or remove it "

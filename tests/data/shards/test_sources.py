@@ -5,7 +5,7 @@ import pytest
 
 from diffvision.data.check import check_shards
 from diffvision.data.shards.remote import Shard
-from diffvision.data.shards.sources import checked_location, expand_braces, find_shards
+from diffvision.data.shards.sources import checked_location, expand_braces, find_shards, list_splits
 
 
 def touch(directory, *names):
@@ -58,9 +58,24 @@ def test_paths_and_known_urls_pass():
 
 
 def test_a_directory_in_natural_order(tmp_path):
-    touch(tmp_path, "10.tar", "9.tar", "2.tar.gz", "readme.txt", "3.tar.part")
+    touch(tmp_path, "10.tar", "9.tar", "readme.txt", "3.tar.part")
     assert names(tmp_path) == ["9.tar", "10.tar"]
     assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
+
+
+@pytest.mark.parametrize("name", ["1.tar.gz", "1.tgz", "1.tar.bz2", "1.tar.xz"])
+def test_compressed_shards_are_not_left_out(tmp_path, name):
+    touch(tmp_path / "train", "0.tar", name)
+    url = f"https://x.org/{name}"
+    given = [f"{tmp_path}/train/{part}" for part in ("", "*", name, f"{{0.tar,{name}}}")]
+    for source in [*given, url, [url]]:
+        with pytest.raises(ValueError, match=r"must be \.tar, got .*1\.t.*: unpack it"):
+            find_shards(source)
+    touch(tmp_path / "val", name)
+    (tmp_path / "train" / name).unlink()
+    for read in (list_splits, check_shards):
+        with pytest.raises(ValueError, match="unpack it"):
+            read(tmp_path)
 
 
 def test_wildcards(tmp_path):

@@ -99,6 +99,8 @@ def test_a_shard_with_other_content_is_not_read_in_its_place(corpus, tmp_path, k
 def test_a_shard_that_changed_before_it_was_first_opened(corpus, tmp_path, known):
     source = written(corpus, tmp_path / "s", known)
     shards, path = ShardSet(source), source / "000001.tar"
+    (source / "000000.tar").chmod(0o400)
+    assert shards.members((0, 0))["txt"] == b"sample 0"
     replaced(path, crossed(path.read_bytes()), path.stat())
     with pytest.raises((BadSample, ValueError), match=OTHER if known == "manifest" else "was changed"):
         shards.members((1, 0))
@@ -260,12 +262,12 @@ def test_training_compares_a_window_ahead_and_an_unharmed_set_costs_nothing_twic
 # ---- shards with other content --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", ["sha256", "index", "start"])
+@pytest.mark.parametrize("known", ["sha256", "index", "ends"])
 def test_a_run_does_not_resume_on_other_content(corpus, tmp_path, known):
     def made(name, add=""):
         directory = tmp_path / name
         corpus.write(directory, 40, manifest=known != "index", change=lambda s: s | {"txt": f"{add}{s['txt']}"})
-        if known == "start":
+        if known == "ends":
             (directory / "manifest.json").unlink()
         return directory
 
@@ -276,6 +278,17 @@ def test_a_run_does_not_resume_on_other_content(corpus, tmp_path, known):
     assert ShardSet(here).fingerprint == ShardSet(there).fingerprint
     with pytest.raises(ValueError, match=rf"cannot resume.* \({known}:"):
         corpus.loader(there).load_state_dict(state)
+
+
+def test_both_ends_of_a_shard_of_which_only_a_count_is_known_are_compared(corpus, tmp_path):
+    source = written(corpus, tmp_path / "s", "sizes")
+    path, start = source / "000001.tar", ShardSet(source).content
+    whole = path.read_bytes()
+    contents = {start}
+    for data in (whole + bytes(1 << 20), whole + bytes((1 << 20) - 1) + b"x", whole + bytes(1 << 21)):
+        path.write_bytes(data)
+        contents.add(ShardSet(source).content)
+    assert len(contents) == 4
 
 
 def test_content_that_cannot_be_compared_is_a_warning(corpus, tmp_path):
@@ -301,6 +314,13 @@ def write_members(path, *members):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return ShardSet(path)
+
+
+def test_fewer_bytes_than_asked_for_are_no_sample(tmp_path, monkeypatch):
+    shards = write_members(tmp_path / "a.tar", ("a.txt", b"one"))
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: b"on")
+    with pytest.raises(BadSample, match="unreadable shard"):
+        shards.members((0, 0))
 
 
 def test_a_sample_is_a_dictionary_of_its_members_of_which_only_what_can_be_used_is_read(tmp_path, monkeypatch):

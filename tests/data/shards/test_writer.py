@@ -26,6 +26,17 @@ def test_a_manifest_is_not_written_for_a_damaged_shard(tmp_path, corpus):
         write_manifest(tmp_path)
 
 
+def test_no_manifest_leaves_out_a_compressed_shard(tmp_path, corpus):
+    source = corpus.write(tmp_path / "s", 10, manifest=False)
+    for directory in (source, tmp_path):
+        (directory / "1.tar.gz").touch()
+    with pytest.raises(ValueError, match=r"1\.tar\.gz: unpack it"):
+        write_manifest(source)
+    with pytest.raises(ValueError, match=r"1\.tar\.gz: unpack it"):
+        write_shards(tmp_path, [corpus.sample(0)])
+    assert not (source / "manifest.json").exists()
+
+
 def test_what_was_cut_short_is_not_taken_for_all_of_it(tmp_path, corpus):
     def cut():
         yield from [{"__key__": f"{i}", "txt": "a"} for i in range(5)]
