@@ -57,7 +57,9 @@ class _Records:
         self.source, self.root = str(path), root.resolve()
         try:
             self.rows = [row for _, row in read_rows(path)]
-        except (ValueError, FileNotFoundError) as error:
+        except FileNotFoundError:
+            raise BadSource(f"{path} must be LLaVA's .json or .jsonl, got no such file: correct the path") from None
+        except ValueError as error:
             raise BadSource(str(error)) from None
         self.names = range(len(self.rows))
 

@@ -8,16 +8,16 @@ from typing import Any
 from diffvision.files import decoded
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""The endings of files that `read_rows` knows, in any case; a file with another is read as lines."""
+"""The endings of files that `read_rows` knows, in any case; a file with another is a list of rows, or lines."""
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
     """Yield each row with its number from 1, that of its line where rows are lines.
 
     Args:
-        path: lines of JSON, empty ones passed over; .json: one object, a list of rows, an object whose values are all
-            objects, with keys in place of numbers, or lines; .parquet: columns are keys, cells that are null are left
-            out, and pyarrow is needed.
+        path: lines of JSON, empty ones passed over, or a list of rows; .json: also one object, or an object whose
+            values are all objects, with keys in place of numbers; .parquet: columns are keys, cells that are null are
+            left out, and pyarrow is needed.
 
     Raises:
         FileNotFoundError: no such file.
@@ -34,7 +34,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
         content = decoded(path.read_bytes(), path)
     except ValueError as error:
         raise ValueError(f"{error}; {', '.join(SUFFIXES)} are read") from None
-    whole = _whole(content) if suffix == ".json" else None
+    whole = _whole(content) if suffix == ".json" or content.lstrip().startswith("[") else None
     if isinstance(whole, dict) and whole and all(isinstance(value, dict) for value in whole.values()):
         yield from whole.items()
     elif whole is not None:
@@ -64,11 +64,17 @@ def _line(text: str, where: str) -> Any:
 def _parquet(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a parquet file without their empty cells."""
     try:
+        import pyarrow
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise ValueError(f'.parquet files are read by pyarrow ({error}): pip install "diffvision[data]"') from None
     try:
-        rows = read_table(path).to_pylist()
+        table = read_table(path)
+        for index, field in enumerate(table.schema):
+            if field.type in (pyarrow.float16(), pyarrow.float32()):  # 0.1, and not 0.10000000149
+                numbers = table.column(index).cast(pyarrow.float32()).cast(pyarrow.string())
+                table = table.set_column(index, field.name, numbers.cast(pyarrow.float64()))
+        rows = table.to_pylist()
     except FileNotFoundError:
         raise
     except (OSError, OverflowError, ValueError) as error:  # pyarrow's are among them

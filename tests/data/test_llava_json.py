@@ -75,7 +75,7 @@ def test_missing_and_damaged_images_are_counted_and_too_many_refused(folder, tmp
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("[" + json.dumps(record(0, "b.png")) + ", {", "is not JSON"),
+        ("[" + json.dumps(record(0, "b.png")) + ", {", "must be JSON"),
         (json.dumps([record(0, "../rows.json")]), "not a path inside"),
         (json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),
         ("[]", "no images|no rows"),
@@ -84,6 +84,8 @@ def test_missing_and_damaged_images_are_counted_and_too_many_refused(folder, tmp
     ],
 )
 def test_files_of_another_kind_are_refused(folder, tmp_path, text, error):
+    with pytest.raises(ValueError, match=r"rows\.json must be .*, got no such file"):
+        make("llava", tmp_path / "out", source=str(tmp_path / "rows.json"))
     (tmp_path / "rows.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=error):
         make("llava", tmp_path / "out", source=str(tmp_path / "rows.json"), images=str(folder))

@@ -43,6 +43,7 @@ _LAYOUTS = (
 )
 CONTEXT = ("tools", "documents")
 """The keys of a row, besides its messages, that chat templates take."""
+_NOT_PASSED = ("chat_template_kwargs", "functions")  # which other trainers give to templates
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
 _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt; no template has them
 _LINKS = {("a message of tool", "tool_call_id"), ("a message of tool", "name")}  # which a template may leave out
@@ -310,9 +311,11 @@ def read_context(record: Any) -> dict[str, Any]:
     """Return what a row has of `CONTEXT`, as JSON or as text of JSON, for the chat template.
 
     Raises:
-        BadSample: it is not JSON.
+        BadSample: it is not JSON; or the row has what no template gets here.
     """
     row = record if isinstance(record, dict) else {}
+    if unread := next((key for key in _NOT_PASSED if row.get(key)), None):
+        raise BadSample(f"{unread!r} in a row, which is not read: write what it chooses into the template")
     given = {key: row[key] for key in CONTEXT if row.get(key)}
     context = {key: read_json(value) if isinstance(value, str) else value for key, value in given.items()}
     return {key: value for key, value in context.items() if value}

@@ -225,6 +225,7 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
         *((json.dumps({**PAIR, key: "b"}), f"'{key}'") for key in ("input", "instruction", "context")),
+        *((json.dumps({**PAIR, key: {"a": 1}}), f"'{key}'") for key in ("chat_template_kwargs", "functions")),
         (json.dumps({**PAIR, "history": [["b", "c"]]}), "'history'"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
         ('{"problem": "", "deepseek_reasoning": null, "deepseek_solution": ""}', "a message whose role or content"),
