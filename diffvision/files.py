@@ -5,6 +5,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,11 @@ _BLOCK = 1 << 20
 
 
 def user_cache(name: str) -> Path:
-    """Return a file or folder of this package in the user's cache."""
-    return Path(platformdirs.user_cache_dir("diffvision"), name)
+    """Return a file or folder of this package in the user's cache; without a home, in the temporary folder."""
+    try:
+        return Path(platformdirs.user_cache_dir("diffvision"), name)
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"diffvision-{os.getuid()}", name)
 
 
 def decoded(data: bytes, name: str | Path) -> str:

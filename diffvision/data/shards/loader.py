@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from queue import SimpleQueue
-from threading import TIMEOUT_MAX, Thread
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
 from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.workers import STALL_TIMEOUT, read_batches
+from diffvision.data.shards.workers import LONGEST_STALL, STALL_TIMEOUT, read_batches
 
 _PREPARING_THREADS = 2
 
@@ -407,7 +407,7 @@ class EvaluationLoader:
 
 def _check_settings(batch_size: int, stall_timeout: float) -> None:
     """Raise ValueError for a setting that is out of range."""
-    if not 0 < stall_timeout <= TIMEOUT_MAX:
-        raise ValueError(f"stall_timeout must be seconds above 0, got {stall_timeout}")
+    if not 0 < stall_timeout <= LONGEST_STALL:
+        raise ValueError(f"stall_timeout must be above 0 and at most {LONGEST_STALL:,} seconds, got {stall_timeout}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

@@ -9,6 +9,8 @@ from diffvision.data.shards.report import WorkerError
 
 STALL_TIMEOUT = 300.0
 """Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
+LONGEST_STALL = 604_800
+"""Seconds, a week: a thread cannot wait for ever."""
 _REMEDY = (
     "check the disk, the server and the transform, or raise stall_timeout; if memory was full lower num_workers, if "
     "/dev/shm was full (SIGBUS) raise --shm-size"

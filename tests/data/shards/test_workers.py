@@ -78,6 +78,7 @@ def test_a_busy_training_loop_is_no_stall(whole):
     assert count == 19
 
 
-def test_a_limit_that_is_none(whole):
+@pytest.mark.parametrize("timeout", [0, 1e7, float("nan")])
+def test_a_limit_that_is_none(whole, timeout):
     with pytest.raises(ValueError, match="stall_timeout"):
-        loader_of(whole, list, timeout=0)
+        loader_of(whole, list, timeout=timeout)
