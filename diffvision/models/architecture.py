@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ METADATA = "diffvision"
 # Attributes of layers, of any library, that determine what is computed. Ours have further ones in `recorded`.
 _SETTINGS = (
     *("variant", "num_heads", "num_kv_heads", "head_dim", "scale", "lambda_init", "rotary", "eps", "causal"),
-    *("approximate", "final_ln_after_pool"),
+    *("approximate", "final_ln_after_pool", "pool_include_prefix", "pad_id", "stride", "padding", "dilation"),
 )
 _POOLING = ("pool_type", "text_pool_type", "global_pool")  # which training from weights may choose
 _IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors")
@@ -63,6 +64,12 @@ def check(about: Mapping[str, Any], model: nn.Module, what: str) -> None:
     Raises:
         ValueError: the architectures differ; the message names the differences.
     """
+    if about and KEY not in about:
+        warnings.warn(
+            f"{what} does not record its architecture: settings that are in no weight, such as lambda_init, are those "
+            "of the model that is built here",
+            stacklevel=2,
+        )
     _refuse(difference(about.get(KEY) or {}, architecture(model)), what)
 
 
@@ -126,7 +133,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, layer in model.named_modules():
         own = layer.recorded if isinstance(layer, AttentionLayer) else ()
         settings = {key: getattr(layer, key, ...) for key in (*_SETTINGS, *_POOLING, *own)}
-        known = {key: value for key, value in settings.items() if isinstance(value, int | float | str | None)}
+        settings = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+        known = {key: value for key, value in settings.items() if isinstance(value, int | float | str | list | None)}
         kind = type(layer).__name__
         is_plain = next(layer.parameters(), None) is None and next(layer.children(), None) is None
         if is_plain and kind != "Identity" and "Drop" not in kind:  # of activations

@@ -124,10 +124,10 @@ class OptimizerSettings:
 def without_decay(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is excluded from weight decay.
 
-    That is anything 1-D or scalar (norms, biases, logit scale, V1's lambda vectors) and V2's lambda projection.
-    Embeddings decay, as in OpenCLIP and SLIP.
+    That is anything 1-D or scalar (norms, biases, logit scale, V1's lambda vectors), V2's lambda projection and CoDA's
+    angles. Embeddings decay, as in OpenCLIP and SLIP.
     """
-    return parameter.ndim < 2 or "lambda" in name or name.endswith("bias")
+    return parameter.ndim < 2 or "lambda" in name or name.endswith(("bias", "theta"))
 
 
 def param_groups(

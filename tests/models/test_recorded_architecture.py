@@ -115,11 +115,14 @@ def test_settings_of_plain_models_that_no_weight_shows(args, tmp_path):
         check_resumable(str(path), other, world_size=1, ranks="same")
 
 
-def test_files_without_a_record_load(tmp_path):
-    for module in (ContrastiveModule(CLIP), ClassificationModule(VIT, num_classes=3), LanguageModule(TEXT)):
+def test_files_without_a_record_load_with_a_note(tmp_path):
+    for module in (ContrastiveModule(CLIP), ClassificationModule(VIT, num_classes=3)):
         path = without_architecture(checkpoint(module, tmp_path / "x.ckpt"))
-        open_model(path)
-        check_resumable(str(path), module, world_size=1, ranks="same")
+        with pytest.warns(UserWarning, match="does not record its architecture") as noted:
+            open_model(path)
+        assert len(noted) == 1
+        with pytest.warns(UserWarning, match="does not record its architecture"):
+            check_resumable(str(path), module, world_size=1, ranks="same")
 
 
 def edit(file, change):
@@ -261,3 +264,16 @@ def test_a_record_that_is_none(tmp_path):
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"checkpoint .*y\.ckpt has model_args"):
         open_for_export(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "common", "setting", "told"),
+    [
+        ("convnext_atto", {}, {"output_stride": 16}, "dilation"),
+        ("plain_vit_debug", {"global_pool": "avg"}, {"pool_include_prefix": True}, "pool_include_prefix"),
+    ],
+)
+def test_arguments_of_timm_that_no_weight_shows_are_recorded(name, common, setting, told):
+    with torch.device("meta"):
+        models = [timm.create_model(name, **common, **given) for given in ({}, setting)]
+    assert told in difference(*map(architecture, models))

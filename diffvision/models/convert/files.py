@@ -31,6 +31,7 @@ from diffvision.models.convert.layouts import (
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import DIFFCLIP_PREPROCESS
 from diffvision.models.weight_files import check_weights_name, read_json
+from diffvision.nn.diff_attention import VECTORS
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,14 @@ def _check_diffclip(
 
 def _map(source: Weights, target: Path, options: Options, *, by: Callable[..., dict[str, Tensor]]) -> None:
     """Convert weights by a mapping of names."""
-    _save(by(source.state), target)
+    made = by(source.state)
+    layers = {name.removesuffix(vector) for name in made for vector in VECTORS if name.endswith(vector)}
+    parts = [*VECTORS, "q_proj.weight", "k_proj.weight", "v_proj.weight"]
+    if missing := [layer + part for layer in sorted(layers) for part in parts if layer + part not in made]:
+        raise ValueError(
+            f"{source.path} must hold whole attention layers; in our names it lacks {', '.join(missing[:4])}"
+        )
+    _save(made, target)
 
 
 def read_language(folder: Path) -> LanguageModel:
