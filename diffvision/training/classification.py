@@ -5,12 +5,16 @@ Code shared with the other modules is in `module`, the optimizer in `optim`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
 from diffvision.data.batches import ImageLabelBatch
+from diffvision.data.images.image_data import ImageLabelData
 from diffvision.models.architecture import KEY, architecture, check, check_start
 from diffvision.models.names import unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
@@ -101,6 +105,21 @@ class ClassificationModule(TrainingModule):
         """Return logits [B, num_classes]."""
         return self.model(image)
 
+    def as_read(self, batch: Any) -> Any:
+        """Return a loader's batch as a dictionary, its labels checked."""
+        batch = super().as_read(batch)
+        self.check_labels(batch["label"])
+        return batch
+
+    def check_labels(self, label: Any) -> None:
+        """Raise ValueError for a label that is not a class of the model; labels on a GPU are not checked."""
+        if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
+            return
+        outside = label[(label < 0) | (label >= self.num_classes)]
+        if len(outside):
+            last = self.num_classes - 1
+            raise ValueError(f"labels must be 0 to {last}, got {outside[0].item()}: set num_classes to the data's")
+
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
         image, target = batch["image"], batch["label"]
         smoothing = self.label_smoothing
@@ -112,6 +131,22 @@ class ClassificationModule(TrainingModule):
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
         self.log_step(self.rate, loss=self.mean_if_read(loss.detach()))
         return loss
+
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics of ImageLabelData's evaluation, if it has one."""
+        if not isinstance(data, ImageLabelData):
+            return None
+        names = ["acc1", *(["acc5"] if self.num_classes >= 5 else []), "loss", "samples"]
+        return [] if data.evaluation is None else [f"val/{name}" for name in names]
+
+    def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
+        """In a run without evaluation, warn that a recipe's ModelCheckpoint saves nothing."""
+        if isinstance(data, ImageLabelData) and data.evaluation is None:
+            idle = [one for one in callbacks if isinstance(one, ModelCheckpoint) and (one.monitor or "")[:4] == "val/"]
+            callbacks = [one for one in callbacks if one not in idle]
+            for one in idle:
+                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing, as nothing is evaluated")
+        super().set_monitors(callbacks, data)
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(4)  # samples, top-1, top-5, summed loss

@@ -37,8 +37,6 @@ FEATURES = ("image_features", "text_features")
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 SHOWN = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")  # metrics that the progress bar shows
-HEADLINE = "headline"
-"""The name by which a callback monitors the first metric of the first evaluation, such as zero_shot/digits/acc1."""
 
 
 class ContrastiveModule(TrainingModule):
@@ -113,7 +111,6 @@ class ContrastiveModule(TrainingModule):
         self.name, self.loss_name, self.accum_freq = model, loss, accum_freq
         self.layer_decays = {"image": image_layer_decay, "text": text_layer_decay}
         self.prompts: list[str] = []
-        self._headline = ""  # the first metric of the first evaluation, logged under the name "headline" too
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
         with tensors_only(pretrained or model), without_warning_of_random_weights(), refuse_misfit(pretrained, model):
@@ -147,19 +144,8 @@ class ContrastiveModule(TrainingModule):
             compile_in_place(self.model)
 
     def setup(self, stage: str) -> None:
-        """Create the loss, which depends on the number of ranks, and plan the evaluations of a fit.
-
-        Raises:
-            ValueError: a folder cannot be evaluated.
-        """
+        """Create the loss, which depends on the number of ranks."""
         super().setup(stage)
-        data = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and isinstance(data, ImageTextData) and (found := data.folders_by_path):
-            self.prompts = check_prompts(
-                plan([one for folders in found for one in folders], None, Options()), Options()
-            )
-            folder, names = plan(found[0], None, Options())[0]
-            self._headline = f"{names[0]}/{folder.name}/{EVALUATIONS[names[0]].metrics[0]}"
         self.loss = create_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
         self.batch_loss = create_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 
@@ -277,6 +263,26 @@ class ContrastiveModule(TrainingModule):
             )
         return super().configure_callbacks()
 
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics of the evaluation folders, in the order of the folders.
+
+        Raises:
+            ValueError: a folder cannot be evaluated.
+        """
+        if not isinstance(data, ImageTextData):
+            return None
+        if not (found := data.folders_by_path):
+            return []
+        every = plan([folder for folders in found for folder in folders], None, Options())
+        self.prompts = check_prompts(every, Options())
+        of_first = plan(found[0], None, Options())
+        return [
+            f"{name}/{folder.name}/{metric}"
+            for folder, names in [*of_first, *every]
+            for name in names
+            for metric in EVALUATIONS[name].metrics
+        ]
+
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # pairs, and their summed loss
         gather_weights(self.model)
@@ -303,7 +309,6 @@ class ContrastiveModule(TrainingModule):
             precision=PRECISIONS.get(str(self.trainer.precision), "fp32"),
             progress=follow(self.trainer),
         )
-        metrics |= {HEADLINE: metrics[self._headline]} if self._headline in metrics else {}
         for key, value in metrics.items():
             # Every rank has the same value; sync_dist only tells Lightning so.
             self.log(key, value, batch_size=1, sync_dist=True, prog_bar=key.endswith(SHOWN), add_dataloader_idx=False)

@@ -18,6 +18,7 @@ from typing import Any, cast, get_args
 import lightning.pytorch as pl
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -25,7 +26,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
-from torch.distributed import DistError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from diffvision.allowlist import limit_imports
 from diffvision.data.datasets import check_paths
@@ -37,7 +38,7 @@ from diffvision.parsers import OneLineErrors
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.compilation import explain_failures
 from diffvision.training.fault_tolerance import Ranks, Resume, lightning_internals, protect
-from diffvision.training.module import IGNORED_WARNINGS
+from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, make_table
@@ -230,9 +231,14 @@ class FitCLI(LightningCLI):
         return trainer
 
     def before_fit(self) -> None:
-        """Refuse data that are not there before the run has a directory."""
+        """Refuse data that are not there, and what the module would refuse, before the run has a directory."""
         given = (self.config["fit"].get("data") or {}).get("init_args") or {}
         check_paths({f"data.{name}": given.get(name) for name in ("train", "evaluations", "evaluation")})
+        if isinstance(self.model, TrainingModule):
+            callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the module says it again
+                self.model.set_monitors(callbacks, self.datamodule)
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
         """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""
@@ -279,12 +285,17 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def _check_processes(trainer: pl.Trainer) -> None:
-    """Refuse a number of processes under which each would train alone: Lightning compares them on several devices."""
+    """Refuse a number of processes under which each would train alone, or that this machine cannot run."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if trainer.world_size != started:
         raise ValueError(
             f"trainer.devices x num_nodes must be torchrun's {started} processes, got {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}"
+        )
+    cores = os.cpu_count() or 1
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
+        raise ValueError(
+            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: set it to {cores} or less"
         )
 
 
@@ -292,7 +303,10 @@ def _with_open_classes(model: Any, data: Any) -> ImageLabelData | None:
     """Return the data that a classifier's number of classes comes from; None where it is set, or there is none."""
     if model is None or data is None or _get_class(data) is not ImageLabelData:
         return None
-    if not issubclass(_get_class(model), ClassificationModule) or model["init_args"].get("num_classes", 0) is not None:
+    if (
+        not issubclass(_get_class(model), ClassificationModule)
+        or model.get("init_args", {}).get("num_classes", 0) is not None
+    ):
         return None
     settings = data["init_args"].as_dict()
     return ImageLabelData(**{name: value for name, value in settings.items() if name not in LINKED})
@@ -321,7 +335,7 @@ def _with_directories(config: Any) -> Any:
 
 def _name_run(model: Any) -> str:
     """Return the name of a module's model as a folder's: of local-dir:runs/adapted the last part, "fit" of none."""
-    name = model["init_args"].get("model") if model is not None else None
+    name = model.get("init_args", {}).get("model") if model is not None else None
     if not isinstance(name, str):
         return "fit"
     return Path(name).name if ":" in name and "/" in name else name.rpartition(":")[2].replace("/", "-")
@@ -334,7 +348,10 @@ def _refuse_nulls(name: str, given: Any) -> None:
     module, _, cls = given["class_path"].rpartition(".")
     taken: dict[str, inspect.Parameter] = {}
     for one in reversed(getattr(import_module(module), cls).__mro__[:-1]):  # a class may pass settings on to its bases
-        taken |= inspect.signature(one.__init__, eval_str=True).parameters
+        try:
+            taken |= inspect.signature(one.__init__, eval_str=True).parameters
+        except NameError:  # an annotation that is imported for type checkers alone
+            continue
     for key, value in given.get("init_args", {}).items():
         parameter = taken.get(key)
         if value is not None or parameter is None or parameter.default is None:
@@ -387,12 +404,19 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
         args: the command line from the subcommand on, as ["fit", "--config", "clip/debug.yaml"]; None: this process's.
         callbacks: besides those of the configuration.
     """
+    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    wrong = [callback for callback in given if not isinstance(callback, pl.Callback)]
+    if wrong or given is not callbacks:
+        raise TypeError(f"callbacks must be a list of Lightning callbacks, got {[*wrong, callbacks][0]!r}")
     try:
         with explain_failures():
             return FitCLI(resolve_recipes(sys.argv[1:] if args is None else args), callbacks=callbacks)
     except MisconfigurationException as error:
         raise ValueError(" ".join(str(error).split())) from error
+    except (DistNetworkError, DistStoreError):  # such as of a port in use
+        raise
     except RuntimeError as error:
         if not isinstance(error, DistError) and "remote worker" not in str(error):  # gloo's errors have no class
             raise
-        raise ValueError("another rank ended, with its error above: run again with --resume auto") from error
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"another rank ended, with its error above: run again with --resume auto ({first})") from error

@@ -56,18 +56,19 @@ def fit(
 ) -> FitResult:
     """Train as `diffvision fit` does, from a configuration and what differs from it.
 
-        run = diffvision.fit("vision/debug.yaml", data="photos", max_epochs=5)
-        diffvision.evaluate(run.checkpoint, "photos", tasks="classification")
+        run = diffvision.fit("clip/debug.yaml", model="CLIP-debug", data="data/digits", max_epochs=3)
+        diffvision.evaluate(run.checkpoint, "data/digits")
 
     Args:
         config: a recipe such as "clip/debug.yaml", the path of a YAML file, or several, of which later ones win.
         model: the model's name at its host, such as "DiffCLIP-ViT-B-16"; or settings of the LightningModule,
             such as {"model": "CLIP-debug", "optimizer": {"lr": 1e-3}}.
-        data: training data instead of the configuration's: whatever `train` of its DataModule takes. Or settings of
-            the DataModule, such as {"train": "shards", "batch_size": 256}, which leave the configuration's other data
-            as they are.
-        evaluation: what to evaluate on. If `data` is a path, the default is its images in `val` or `test`, and nothing
-            where it has none; [] for no evaluation, which leaves no checkpoint to be chosen by a metric.
+        data: training data instead of the configuration's: whatever `train` of its DataModule takes, or a folder that
+            has shards in `train` inside, such as those of `diffvision data make`. Or settings of the DataModule, such
+            as {"train": "shards", "batch_size": 256}, which leave the configuration's other data as they are.
+        evaluation: what to evaluate on. If `data` is a path, the default is what that folder holds for it (evaluation
+            folders, or images in `val` or `test`) and nothing otherwise; [] for no evaluation, which leaves no
+            checkpoint to be chosen by a metric.
         callbacks: Lightning callbacks, besides those of the configuration.
         allow: packages whose classes the configuration may name, as `--allow`.
         **settings: seed_everything, ckpt_path, resume ("auto", "must") and resume_ranks as options of the command; all
@@ -141,9 +142,10 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
             raise TypeError(f"data must be a path or settings, got {kind}: Lightning's Trainer(...).fit takes objects")
         sources = [str(data)] if isinstance(data, str | Path) else [*map(str, data)]
         check_paths({"data": sources})
-        words += options({"data.init_args.train": sources[0] if isinstance(data, str | Path) else sources})
+        train = [str(Path(one, "train")) if _has_train_shards(one) else one for one in sources]
+        words += options({"data.init_args.train": train[0] if isinstance(data, str | Path) else train})
         if evaluation is None:
-            evaluation = [one for one in sources if _has_evaluation(one, _class_of(content))][:1]
+            evaluation = next(filter(None, (_evaluation_in(one, _class_of(content)) for one in sources)), [])
     if evaluation is None:
         return words
     paths = [str(evaluation)] if isinstance(evaluation, str | Path) else [str(path) for path in evaluation]
@@ -164,12 +166,31 @@ def _needs_evaluation(callback: Any) -> bool:
     return str(settings.get("monitor", "")).partition("/")[0] in ("headline", "val", *TASKS)
 
 
-def _has_evaluation(source: str, data_class: str) -> bool:
-    """Return whether images have a split to evaluate on."""
+def _evaluation_in(source: str, data_class: str) -> list[str]:
+    """Return what lies in a folder of training data to evaluate on; empty if there is nothing."""
+    if data_class == "TextData":
+        return [str(part) for part in (Path(source, "validation"), Path(source, "test")) if part.is_dir()][:1]
+    from diffvision.data.images.folders import find_folders
     from diffvision.data.images.image_sources import is_image_source, open_source
 
+    if _has_train_shards(source):
+        try:
+            folders = [one for one in find_folders(Path(source)) if "test" in one.splits]
+        except ValueError:  # there are none
+            return []
+        if data_class == "ImageTextData":
+            return [source] * bool(folders)  # as one path, in which zero-shot comes first to choose checkpoints by
+        return [str(one.path) for one in folders if one.task == "zero_shot"][:1]
     reads: Any = "labels" if data_class == "ImageLabelData" else "captions"
-    return is_image_source(source) and bool({"validation", "test"} & set(open_source(source, reads=reads).splits))
+    has_split = is_image_source(source) and {"validation", "test"} & set(open_source(source, reads=reads).splits)
+    return [source] if has_split else []
+
+
+def _has_train_shards(source: str) -> bool:
+    """Return whether a folder is laid out as those of `diffvision data make`, with shards in `train`."""
+    from diffvision.data.images.image_sources import is_image_source
+
+    return Path(source, "train").is_dir() and not is_image_source(Path(source, "train"))
 
 
 def _content(configs: Sequence[str | Path]) -> dict[str, Any]:

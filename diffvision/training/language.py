@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffvision import ops
 from diffvision.data.batches import TokenBatch
+from diffvision.data.text.module import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check
@@ -179,6 +180,12 @@ class LanguageModule(NextTokenModule):
     @property
     def _share(self) -> int:
         return self.model.config.max_length
+
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics of TextData's evaluation, if it has one."""
+        if not isinstance(data, TextData):
+            return None
+        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from diffvision.data.batches import named
+from diffvision.evaluation.suite import EVALUATIONS
 from diffvision.training.compilation import COMPILING_NOTICE
 from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
@@ -48,7 +49,8 @@ IGNORED_WARNINGS = (
     r"Found \d+ module\(s\) in eval mode at the start of training",  # parts that are not trained
     r"The number of training batches \(\d+\) is smaller than the logging interval",
 )
-
+HEADLINE = "headline"
+"""A callback's monitor that stands for the first metric of the first evaluation, such as zero_shot/digits/acc1."""
 NOT_YET_EVALUATED = r"`ModelCheckpoint\(monitor=.*\)` could not find"  # in a run that ends before its first evaluation
 
 
@@ -143,10 +145,15 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
 
         It is the first hook, so it silences warnings about other libraries' code, too.
+
+        Raises:
+            ValueError: a callback monitors a metric that validation will not log.
         """
         for message in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         data = getattr(self.trainer, "datamodule", None)
+        if self.fitting:
+            self.set_monitors(lightning_internals.find_callbacks(self.trainer, pl.Callback), data)
         if getattr(data, "evaluation", None) or getattr(data, "evaluations", None):
             warnings.filterwarnings("ignore", message=NOT_YET_EVALUATED)
         guards = lightning_internals.find_callbacks(self.trainer, StepGuard)
@@ -158,6 +165,35 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
         guard.of_module = True
         return [guard]
+
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics that validation on a DataModule logs, its headline first; None where it is not ours."""
+        return None
+
+    def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
+        """Set monitors that are `HEADLINE`, and refuse what validation will not log: it would fail after an epoch."""
+        metrics = self.validation_metrics(data)
+        stages = {*EVALUATIONS}
+        if all(type(part).__module__.partition(".")[0] in ("diffvision", "lightning") for part in (self, *callbacks)):
+            stages.add("val")  # which others may log to
+        for callback in callbacks:
+            parts = str(getattr(callback, "monitor", None) or "").split("/")
+            if parts == [HEADLINE] and metrics:
+                callback.monitor = metrics[0]
+                mode = "min" if metrics[0].endswith("loss") else "max"
+                if callback.mode != mode:
+                    raise ValueError(
+                        f"{type(callback).__name__}.mode must be {mode} for {metrics[0]}, got {callback.mode}"
+                    )
+            # Each kind of sample has metrics besides, such as composition/digits/acc/swapped.
+            elif parts == [HEADLINE] or (
+                metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
+            ):
+                settings = [f"data.{name}, or " for name in ("evaluations", "evaluation") if hasattr(data, name)]
+                remedy = f"{HEADLINE}, here {metrics[0]}" if metrics else f"{''.join(settings[:1])}its monitor"
+                raise ValueError(
+                    f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: set {remedy}"
+                )
 
     def as_read(self, batch: Any) -> Any:
         """Return a loader's batch as the steps read it, or raise ValueError if a key is missing."""

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
-from diffvision.training.clip import HEADLINE, ContrastiveModule
+from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fault_tolerance import LastCheckpoint
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 
-OF_TRAINING = ("train/", "data/", "lambda", HEADLINE)  # how the names of metrics begin that are no evaluation's
+OF_TRAINING = ("train/", "data/", "lambda")  # how the names of metrics begin that are no evaluation's
 
 
 class RunSummary(pl.Callback):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.data.batches import VisionLanguageBatch
+from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.architecture import KEY, architecture
 from diffvision.models.weight_files import FOLDER
@@ -247,6 +248,12 @@ class VisionLanguageModule(NextTokenModule):
         scales = None if scale is None else dict.fromkeys(named, scale)
         settings = self.settings
         return param_groups(self.model, settings.weight_decay, scales=scales, is_muon=settings.is_muon)
+
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the metrics of VisionLanguageData's evaluation, if it has one."""
+        if not isinstance(data, VisionLanguageData):
+            return None
+        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""

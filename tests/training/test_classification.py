@@ -3,11 +3,12 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from training_fits import trainer
 
+from diffvision.data import ImageLabelData
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -39,6 +40,28 @@ class Images(pl.LightningDataModule):
 def make(**settings):
     torch.manual_seed(0)
     return ClassificationModule("diff_vit_debug", num_classes=10, **{"optimizer": SETTINGS} | settings)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 10])
+def test_a_label_that_is_no_class_is_refused(label):
+    """-100 is what cross entropy leaves out in silence."""
+    data = Images()
+    data.rows[0]["label"] = torch.tensor(label)
+    with pytest.raises(ValueError, match=rf"0 to 9, got {label}.*num_classes"):
+        trainer().validate(make(), datamodule=data, verbose=False)
+
+
+def test_without_an_evaluation_a_recipes_checkpoint_saves_nothing():
+    data = ImageLabelData("photos", 1)
+    with pytest.warns(UserWarning, match="nothing is evaluated"):
+        make().set_monitors([ModelCheckpoint(monitor="val/acc1", mode="max"), ModelCheckpoint()], data)
+    with pytest.raises(ValueError, match="EarlyStopping monitors val/acc1"):
+        make().set_monitors([EarlyStopping("val/acc1", mode="max")], data)
+    data.evaluation = "photos"
+    make().set_monitors([headline := ModelCheckpoint(monitor="headline", mode="max")], data)
+    assert headline.monitor == "val/acc1"
+    with pytest.raises(ValueError, match="monitors val/acc"):
+        make().set_monitors([ModelCheckpoint(monitor="val/acc", mode="max")], data)
 
 
 @pytest.mark.forks

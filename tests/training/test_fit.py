@@ -9,12 +9,14 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from torch import nn
+from torch.distributed import DistError, DistNetworkError
 
 from diffvision.cli import main
 from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.models.threads import VARIABLES, few_threads
 from diffvision.models.threads import _say as say
+from diffvision.training import fit as command
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, _with_directories, fit
 
@@ -125,6 +127,7 @@ def test_a_run_that_must_resume_ends_in_one_line(shards, tmp_path, capsys):
     [
         ("accumulate_grad_batches", 0),
         ("check_val_every_n_epoch", 0),
+        ("devices", 1000),
         ("gradient_clip_val", -1.0),
         ("limit_train_batches", 0),
         ("log_every_n_steps", -1),
@@ -266,27 +269,30 @@ def test_the_headline_of_the_first_evaluation_is_monitored_unless_another_is_nam
     validating = ["--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=1"]
     cli = run(shards, tmp_path, *data, *monitoring(monitor), *validating, steps=1)
     (saver,) = [saver for saver in cli.trainer.checkpoint_callbacks if saver.monitor]
+    assert saver.monitor == expected
     assert saver.best_model_score == cli.trainer.callback_metrics[expected]
     assert saver.best_model_path
     assert "zero_shot/birds: 2 classes, 1 template, e.g. 'a photo of a wren.'" in capsys.readouterr().out
 
 
-def test_an_evaluation_folder_without_words_is_refused_before_any_step(folders, shards, tmp_path):
-    with pytest.raises(ValueError, match="'n01503061'"):
-        run(shards, tmp_path, f"--data.evaluations+={folders / 'wnids'}", *monitoring("headline"))
-
-
-def test_a_monitor_that_no_evaluation_gives_ends_a_run_after_the_first(folders, shards, tmp_path):
-    validating = ["--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=1"]
-    with pytest.raises(ValueError, match="zero_shot/birds/acc2") as refused:
-        run(
-            shards,
-            tmp_path,
-            f"--data.evaluations+={folders / 'birds'}",
-            *monitoring("zero_shot/birds/acc2"),
-            *validating,
-        )
-    assert "\n" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("evaluated", "monitor", "mode", "named"),
+    [
+        ([], "headline", "max", r"monitors headline.* data\.evaluations,"),
+        ([], "val/loss", "min", "monitors val/loss"),
+        (["birds"], "headline", "min", "must be max for zero_shot/birds/acc1"),
+        (["birds"], "zero_shot/digits/acc1", "max", "monitors zero_shot/digits/acc1"),
+        (["birds"], "zero_shot/birds/acc2", "max", "monitors zero_shot/birds/acc2"),
+        (["wnids"], "headline", "max", "'n01503061'"),
+    ],
+)
+def test_what_no_evaluation_gives_is_refused_before_any_step(
+    evaluated, monitor, mode, named, folders, shards, tmp_path
+):
+    data = [f"--data.evaluations+={folders / name}" for name in evaluated]
+    with pytest.raises(ValueError, match=named):
+        run(shards, tmp_path, *data, *monitoring(monitor, mode))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_checkpoint_of_another_model_is_named():
@@ -371,3 +377,42 @@ def test_a_small_model_has_one_thread_unless_a_number_is_set(threads, environmen
     finally:
         torch.set_num_threads(1)
     assert capfd.readouterr().err.count("OMP_NUM_THREADS=2") == (expected == 1)
+
+
+# --- modules of others, and ranks that end ---
+
+
+def test_a_module_without_arguments_has_a_run(tmp_path, monkeypatch):
+    """Its base has an annotation for type checkers alone, too."""
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel\n"
+        "if TYPE_CHECKING:\n    from nowhere import Unknown\n"
+        "class Base(BoringModel):\n    def __init__(self, part: Unknown = None):\n        super().__init__()\n"
+        "class Net(Base):\n    def __init__(self):\n        super().__init__()\n"
+        "class Data(BoringDataModule):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    cli = FitCLI(["fit", "--model=mine.Net", "--data=mine.Data", "--allow=mine", "--trainer.fast_dev_run=1"])
+    assert cli.trainer.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (DistError("rank 1 failed\nat line 3"), ValueError, r"another rank .*\(rank 1 failed\)$"),
+        (RuntimeError("remote worker is gone"), ValueError, "another rank .*remote worker"),
+        (DistNetworkError("port 1 is in use"), DistNetworkError, "port 1"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    ],
+)
+def test_the_end_of_another_rank_is_told_with_its_reason(error, kind, text, monkeypatch):
+    def ended(*args, **settings):
+        raise error
+
+    monkeypatch.setattr(command, "FitCLI", ended)
+    with pytest.raises(kind, match=text) as raised:
+        fit(["fit"])
+    assert raised.type is kind

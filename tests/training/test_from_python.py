@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*could not find the monitored key"),
     pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key"),
 ]
-CLIP, VISION = ["clip/debug.yaml"], ["vision/debug.yaml"]
+CLIP, VISION, LANGUAGE = ["clip/debug.yaml"], ["vision/debug.yaml"], ["language/debug.yaml"]
 EVALUATION = "data.init_args.evaluation"
 
 
@@ -37,6 +37,9 @@ def data(tmp_path_factory) -> Path:
     write_evaluation_split(root / "zero_shot" / "test", images(4, "cls", "1"))
     write_lines(root / "zero_shot" / "classnames.txt", ["one", "two"])
     write_lines(root / "zero_shot" / "zeroshot_classification_templates.txt", ["a {c}"])
+    write_evaluation_split(root / "retrieval" / "test", images(4, "txt", "a number"))
+    write_lines(root / "retrieval" / "dataset_type.txt", ["retrieval"])
+    (root / "validation").mkdir()
     return root
 
 
@@ -84,6 +87,9 @@ def test_two_runs_in_one_process(data, tmp_path):
         ({"batch_size": 3}, Mistake, r"did you mean --data\.batch_size"),
         ({"model": {"modle": 1}}, Mistake, r"modle.*did you mean .*model"),
         ({"data": "nowhere"}, FileNotFoundError, "data must be a file or folder that exists, got 'nowhere'"),
+        ({"callbacks": [3]}, TypeError, "callbacks must be a list .*, got 3"),
+        ({"callbacks": [Callback]}, TypeError, "callbacks must be a list .*, got <class"),
+        ({"callbacks": Callback()}, TypeError, "callbacks must be a list"),
         ({"data": 3}, TypeError, "data must be a path or settings, got int"),
         ({"data": {"transform": print}}, TypeError, r"data\.transform must be .* builtin_function_or_method"),
         ({"model": Callback()}, TypeError, "model must be .* Callback"),
@@ -169,6 +175,16 @@ def monitor(words: list[str]) -> str | None:
     savers = [c["init_args"] for c in callbacks if isinstance(c, dict) and c["class_path"] == "ModelCheckpoint"]
     monitors = {saver.get("monitor") for saver in savers}
     return next(iter(monitors - {None}), None)
+
+
+def test_a_folder_brings_its_evaluation(data):
+    train = {"data.init_args.train": str(data / "train")}
+    given = _data_options(str(data), None, CLIP)
+    assert json.loads(parsed(given)["data.init_args.evaluations"]) == [str(data)]
+    assert parsed(given) | train == parsed(given)
+    assert "trainer.callbacks" not in parsed(given)
+    assert parsed(_data_options(data, None, VISION)) == train | {EVALUATION: str(data / "zero_shot")}
+    assert parsed(_data_options(data, None, LANGUAGE)) == train | {EVALUATION: str(data / "validation")}
 
 
 def test_pictures_bring_their_evaluation(data, tmp_path):
