@@ -6,7 +6,6 @@ OpenCLIP are imported when a callback runs: they take seconds, and the help of `
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections import Counter
@@ -178,6 +177,8 @@ def _peak_memory(device: torch.device) -> int:
     """Return the most bytes that this process has had so far: of its GPU, or on a CPU in all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
