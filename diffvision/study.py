@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -38,7 +39,7 @@ OF_THE_STUDY = {  # settings of `fit` -> what sets them
     "--resume": "the study",
     "--ckpt_path": "the study",
 }
-_RATE = "--model.init_args.optimizer.lr"
+_RATE = "model.init_args.optimizer.lr"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Run:
     rate: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.model}, " + (f"rate {self.rate:g}" if self.is_tuning else f"seed {self.seed}")
+        return f"{self.model}, " + (f"rate {self.rate}" if self.is_tuning else f"seed {self.seed}")
 
     @property
     def is_tuning(self) -> bool:
@@ -60,7 +61,16 @@ class Run:
     @property
     def version(self) -> str:
         """The name of its folder, in that of its model."""
-        return f"rate{self.rate:g}" if self.is_tuning else f"seed{self.seed}"
+        return f"rate{self.rate}" if self.is_tuning else f"seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class _Process:
+    """The process of a run; `log_size` is that of its log before, and `start` is None where the run is resumed."""
+
+    popen: subprocess.Popen[bytes]
+    log_size: int
+    start: float | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ class Study:
             *(f"--config={config}" for config in self.configs),
             *self.settings,
             f"--model.init_args.model={run.model}",
-            *([] if run.rate is None else [f"{_RATE}={run.rate:g}"]),
+            *([] if run.rate is None else [f"--{_RATE}={run.rate}"]),
             f"--seed_everything={run.seed}",
             f"--data.init_args.seed={run.seed}",
             "--resume=auto",
@@ -109,7 +119,7 @@ class Study:
         return (folder / "checkpoints" / "final.ckpt").is_file() or (folder / "diverged").is_file()
 
     def claim(self, **more: Any) -> None:
-        """Write what all runs share to the study's folder; refuse a folder whose runs were made otherwise.
+        """Write what all runs share to the study's folder; refuse a folder whose runs were trained otherwise.
 
         Raises:
             ValueError: the folder has runs of other settings, or of no study.
@@ -128,9 +138,10 @@ class Study:
         }
         settings |= {"settings": list(self.settings), **more}
         file = self.output / SETTINGS
-        if not file.is_file():
-            if found := next(self.output.glob("*/*/config.yaml"), None):
-                raise ValueError(f"{found.parent} is not a run of a study: name another folder with --output")
+        if not file.is_file() and (found := next(self.output.glob("*/*/config.yaml"), None)):
+            raise ValueError(f"{found.parent} is not a run of a study: name another folder with --output")
+        trained = ("*/*/checkpoints/*.ckpt", "*/*/diverged")
+        if not file.is_file() or not any(any(self.output.glob(pattern)) for pattern in trained):
             write_json(file, settings)
         earlier = read_json(file)
         if other := [name for name in settings if settings[name] != earlier.get(name)]:
@@ -151,7 +162,7 @@ class Study:
             OSError: the disk has no room for the runs that are left, by the size of a finished one.
         """
         waiting = [run for run in runs if not self.is_done(run)]
-        active: dict[Run, tuple[subprocess.Popen[bytes], float]] = {}
+        active: dict[Run, _Process] = {}
         shown: dict[Run, tuple[float, str]] = {}
         with _exit_at_sigterm():
             try:
@@ -159,27 +170,29 @@ class Study:
                     while waiting and len(active) < self.jobs:
                         self.check_disk(len(waiting) + len(active) + later)
                         run = waiting.pop(0)
-                        active[run] = self._start(run), time.time()
+                        active[run] = self._start(run)
                     time.sleep(0.5)
-                    for run, (process, start) in list(active.items()):
+                    for run, process in list(active.items()):
                         self._show(run, shown)
-                        if process.poll() is not None:
+                        if process.popen.poll() is not None:
                             del active[run]
-                            left = len(waiting) + len(active) + later
-                            self._finish(run, process.returncode, time.time() - start, left)
+                            self._finish(run, process, len(waiting) + len(active) + later)
             finally:
-                for process, _ in active.values():
-                    process.terminate()
-                for process, _ in active.values():
-                    process.wait()
+                for process in active.values():
+                    process.popen.terminate()
+                for process in active.values():
+                    process.popen.wait()
 
-    def _start(self, run: Run) -> subprocess.Popen[bytes]:
+    def _start(self, run: Run) -> _Process:
         folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
+        is_resumed = any((folder / "checkpoints").glob("*.ckpt"))
         threads = {"OMP_NUM_THREADS": "1"} if self.jobs > 1 else {}
         with (folder / LOG).open("ab") as log:
             command = [sys.executable, "-m", "diffvision", *self.command(run)]
-            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | threads)
+            size, env = log.tell(), os.environ | threads
+            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+        return _Process(process, size, None if is_resumed else time.time())
 
     def _show(self, run: Run, shown: dict[Run, tuple[float, str]]) -> None:
         """Print a run's last logged step and loss, where they are new and not too soon."""
@@ -194,31 +207,30 @@ class Study:
             shown[run] = time.monotonic(), latest
             print(f"{run}: {latest}", flush=True)
 
-    def _finish(self, run: Run, status: int, seconds: float, left: int) -> None:
+    def _finish(self, run: Run, process: _Process, left: int) -> None:
         """Record a run that has ended, and say what is left; raise a ValueError for one that failed."""
         from diffvision.evaluation.output_files import write_json
 
         log = self.folder(run) / LOG
-        if status or not self.is_done(run):
-            lines = log.read_text(errors="replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), f"status {status}")
-            if run.is_tuning and "were not finite" in last:
-                (self.folder(run) / "diverged").write_text(f"{last}\n")
+        if process.popen.returncode or not self.is_done(run):
+            error = _error(process.popen.returncode, log.read_bytes()[process.log_size :].decode(errors="replace"))
+            if run.is_tuning and "were not finite" in error:
+                (self.folder(run) / "diverged").write_text(f"{error}\n")
                 print(f"{run}: diverged", flush=True)
                 return
-            raise ValueError(f"{run}: {last.removeprefix('diffvision: error: ')} (all of its output: {log})")
+            raise ValueError(f"{run}: {error} (all of its output: {log})")
         settings = read_json(self.output / SETTINGS)
         if "seconds" not in settings:
             size = sum(file.stat().st_size for file in self.folder(run).rglob("*") if file.is_file())
-            write_json(self.output / SETTINGS, settings | {"seconds": seconds, "bytes": size})
-            seconds = seconds / self.jobs
+            seconds = {} if process.start is None else {"seconds": time.time() - process.start}
+            write_json(self.output / SETTINGS, settings | {"bytes": size} | seconds)
         print(f"{run}: done" + (f"; {self.estimate(left)}" if left else ""), flush=True)
 
     def estimate(self, left: int) -> str:
-        """Return the time and the disk that runs will take, by the first one, in words."""
+        """Return the time and the disk that runs will take, by the first that was not resumed, in words."""
         first = read_json(self.output / SETTINGS)
         if "seconds" not in first:
-            return f"{_count(left)} left; their time and disk are known after the first"
+            return f"{_count(left)} left; their time and disk are known once one has run without a stop"
         seconds, size = first["seconds"] * left / self.jobs, first["bytes"] * left
         duration = timedelta(seconds=math.ceil(seconds))
         return f"{_count(left)} left: about {duration} and {_megabytes(size)} of {_megabytes(self.free())}"
@@ -247,12 +259,20 @@ class Study:
         }
         best = max(scores, key=lambda rate: scores[rate])
         if not math.isfinite(scores[best]):
-            raise ValueError(
-                f"{model} diverged at each of the rates {', '.join(f'{rate:g}' for rate in rates)}: lower them"
-            )
+            raise ValueError(f"{model} diverged at each of the rates {', '.join(map(str, rates))}: lower them")
         edge = " (at the edge: try more)" if len(rates) > 2 and best in (min(rates), max(rates)) else ""
-        print(f"{model}: learning rate {best:g}{edge}", flush=True)
+        print(f"{model}: learning rate {best}{edge}", flush=True)
         return best
+
+    def check_rates(self, runs: Sequence[Run]) -> None:
+        """Refuse runs that were trained at another rate than the one that is chosen now."""
+        from diffvision.opening.run_folders import run_config, setting
+
+        for run in runs:
+            folder = self.folder(run)
+            rate = setting(run_config(folder), _RATE)
+            if any((folder / "checkpoints").glob("*.ckpt")) and str(rate) != str(run.rate):
+                raise ValueError(f"{folder} was trained at the rate {rate}, and {run.rate} is chosen now: delete it")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -299,7 +319,7 @@ def main(argv: Sequence[str]) -> None:
     """Run `diffvision study` with these arguments.
 
     Raises:
-        ValueError: a model without a plain twin, runs with other settings, a run that failed.
+        ValueError: a model without a plain twin, runs with other settings or at another rate, a run that failed.
         OSError: the disk is too small.
     """
     options, rest = parser().parse_known_args(argv)
@@ -307,12 +327,19 @@ def main(argv: Sequence[str]) -> None:
     for name in ("seeds", "jobs"):
         if getattr(options, name) < 1:
             raise Mistake(f"{name} must be at least 1, got {getattr(options, name)}")
+    if wrong := [rate for rate in options.rates or () if not 0 < rate < math.inf]:
+        raise Mistake(f"rates must be finite and above 0, got {wrong[0]}")
+    rates = sorted(set(options.rates or ()))
     models = _models(options.models, options.twin)
     study = Study(options.config, options.output, settings, options.jobs)
-    if options.rates:
+    if rates:
         _check_test(options, settings)
-    study.claim(rates=sorted(options.rates) if options.rates else None)
-    tuning = [Run(model, TUNING_SEED, rate) for rate in sorted(options.rates or ()) for model in models]
+    for test in options.test or ():
+        path = _path(test)
+        if not Path(path).exists() and "://" not in path and not set(path) & set("*?{"):
+            raise Mistake(f"--test must name data that is here, got {test}")
+    study.claim(rates=True if rates else None)  # more of them may be tried
+    tuning = [Run(model, TUNING_SEED, rate) for rate in rates for model in models]
     runs = [Run(model, seed) for seed in range(options.seeds) for model in models]
     left = [run for run in (*tuning, *runs) if not study.is_done(run)]
     each = f"{options.seeds} seed{'s' * (options.seeds > 1)}" + f" and {len(tuning) // len(models)} rates" * bool(
@@ -332,8 +359,9 @@ def main(argv: Sequence[str]) -> None:
     if not options.print:
         study.train(tuning, later=sum(not study.is_done(run) for run in runs))
     if tuning:
-        rates = {model: study.rate_of(model, options.rates) for model in models}
-        runs = [replace(run, rate=rates[run.model]) for run in runs]
+        chosen = {model: study.rate_of(model, rates) for model in models}
+        runs = [replace(run, rate=chosen[run.model]) for run in runs]
+        study.check_rates(runs)
     if options.print:
         _print(study, [run for run in runs if not study.is_done(run)])
         print("# then the same command without --print compares them")
@@ -353,7 +381,7 @@ def compare(study: Study, runs: Sequence[Run], test: list[str] | None) -> None:
 
     models = dict.fromkeys(run.model for run in runs)
     specs = [str(study.folder(run)) for model in models for run in runs if run.model == model]
-    tuned = ["model.init_args.optimizer.lr"] if runs[0].rate is not None else []
+    tuned = [_RATE] if runs[0].rate is not None else []
     _check_same(read_entries(specs), ["model.init_args.model", *tuned])
     compare_models(specs, data=test, output=[str(study.output / f"report.{kind}") for kind in ("html", "json")])
 
@@ -373,15 +401,22 @@ def _settings(words: Sequence[str]) -> list[str]:
         for known, by in OF_THE_STUDY.items():
             if name == known or name.startswith(f"{known}."):
                 raise Mistake(f"{name} is set by {by} in a study: leave it out")
+            if known.startswith(name) and not known.startswith(f"{name}."):
+                raise Mistake(
+                    f"{name} must be written in full: it may be short for {known}, which {by} sets in a study"
+                )
     return settings
 
 
 def _models(names: Sequence[str], twin: bool) -> list[str]:
     from diffvision.models.names import plain_twin
     from diffvision.opening import check_spec
+    from diffvision.opening.specs import is_name, split_tag
 
     for name in names:
         check_spec(name)
+        if not is_name(name) or split_tag(name)[1]:
+            raise Mistake(f"models must be names without a tag, got {name}: a study trains them from the start")
     models = list(dict.fromkeys([*(plain_twin(name) for name in names), *names] if twin else names))
     if len(models) < 2:
         raise Mistake("a study compares two models or more: name another one, or add --twin")
@@ -411,7 +446,7 @@ def _check_test(options: argparse.Namespace, settings: Sequence[str]) -> None:
         return
     for path in [chosen_on] if isinstance(chosen_on, str) else chosen_on:
         for test in options.test:
-            first, second = Path(path).resolve(), Path(test.rpartition("=")[2]).resolve()
+            first, second = Path(path).resolve(), Path(_path(test)).resolve()
             if first == second or first in second.parents or second in first.parents:
                 raise Mistake(f"--test must be data that no rate is chosen on, got {test}: rates are chosen on {path}")
 
@@ -429,6 +464,24 @@ def _check_same(entries: Sequence[Any], free: Sequence[str]) -> None:
                 f"{entry.spec} and {entries[0].spec} were trained with different settings ({', '.join(other[:3])}): "
                 "move one of them away"
             )
+
+
+def _path(test: str) -> str:
+    """Return the path of NAME=PATH, or of NAME=TABLE@FOLDER."""
+    from diffvision.data.images.image_sources import split_root
+
+    return test if Path(test).exists() else split_root(test.rpartition("=")[2])[0]
+
+
+def _error(status: int, output: str) -> str:
+    """Return why a run failed, by its exit status and what it printed."""
+    if status < 0:
+        names = {one.value: one.name for one in signal.Signals}
+        return f"ended by signal {-status} ({names.get(-status, 'unknown')})"
+    if not status:
+        return "wrote no checkpoints/final.ckpt: leave dirpath out"
+    errors = re.findall(r"diffvision: error: (.*)", output)  # also after a progress bar
+    return errors[-1] if errors else f"ended with status {status}"
 
 
 def _print(study: Study, runs: Sequence[Run]) -> None:

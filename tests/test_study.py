@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from diffvision import study
 from diffvision.cli import main
@@ -67,6 +68,17 @@ def test_a_model_without_a_plain_twin_is_refused(name):
         (["--rates", "1e-3", "--test", "data/digits/zero_shot"], "test"),
         (["--rates", "1e-3", "--test", "data/digits"], "test"),
         (["--rates", "1e-3", "--test", "other", "--data.evaluation=null"], "evaluation"),
+        (["--rates", "1e-3", "--test", "other"], "test"),
+        (["--test", ".", "name=other", "--print"], "test"),
+        (["--rates", "1e-3", "nan"], "rates"),
+        (["--rates", "inf"], "rates"),
+        (["--rates", "-1"], "rates"),
+        (["--rates", "0"], "rates"),
+        (["--seed=7"], "seed_everything"),
+        (["--trainer.logge", "False"], "logger"),
+        (["--res=must"], "resume"),
+        (["--models", "DiffCLIP-nano.digits", "CLIP-debug"], "models"),
+        (["--models", "diff_vit_debug", "."], "models"),
     ],
 )
 def test_what_a_study_cannot_be_is_refused_before_anything_is_written(more, named, tmp_path):
@@ -82,7 +94,18 @@ def test_an_unknown_model_is_refused_before_the_first_is_trained(tmp_path):
 
 
 def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, capsys):
-    more = ["--rates", "2e-3", "1e-3", "--test", "photos", "--data.evaluation", "photos", "--data.split=validation"]
+    photos = str(tmp_path)
+    more = [
+        "--rates",
+        "2e-3",
+        "1e-3",
+        "0.001",
+        "--test",
+        photos,
+        "--data.evaluation",
+        photos,
+        "--data.split=validation",
+    ]
     study.main([*TWO, "--output", str(tmp_path), *more, "--print"])
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if line.startswith("diffvision fit --config=vision/debug.yaml ")]
@@ -98,6 +121,11 @@ def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_n
     study.main([*TWO, *output, "--print", "--trainer.max_epochs=2", "--seeds", "2", "--models", "diff_vit_debug",
                 "diffv2_vit_debug"])  # fmt: skip
     assert capsys.readouterr().out.count("diffvision fit") == 2 + 4
+    checkpoints = tmp_path / "out" / "diff_vit_debug" / "seed0" / "checkpoints"
+    study.main([*TWO, *output, "--print", "--trainer.max_epochz=2"])  # nothing is trained yet
+    study.main([*TWO, *output, "--print", "--trainer.max_epochs=2"])
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last.ckpt").write_text("weights")
     with pytest.raises(ValueError, match=r"other settings \(settings\)"):
         study.main([*TWO, *output, "--print", "--trainer.max_epochs=3"])
     (tmp_path / "out" / study.SETTINGS).write_text('{"half')
@@ -141,14 +169,17 @@ def test_a_command_of_each_kind_of_recipe_is_one_of_fit(config, model, tmp_path,
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A study whose runs are done by a few lines: a run of seed 3 fails, and a rate of 1 diverges."""
+    """A study whose runs are done by a few lines: those of seeds 3 to 6 fail, and a rate of 1 diverges."""
     made = Study(["vision/debug.yaml"], tmp_path / "out", jobs=2)
     made.claim()
     program = (
-        "import pathlib, sys; folder = pathlib.Path(sys.argv[1]); version = folder.name\n"
-        "if version == 'seed3': sys.exit('diffvision: error: no data')\n"
-        "if version == 'rate1': sys.exit('diffvision: error: steps 1 to 9 were not finite, over')\n"
-        "(folder / 'checkpoints').mkdir(); (folder / 'checkpoints/final.ckpt').write_text('weights')"
+        "import os, pathlib, sys; folder = pathlib.Path(sys.argv[1]); version = folder.name\n"
+        "if version == 'seed3': sys.exit('diffvision: error: no data\\nbye')\n"
+        "if version == 'seed4': os.kill(os.getpid(), 9)\n"
+        "if version == 'seed5': sys.exit()\n"
+        "if version == 'seed6': sys.exit(7)\n"
+        "if version == 'rate1.0': sys.exit('diffvision: error: steps 1 to 9 were not finite, over')\n"
+        "(folder / 'checkpoints').mkdir(exist_ok=True); (folder / 'checkpoints/final.ckpt').write_text('weights')"
     )
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -184,6 +215,51 @@ def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, cap
         of.rate_of("a", [1.0])
 
 
+@pytest.mark.parametrize(
+    ("seed", "error"), [(3, "no data "), (4, r"signal 9 \(SIGKILL\)"), (5, "dirpath"), (6, "status 7")]
+)
+def test_the_error_of_a_run_is_its_own_and_of_this_attempt(seed, error, made):
+    of, _ = made
+    folder = of.folder(Run("a", seed))
+    folder.mkdir(parents=True)
+    (folder / study.LOG).write_text("diffvision: error: of an earlier attempt\n")
+    with pytest.raises(ValueError, match=f"a, seed {seed}: .*{error}"):
+        of.train([Run("a", seed)])
+
+
+def test_the_time_of_a_run_that_is_resumed_is_not_that_of_the_others(made):
+    of, _ = made
+    checkpoints = of.folder(Run("a", 0)) / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last.ckpt").write_text("half")
+    for seed, known in ((0, False), (1, True)):
+        of.train([Run("a", seed)])
+        recorded_now = json.loads((of.output / study.SETTINGS).read_text())
+        assert "bytes" in recorded_now
+        assert ("seconds" in recorded_now) == known
+
+
+def test_more_rates_are_tried_and_only_seeds_of_another_rate_are_refused(tmp_path, monkeypatch, capsys):
+    command = [*TWO, "--output", str(tmp_path / "out"), "--test", str(tmp_path), "--print", "--rates", "1e-3"]
+    study.main(command)
+    of = Study([], tmp_path / "out")
+    runs = [Run(model, TUNING_SEED, rate) for model in TWO[3:5] for rate in (1e-3, 2e-3)]
+    for run in [*runs, Run("diff_vit_debug", 0)]:
+        (of.folder(run) / "checkpoints").mkdir(parents=True)
+        (of.folder(run) / "checkpoints" / "final.ckpt").write_text("weights")
+        trained = {"model": {"init_args": {"optimizer": {"lr": 1e-3}}}}
+        (of.folder(run) / "config.yaml").write_text(yaml.safe_dump(trained))
+    scores = {"rate0.001": 0.5, "rate0.002": 0.25}
+    monkeypatch.setattr("diffvision.opening.run_folders.best_score", lambda folder: scores[folder.name])
+    study.main([*command, "2e-3"])
+    assert capsys.readouterr().out.count("lr=0.001 ") == 2 + 1  # rates of the first command, and a seed
+    scores["rate0.002"] = 0.75
+    with pytest.raises(ValueError, match=r"seed0 was trained .*0\.001.* 0\.002"):
+        study.main([*command, "2e-3"])
+    with pytest.raises(ValueError, match=r"other settings \(rates\)"):
+        study.main(command[:-2])
+
+
 def test_a_disk_that_is_too_small_is_refused_before_a_run_begins(made):
     of, begun = made
     of.train([Run("a", 0)])
@@ -201,8 +277,9 @@ def test_the_rate_with_the_best_value_of_the_watched_metric_is_taken(mode, best,
         folder = of.folder(Run("a", TUNING_SEED, rate))
         (folder / "checkpoints").mkdir(parents=True)
         state = {"monitor": "val/x", "best_model_path": "best.ckpt", "best_model_score": torch.tensor(score)}
-        torch.save({"callbacks": {"ModelCheckpoint{}": state}, "global_step": 3}, folder / "checkpoints" / "best.ckpt")
-        watching = [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/x", "mode": mode}}]
+        key = ModelCheckpoint(monitor="val/x", mode=mode).state_key
+        torch.save({"callbacks": {key: state}, "global_step": 3}, folder / "checkpoints" / "best.ckpt")
+        watching = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/acc1", "mode": "max"}}]
         (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": watching}}))
     assert of.rate_of("a", [0.001, 0.002, 0.004]) == best
     assert ("edge" in capsys.readouterr().out) == (best == 0.001)

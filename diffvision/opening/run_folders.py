@@ -77,12 +77,12 @@ def best_score(run: Path) -> float:
     """
     checkpoint, _ = best_checkpoint(run)
     states = _content(checkpoint).get("callbacks", {}).items()
-    watched = [state for name, state in states if str(name).startswith("ModelCheckpoint") and state.get("monitor")]
-    if not watched or watched[0].get("best_model_score") is None:
+    watched = [one for one in states if str(one[0]).startswith("ModelCheckpoint") and one[1].get("monitor")]
+    if not watched or watched[0][1].get("best_model_score") is None:
         raise ValueError(f"{run} has no best checkpoint: give the recipe a ModelCheckpoint with a monitor")
-    settings = [one.get("init_args", {}) for one in setting(run_config(run), "trainer.callbacks") or []]
-    sign = 1 if any(one.get("monitor") and one.get("mode") == "max" for one in settings) else -1
-    score = float(watched[0]["best_model_score"])
+    key, state = watched[0]
+    sign = 1 if "'mode': 'max'" in key else -1  # keys are as "ModelCheckpoint{'monitor': 'val/x', 'mode': 'min', ...}"
+    score = float(state["best_model_score"])
     return -math.inf if math.isnan(score) else sign * score
 
 
