@@ -490,7 +490,7 @@ def test_loading_without_diffvision_fails_loudly(tmp_path):
 
 def twin_of(name: str) -> str:
     size = (
-        re.sub("^[A-Z][a-z]+CLIP-", "", name)
+        re.sub("^[A-Za-z]+CLIP-", "", name)
         .removeprefix("V2-")
         .removeprefix("GDA-")
         .removeprefix("DINT-")
@@ -517,14 +517,17 @@ def test_twin_differs_in_attention_only(name):
     assert set(plain) <= set(ours)
     added = set(ours) - set(plain)
     assert bool(added) == ("Integral" not in name)
-    own = {"Gated": (".attn.gate.",), "Sink": (".attn.sink",)}
+    own = {"Gated": (".attn.gate.",), "Sink": (".attn.sink",), "DnA": (".attn.negative_scale",)}
+    own |= {"CoDA": (".attn.lambda_", ".attn.theta", ".attn.head_norm.")}
     kinds = own.get(name.partition("CLIP")[0], (".attn.lambda_", ".attn.head_norm."))
     assert all(any(kind in key for kind in kinds) for key in added)
     changed = {key for key in plain if ours[key] != plain[key]}
-    # V2 has twice the queries, and a narrower MLP pays for them; GDA has keys and values of its groups only.
+    # V2 has twice the queries, and a narrower MLP pays for them, as for DnA's queries and values; GDA has keys and
+    # values of its groups only.
     parts = (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.") if "GDA" in name else (".attn.q_proj.", ".mlp.")
+    parts += (".attn.v_proj.",) if "DnA" in name else ()
     assert all(any(part in key for part in parts) for key in changed)
-    assert bool(changed) == any(kind in name for kind in ("V2", "GDA", "Gated"))
+    assert bool(changed) == any(kind in name for kind in ("V2", "GDA", "Gated", "DnA"))
     for key, value in open_clip.get_model_config(name).items():
         if key not in ("vision_cfg", "text_cfg"):
             assert open_clip.get_model_config(twin_of(name))[key] == value
@@ -584,6 +587,7 @@ def test_full_sizes_are_differential_where_they_say_so():
     for name in FULL:
         model = build_on_meta(name)
         marks = {"V2": "v2", "GDA": "gda", "DINT": "v1_dint", "Gated": "gated", "Sink": "sink", "Integral": "integral"}
+        marks |= {"DnA": "dna", "CoDA": "coda"}
         marked = [variant for mark, variant in marks.items() if mark in name]
         variant = marked[0] if marked else "v1" if name.startswith("Diff") else "standard"
         assert {block.attn.variant for block in model.visual.trunk.blocks} == {variant}

@@ -69,11 +69,14 @@ def expected_parameters(name: str) -> int:
     attention["v1_dint"] = attention["v1"]
     attention["sink"], attention["integral"] = attention["standard"] + heads, attention["standard"]
     attention["gated"] = 5 * width * width + 5 * width  # a gate of each channel
+    attention["dna"] = 6 * width * width + 6 * width + heads  # two queries and values
+    # Lambda of each token and head, a norm, and an angle for each pair of channels.
+    attention["coda"] = attention["standard"] + heads * (width + 1) + width // heads + width // 2
     if variant == "gda":  # a query for each signal and noise head; two keys and a value of 2 sizes for each group
         size, groups = width // diff_heads // 2, diff_heads // vit.GROUPED[name.removeprefix("gda_vit_")]
         rows = (diff_heads + groups) * size + 4 * groups * size + width
         attention["gda"] = rows * (width + 1) + 6 * size
-    hidden = int(width * (mlp_ratio - 0.5 if variant in ("v2", "gated") else mlp_ratio))
+    hidden = int(width * (mlp_ratio - {"v2": 0.5, "gated": 0.5, "dna": 1.0}.get(variant, 0.0)))
     if variant == "vca":  # two embeddings of the pooled tokens, a convolution; 8 lambda vectors and 2 norms of a head
         pooled = (shape.image // shape.patch // 2) ** 2
         attention["vca"] = attention["standard"] + (2 * pooled + 10) * width + 10 * (width // heads)

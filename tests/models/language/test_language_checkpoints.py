@@ -24,7 +24,7 @@ def test_the_models_of_a_size_match(size):
         models = [language.create(f"{family}-{size}") for family in language.FAMILIES]
     counts = [sum(p.numel() for p in model.parameters()) for model in models]
     # V1's lambda vectors and head norms: 384 parameters, which count at the smallest size.
-    assert max(counts) <= (1.003 if size == "nano" else 1.001) * min(counts)
+    assert max(counts) <= (1.0035 if size == "nano" else 1.001) * min(counts)
     standard, v1, v2, *_ = (model.config for model in models)
     assert (standard.variant, v1.variant, v2.variant) == ("standard", "v1", "v2")
     assert standard.num_heads == 2 * v1.num_heads == v2.num_heads
