@@ -128,3 +128,8 @@ def sweep(parent: Path, prefix: str = "") -> None:
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     lock_of(folder).unlink(missing_ok=True)
+
+
+def megabytes(size: float) -> str:
+    """Return a number of bytes in MB, or from 1 GB on in GB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"

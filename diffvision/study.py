@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from diffvision.errors import Mistake, see_help
+from diffvision.files import megabytes
 
 SETTINGS, LOG = "study.json", "study.log"
 TUNING_SEED = 1000  # of the runs that choose a learning rate
@@ -231,9 +232,8 @@ class Study:
         first = read_json(self.output / SETTINGS)
         if "seconds" not in first:
             return f"{_count(left)} left; their time and disk are known once one has run without a stop"
-        seconds, size = first["seconds"] * left / self.jobs, first["bytes"] * left
-        duration = timedelta(seconds=math.ceil(seconds))
-        return f"{_count(left)} left: about {duration} and {_megabytes(size)} of {_megabytes(self.free())}"
+        size, duration = first["bytes"] * left, timedelta(seconds=math.ceil(first["seconds"] * left / self.jobs))
+        return f"{_count(left)} left: about {duration} and {megabytes(size)} of {megabytes(self.free())}"
 
     def free(self) -> int:
         """Return the free bytes of the disk."""
@@ -244,7 +244,7 @@ class Study:
         needed = read_json(self.output / SETTINGS).get("bytes", 0) * left
         if self.free() < needed:
             raise OSError(
-                f"{_count(left)} need {_megabytes(needed)}, but {self.output} has {_megabytes(self.free())} free: make "
+                f"{_count(left)} need {megabytes(needed)}, but {self.output} has {megabytes(self.free())} free: make "
                 "room, then give the same command"
             )
 
@@ -284,9 +284,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is damaged: delete {file.parent}, or name another folder with --output")
     return content
-
-
-# ---- the command ---------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -491,10 +488,6 @@ def _print(study: Study, runs: Sequence[Run]) -> None:
 
 def _count(runs: int) -> str:
     return f"{runs} run{'s' * (runs != 1)}"
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 @contextmanager

@@ -418,5 +418,5 @@ def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) ->
     except RuntimeError as error:
         if not isinstance(error, DistError) and "remote worker" not in str(error):  # gloo's errors have no class
             raise
-        first = str(error).strip().partition("\n")[0]
+        first = str(error).strip().partition("\n")[0].rpartition("] ")[2][:60]  # without gloo's own file
         raise ValueError(f"another rank ended, with its error above: run again with --resume auto ({first})") from error

@@ -115,6 +115,7 @@ def _torchrun_rank(rank, port, settings, results):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forked processes need not import everything again")
+@pytest.mark.filterwarnings("ignore:.*does not record its architecture")
 def test_several_models_have_a_column_each(data, tmp_path, capsys):
     paths = []
     for number in range(2):

@@ -87,7 +87,7 @@ def test_answers_of_other_projects_are_read_by_question_in_any_order(questions, 
         ('{"question_id": "a"}', "line 1 of"),
         ('{"question_id": "a", "text": null}', "line 1 of"),
         ('{"question_id": "a", "text": "3"}\n{"question_id": "a", "text": "4"}', "line 2 of"),
-        ("[]", "line 1 of"),
+        ("[]", "has 0 answers"),
     ],
 )
 def test_answers_that_do_not_fit_are_refused(questions, tmp_path, lines, named):
