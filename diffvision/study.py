@@ -125,19 +125,17 @@ class Study:
         Raises:
             ValueError: the folder has runs of other settings, or of no study.
         """
-        import yaml
-
         import diffvision
         from diffvision.evaluation.output_files import check_folder, write_json
-        from diffvision.training.recipes import recipe
+        from diffvision.training.recipes import find_configuration, read_mapping
 
         check_folder(self.output)
-        files = [Path(config) if Path(config).is_file() else recipe(config) for config in self.configs]
         settings = {
             "diffvision": diffvision.__version__,
-            "recipe": [yaml.safe_load(file.read_text()) for file in files],
+            "recipe": [read_mapping(find_configuration(config)) for config in self.configs],
+            "settings": list(self.settings),
+            **more,
         }
-        settings |= {"settings": list(self.settings), **more}
         file = self.output / SETTINGS
         if not file.is_file() and (found := next(self.output.glob("*/*/config.yaml"), None)):
             raise ValueError(f"{found.parent} is not a run of a study: name another folder with --output")
@@ -152,7 +150,7 @@ class Study:
             )
 
     def train(self, runs: Sequence[Run], later: int = 0) -> None:
-        """Train the runs that are not finished, several at once; those that were stopped are resumed.
+        """Train the runs that are not finished, several at once; stopped runs are resumed.
 
         Args:
             runs: in their order.
@@ -339,9 +337,7 @@ def main(argv: Sequence[str]) -> None:
     tuning = [Run(model, TUNING_SEED, rate) for rate in rates for model in models]
     runs = [Run(model, seed) for seed in range(options.seeds) for model in models]
     left = [run for run in (*tuning, *runs) if not study.is_done(run)]
-    each = f"{options.seeds} seed{'s' * (options.seeds > 1)}" + f" and {len(tuning) // len(models)} rates" * bool(
-        tuning
-    )
+    each = f"{options.seeds} seed{'s' * (options.seeds > 1)}" + (f" and {len(rates)} rates" if rates else "")
     lines = [
         f"{_count(len(tuning) + len(runs))} by {' and '.join(options.config)}, in {options.output}",
         f"{each} for each of {', '.join(models)}",
@@ -384,7 +380,7 @@ def compare(study: Study, runs: Sequence[Run], test: list[str] | None) -> None:
 
 
 def _settings(words: Sequence[str]) -> list[str]:
-    """Return settings of `fit` as NAME=VALUE each; refuse those that the study itself sets."""
+    """Return settings of `fit` as NAME=VALUE each; refuse what the study itself sets."""
     settings: list[str] = []
     for word in words:
         if word.startswith("--"):
@@ -424,11 +420,11 @@ def _check_test(options: argparse.Namespace, settings: Sequence[str]) -> None:
     """Refuse test data that rates are chosen on."""
     import yaml
 
-    from diffvision.training.recipes import read_mapping, recipe
+    from diffvision.training.recipes import find_configuration, read_mapping
 
     data: dict[str, Any] = {}
     for config in options.config:
-        content = read_mapping(Path(config) if Path(config).is_file() else recipe(config))
+        content = read_mapping(find_configuration(config))
         data |= content.get("data", {}).get("init_args", {})
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -449,7 +445,7 @@ def _check_test(options: argparse.Namespace, settings: Sequence[str]) -> None:
 
 
 def _check_same(entries: Sequence[Any], free: Sequence[str]) -> None:
-    """Refuse runs that differ in other settings than the free ones, such as those that a user trained by hand."""
+    """Refuse runs that differ in other settings than the free ones, such as a run trained by hand."""
     from diffvision.comparison.entries import model_settings
 
     first = model_settings(entries[0].config)

@@ -45,7 +45,7 @@ def architecture(model: nn.Module) -> dict[str, Any]:
 def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
     """Return the differences of two records, as "blocks.0.attn.lambda_init 0.8 there and 0.2 here", or "".
 
-    Versions of libraries differ in their fields and layers: those that only one of the two has are not compared.
+    Only fields and layers in both records are compared, as they differ between versions of libraries.
     """
     there, here = dict(flatten(recorded)), dict(flatten(built))
     pairs = [(".".join(name[1:]), there[name], here[name]) for name in sorted(there.keys() & here.keys())]

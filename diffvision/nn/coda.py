@@ -18,7 +18,7 @@ class CodaAttention(DifferentialLayer):
         lambda = sigmoid(lambda_proj(x) + lambda_offset)                  one number a token and head
         head = RMSNorm((softmax(q k') - lambda softmax(R(theta) q k')) v)
 
-    R turns each pair of channels (2i, 2i + 1) by an angle of its own, after rotary embedding. The angles start at a
+    R turns each pair of channels (2i, 2i + 1) by a learned angle, after rotary embedding. The angles start at a
     quarter turn and lambda at sigmoid(-6), so that a layer begins as nearly plain attention with a norm of its heads.
     The arguments are those of `AttentionLayer`, with `head_norm=True` by default.
 

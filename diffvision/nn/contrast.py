@@ -28,7 +28,7 @@ class VisualContrastAttention(AttentionLayer):
                  head = RMSNorm((a+ - lambda_2 a-) u) * (1 - lambda_init)
         heads side by side + depthwise 3 x 3 convolution of v on the grid (zeros for prefix tokens) -> projection
 
-    Each lambda is exp(q1 . k1) - exp(q2 . k2) + lambda_init with four vectors of its own. The cost is O(N n) for N
+    Each lambda is exp(q1 . k1) - exp(q2 . k2) + lambda_init with four vectors per lambda. The cost is O(N n) for N
     tokens. Queries are pooled over the patches alone; keys and values include the prefix tokens (class, registers).
     Masks, patch dropout and any other tokens than a whole grid's are refused. Because of the norm between the stages no
     single map from tokens to tokens multiplies the values, so there are no attention maps to inspect.

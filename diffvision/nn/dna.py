@@ -1,4 +1,4 @@
-"""DnA: a second softmax of negated logits, with queries and values of its own, added to plain attention."""
+"""DnA: plain attention plus a softmax of negated logits, with separate queries and values."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffvision.data.datasets import check_paths
-from diffvision.training.recipes import read_mapping, recipe, resolve_recipes
+from diffvision.training.recipes import find_configuration, read_mapping, resolve_recipes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -197,7 +197,7 @@ def _content(configs: Sequence[str | Path]) -> dict[str, Any]:
     """Return the `data` and `trainer` of the configurations; of several, the later ones' come first."""
     content: dict[str, Any] = {}
     for config in configs:
-        content |= read_mapping(Path(config) if Path(config).is_file() else recipe(str(config)))
+        content |= read_mapping(find_configuration(config))
     return content
 
 

@@ -59,9 +59,14 @@ def _configuration(value: str) -> str:
     is_yaml = re.search("[:{]", value) and not value.endswith((".yaml", ".yml", ".json"))
     if "\n" in value or value == "null" or is_yaml:
         return value
-    path = Path(value) if Path(value).is_file() else recipe(value)
+    path = find_configuration(value)
     read_mapping(path)
     return str(path)
+
+
+def find_configuration(value: str | Path) -> Path:
+    """Return the path of a configuration: a file's, or that of a recipe by its name."""
+    return Path(value) if Path(value).is_file() else recipe(str(value))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -49,16 +49,6 @@ def metrics_of(models: Models) -> list[str]:
     ]
 
 
-def means_of(models: Models) -> dict[str, dict[str, float]]:
-    """Return {NAME: {metric: mean over seeds}}."""
-    means: dict[str, dict[str, float]] = {}
-    for metric in metrics_of(models):
-        for name, values in by_seed(models, metric).items():
-            if values:
-                means.setdefault(name, {})[metric] = statistics.mean(values.values())
-    return means
-
-
 def row(models: Models, metric: str, digits: int, factor: float) -> str | None:
     """Return a metric's row of the table; None if all values are zero."""
     values = {

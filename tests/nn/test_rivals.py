@@ -122,6 +122,16 @@ def test_the_sign_of_dna_cannot_be_identified(sign):
     torch.testing.assert_close(plain(x, is_causal=True), layer(x, is_causal=True))
 
 
+@pytest.mark.parametrize("kind", [DenoisingAttention, CodaAttention])
+def test_a_context(kind):
+    layer, x, context = kind(32, 4, context_dim=8), torch.randn(2, 6, 32), torch.randn(2, 5, 8)
+    alone = layer(x[:1], context=context[:1, :3])
+    keep = torch.tensor([1, 1, 1, 0, 0]).bool()
+    torch.testing.assert_close(layer(x, keep, context=context)[:1], alone)
+    same = kind(32, 4)
+    torch.testing.assert_close(same(x, context=x), same(x))
+
+
 def test_coda_begins_as_nearly_plain_attention():
     layer = CodaAttention(32, 4, head_norm=False)
     plain, x = Attention(32, 4), torch.randn(2, 6, 32)

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from diffvision.models.vision_language import load
-from diffvision.training.vision_language import PARTS, Lora, VisionLanguageModule
+from diffvision.training.vision_language import BARE_HEADS, PARTS, Lora, VisionLanguageModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, decay="linear")
@@ -118,8 +118,7 @@ HEADS = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 0.1},
     "cohere": {"logit_scale": 0.0625},
     "phi": {},  # with a bias
-    "olmo2": {},
-    "llama": {},
+    **{kind: {} for kind in BARE_HEADS if kind != "diffllama_v2"},
 }
 
 
@@ -142,7 +141,7 @@ def hugging_face(folder, kind, **settings):
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     module = make(language=hugging_face(tmp_path, kind, **HEADS[kind]), language_args=None).eval()
-    assert module.reads_logits is (kind not in ("olmo2", "llama"))
+    assert module.reads_logits is (kind not in BARE_HEADS)
     assert any(layer.training for layer in make(language=f"hf:{tmp_path}", language_args=None).modules())
     batch = Rows.collate(Rows().rows)
     with torch.no_grad():

@@ -105,7 +105,7 @@ def is_image_source(source: Any) -> bool:
 
 
 def _has_images(path: Path) -> bool:
-    """Return whether a folder is one of images that has shards beside them, such as a backup."""
+    """Return whether a folder of images also has shards, such as a backup."""
     if any((path / name).is_file() for name in (MANIFEST, SIZES)):
         return False
     images = walk(path, IMAGE_SUFFIXES)

@@ -207,7 +207,7 @@ def documents_of(
 def _read_sample(
     source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
 ) -> Iterator[str]:
-    """Yield the documents of a sample; those that cannot be used are counted."""
+    """Yield the documents of a sample; unusable ones are counted."""
     try:
         for document in text.documents(source.members(sample)):
             if isinstance(document, BadSample):
