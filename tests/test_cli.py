@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from diffvision import __version__, cli
-from diffvision.models import language
 
 PRINT = """
 import contextlib, io, json, shlex, sys
@@ -75,15 +74,6 @@ def test_a_missing_package_is_named_before_a_model_is_looked_for(form, package, 
     assert f"pip install 'diffvision[{extra}]'" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_named_for_the_format_of_a_folder(capsys, monkeypatch, tmp_path):
-    language.save(language.create("diff-debug", vocab_size=20), tmp_path / "checkpoint")
-    monkeypatch.delitem(sys.modules, "diffvision.models.language.hugging_face", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert cli.main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "folder")]) == 1
-    assert "pip install 'diffvision[hf]'" in capsys.readouterr().err
-    assert not (tmp_path / "folder").exists()
-
-
 def test_run_hands_over(tmp_path, capsys, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text("import sys; print(sys.argv[1:])")
@@ -131,11 +121,3 @@ def taken(monkeypatch):
 def test_arguments_as_they_are_meant(words, expected, taken):
     assert cli.main(["inspect", *words]) == 0
     assert taken == {"models": "", "text": None, "recheck": False} | expected
-
-
-def test_models_are_filtered_by_a_pattern(capsys):
-    for words in (["diff*base*"], ["--filter", "diff*base*"], ["--filter=diff*base*", "--json"]):
-        assert cli.main(["models", *words]) == 0
-        printed = capsys.readouterr().out
-        assert "diff_vit_base" in printed
-        assert "DiffCLIP" not in printed

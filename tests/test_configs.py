@@ -11,7 +11,6 @@ import torch
 import yaml
 
 from diffvision.cli import main
-from diffvision.data.datasets import datasets, missing_data
 from diffvision.data.datasets.digits import make_digits
 from diffvision.models import language
 from diffvision.training.fit import FitCLI, fit
@@ -85,31 +84,6 @@ def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, 
     assert cli.datamodule.eval_transform is cli.model.eval_transform
     named = yaml.safe_load(path.read_text())["model"]["init_args"].get("model", "DiffCLIP-ViT-B-16")
     assert cli.model.name == named
-
-
-def data_of(path: Path) -> list[str]:
-    """The files and folders of data that a recipe names."""
-    settings = yaml.safe_load(path.read_text()).get("data", {}).get("init_args", {})
-    named = [settings.get(key) or [] for key in ("train", "evaluation", "evaluations")]
-    return [one for value in named for one in ([value] if isinstance(value, str) else value)]
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_recipe_and_its_error_say_where_its_data_come_from(path, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for place in filter(lambda place: place.startswith("data/"), data_of(path)):  # else a user's own
-        name = Path(place).parts[1]
-        assert f"data/{name}" in head(path)
-        if name in datasets() and name != "evaluation":  # which users download
-            command = f"diffvision data make {name} data/{name}"
-            assert re.search(rf"^  {command}( |$)", head(path), re.M)
-            assert str(missing_data("data.train", place)).endswith(command)
-
-
-def test_data_that_were_made_and_not_tokenised_have_another_remedy(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("data/arithmetic").mkdir(parents=True)
-    assert "data make" not in str(missing_data("data.train", "data/arithmetic/train"))
 
 
 @pytest.fixture(scope="module")

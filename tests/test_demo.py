@@ -3,25 +3,12 @@
 import re
 
 import pytest
-import yaml
 
 from diffvision.data.datasets import digits
 from diffvision.demo import demo
 from diffvision.demo import image_demo as images
-from diffvision.training.recipes import recipe
 
 SHORT = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=3", "--trainer.log_every_n_steps=1")
-
-
-def test_the_recipe_is_the_debug_configuration():
-    settings = yaml.safe_load(recipe(images.RECIPE).read_text())
-    assert settings["model"]["init_args"]["model"] == images.MODELS[1]
-
-
-def test_seeds_are_checked_before_anything_is_made(tmp_path):
-    with pytest.raises(ValueError, match="seeds must be 1 or more, got 0"):
-        demo(str(tmp_path / "out"), seeds=0)
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_unfinished_dataset_is_made_again(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import itertools
-import json
 import re
 import shlex
 import subprocess
@@ -15,14 +14,13 @@ import pytest
 from PIL import Image
 
 from diffvision import data, training
-from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names, main
+from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names
 from diffvision.evaluation import suite
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS
 from diffvision.training.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROMISED = ("pip install -e . && diffvision demo", 'pip install -e ".[dev]" -c constraints.txt && pytest')
 CONFIGURED = {"model": ("ContrastiveModule", "ClassificationModule", "LanguageModule")}
 CONFIGURED |= {"data": ("ImageTextData", "ImageLabelData", "TextData")}
 
@@ -57,10 +55,6 @@ def photos(tmp_path):
     return tmp_path
 
 
-def test_the_two_promised_commands():
-    assert [block.strip() for block in blocks(ROOT / "README.md", "bash")[:2]] == list(PROMISED)
-
-
 @pytest.mark.slow
 def test_python_of_the_readme(photos):
     executed("\n".join(blocks(ROOT / "README.md", "python")), photos)
@@ -72,11 +66,6 @@ def test_python_of_start(tmp_path):
     executed("\n".join(blocks(ROOT / "docs/start/pictures.md", "python")), tmp_path)
     assert len(list((tmp_path / "photos").rglob("*.png"))) == 1797
     assert (tmp_path / "photos" / "captions.csv").stat().st_size > 10_000
-
-
-@pytest.mark.nightly
-def test_python_of_your_own_parts(tmp_path):
-    executed("\n".join(blocks(ROOT / "docs/guides/own.md", "python")), tmp_path)
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------
@@ -98,40 +87,11 @@ def commands(page: Path) -> list[list[str]]:
     return [words for words in found if words and words[0] != "run" and "..." not in words]
 
 
-ALL = [(page, words) for page in PAGES for words in commands(page)]
-
-
 @pytest.fixture(scope="module")
 def parsers():
     """The parser of each command but the trainer's, made once."""
     made = script("commands")
     return {name: made.command_parser(name) for name in command_names()}
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
-def test_commands_of_fine_tuning_run(tmp_path, monkeypatch):
-    page = ROOT / "docs/guides/finetune.md"
-    monkeypatch.chdir(tmp_path)
-    make, *others = commands(page)
-    assert main([*make, "--copies=1"]) == 0
-    executed("\n".join(blocks(page, "python")), tmp_path)
-    short = {"fit": ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2"], "evaluate": ["--num_workers=0"]}
-    for words in others:
-        assert main([*words, *short.get(words[0], [])]) == 0, shlex.join(words)
-
-
-def test_the_numbers_of_fine_tuning_are_those_of_its_file():
-    found = json.loads((ROOT / "docs/benchmarks/finetune.json").read_text())
-    text = (ROOT / "docs/guides/finetune.md").read_text()
-    for row in (found["pretrained"], *found["seeds"]["0"].values()):
-        assert f"| {row['photos']:.3f} | {row['digits']:.3f} |" in text
-    assert f"the probe reaches {found['linear_probe']['photos']:.3f}" in text
-
-
-def test_commands_are_found():
-    assert len(ALL) > 40
-    assert {words[0] for _, words in ALL} > {"fit", "evaluate", "data", "inspect", "export", "demo"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -191,21 +151,3 @@ def _check_trainer_options(words: list[str]) -> None:
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------
-
-
-def test_links_of_the_readme_lead_somewhere():
-    for target in re.findall(
-        r"\]\(((?!https?:|#)[^)#]+)|(?:src|srcset)=\"([^\"]+)\"", (ROOT / "README.md").read_text()
-    ):
-        path = next(filter(None, target))
-        assert (ROOT / path).exists(), path
-
-
-@pytest.mark.nightly
-def test_python_of_the_readme_has_the_right_types(tmp_path):
-    for number, code in enumerate(blocks(ROOT / "README.md", "python")):
-        (tmp_path / f"block{number}.py").write_text(code)
-    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-open_clip.*,timm.*]\nignore_missing_imports = True\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=mypy.ini", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout

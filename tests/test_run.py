@@ -62,14 +62,6 @@ def test_a_module_and_its_child_processes_know_our_models_and_open_our_folders(t
     assert done.stdout.splitlines() == [ours, "True True", ours, "False True"], done.stderr
 
 
-def test_a_missing_program_is_named(tmp_path):
-    done = run("no_such_package.main", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "no program 'no_such_package.main'" in done.stderr
-    done = run(cwd=tmp_path)
-    assert "open_clip_train.main" in done.stderr
-
-
 def test_a_package_that_a_program_needs_is_named(tmp_path):
     (tmp_path / "program.py").write_text("import no_such_package.inner\n")
     done = run("program.py", cwd=tmp_path)

@@ -64,19 +64,3 @@ def test_commands_with_tables_print_json(tmp_path, capsys):
     _, count = printed(["data", "check", str(tmp_path / "text"), "--json", "--num_workers", "0"], capsys, status=1)
     assert not count["ok"]
     assert count["problems"] == ["says '2', but there are 1 shards"]
-
-
-def test_help_names_json_where_it_is(capsys):
-    for name in cli.TABLES:
-        with pytest.raises(SystemExit):
-            cli.main([*name.split(), "--help"])
-        assert "With --json: the results as JSON" in " ".join(capsys.readouterr().out.split())
-    assert cli.main(["export", "x", "y", "--json"]) == 2
-    assert "unrecognized arguments: --json" in capsys.readouterr().err
-
-
-def test_an_error_leaves_standard_output_empty(capsys):
-    assert cli.main(["models", "--json", "--filter", "nothing-like-it*"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "none of our models matches" in printed.err

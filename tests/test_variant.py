@@ -199,14 +199,6 @@ def test_a_lambda_of_any_shape_is_captured(shaped):
     torch.testing.assert_close(from_scores, model(images))
 
 
-def test_a_lambda_that_is_a_number_is_captured(monkeypatch):
-    monkeypatch.setitem(ATTENTION, "shaped", ShapedAttention)
-    monkeypatch.setattr(ShapedAttention, "compute_lambda", lambda self, x=None: 0.25)
-    model = timm.create_model("plain_vit_debug", variant_by_layer="4*shaped").eval()
-    assert set(layer_lambdas(model).values()) == {0.25}
-    assert len(layer_maps(model, torch.randn(3, 32, 32))) == 4
-
-
 @pytest.mark.parametrize("shaped", [("N", 1)], indirect=True, ids=str)
 def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_path):
     model = language.create("transformer-debug", variant="shaped", vocab_size=300, max_length=64)
@@ -216,11 +208,6 @@ def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_pa
     models = [str(tmp_path / "shaped"), str(folders / "diff")]
     comparison = compare(models, data=str(folders / "text.txt"), rounds=0, num_workers=0, device="cpu")
     assert [*comparison.contestants[0].lambdas.values()] == [[0.25]] * len(model.blocks)
-
-
-def test_a_new_variant_is_no_class_of_transformers(folders, tmp_path, capsys):
-    assert main(["export", str(folders / "mixed"), str(tmp_path / "folder")]) == 1
-    assert "variant='mixed'" in capsys.readouterr().err
 
 
 def test_signatures_list_all_settings():

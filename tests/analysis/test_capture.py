@@ -80,16 +80,6 @@ def test_openclips_towers_are_seen_and_can_be_changed():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@pytest.mark.parametrize("name", ["v1", "timm, plain", "timm, parallel"])
-def test_the_hidden_states_are_the_blocks_input(name):
-    model = MODELS[name]().eval()
-    inputs = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    for layer, given in zip(list(open_layers(model, {"image": torch.randn(1, 3, 32, 32)})), inputs, strict=True):
-        torch.testing.assert_close(layer.hidden, given[0])
-
-
 def test_a_bias_on_the_logits_is_refused():
     model = timm.create_model("beit_base_patch16_224", img_size=32, depth=1)
     torch.nn.init.ones_(model.blocks[0].attn.relative_position_bias_table)
@@ -108,41 +98,12 @@ def test_a_language_model_and_its_beginning(variant):
     torch.testing.assert_close(cut.outputs(cut.applied)[2], short.outputs(short.applied)[2])
 
 
-def test_dints_rows_sum_to_1_and_scores_give_its_output_back():
-    model = timm.create_model("dint_vit_debug", depth=2).eval()
-    image = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        expected = model(image)
-        with captured(model, lambda call: call.scores()):
-            torch.testing.assert_close(model(image), expected, atol=1e-5, rtol=1e-4)
-    for layer in open_layers(model, {"image": image[:1]}):
-        torch.testing.assert_close(layer.applied.sum(-1), torch.ones(2, 17))
-
-
 def test_visual_contrast_attention_has_no_maps_and_says_so():
     model = timm.create_model("vca_vit_debug", depth=2)
     with pytest.raises(ValueError, match=r"GridTransformer can be captured: .*no map"):
         next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
     with pytest.raises(ValueError, match="no map from tokens to tokens"):
         check_attention(model)
-
-
-def test_a_model_without_attention_says_what_to_do():
-    model = timm.create_model("resnet10t")
-    with pytest.raises(ValueError, match="no attention of this"):
-        next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
-    with pytest.raises(ValueError, match="no attention of this"):
-        check_attention(model)
-
-
-def test_timms_attention_is_read_and_not_changed():
-    model = _timm("vit_dwee_patch16_reg1_gap_256").eval()
-    with (
-        pytest.raises(ValueError, match=r"blocks\.0\.attn is timm's"),
-        captured(model, lambda call: call.scores()),
-    ):
-        model(torch.randn(1, 3, 32, 32))
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_diff_llama_as_it_is_and_replaced():

@@ -1,7 +1,5 @@
 """What a run logged: one file, and those of a run that was resumed."""
 
-import pytest
-
 from diffvision.analysis.curves import Curve, keep_metrics, over_seconds, read_metrics
 
 HEAD = "epoch,step,loss,val,data/seen"
@@ -35,11 +33,6 @@ def test_an_epoch_that_was_ended_twice_has_one_account(tmp_path):
     write(tmp_path / "metrics.1.csv", "epoch,step,data/seen", "0,19,640", "1,29,320")
     write(tmp_path / "metrics.csv", "epoch,step,data/seen", "1,39,640", "2,59,640")
     assert read_metrics(tmp_path)["data/seen"] == Curve([19, 39, 59], [640, 640, 640])
-
-
-def test_a_directory_without_metrics_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no metrics.csv in "):
-        read_metrics(tmp_path)
 
 
 def test_seconds_follow_from_the_rates_that_were_logged():

@@ -12,7 +12,6 @@ from diffvision.analysis import figures
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures import ImageAttention, colours_of
 from diffvision.analysis.figures import training_runs as runs
-from diffvision.analysis.figures.style import scale
 
 
 @pytest.fixture(autouse=True)
@@ -63,31 +62,8 @@ def test_a_run_has_a_panel_for_each_metric_that_says_something():
     assert opened(figures.run_overview({})).size  # a run that logged nothing
 
 
-def test_lambda_curves_part_the_towers():
-    assert runs._tower("visual.trunk.blocks.3.attn") == "image tower"
-    assert runs._tower("text.transformer.resblocks.0.attn") == "text tower"
-    assert runs._tower("blocks.11.attn") == "blocks"
-    curve = Curve([0, 1], [0.8, 0.7])
-    one = opened(figures.lambda_curves({"visual.trunk.blocks.0.attn": curve}))
-    two = opened(figures.lambda_curves({"visual.trunk.blocks.0.attn": curve, "transformer.resblocks.0.attn": curve}))
-    assert two.shape[1] == pytest.approx(2 * one.shape[1], abs=2)
-
-
 def attention(maps, label=""):
     return ImageAttention(np.zeros((8, 8, 3)), np.asarray(maps), label)
-
-
-def test_zero_is_dark_and_what_is_high_is_bright_in_maps_and_differences():
-    signed, plain = (scale(signed, 1.0) for signed in (True, False))
-    colours = mpl.colormaps["magma"]
-    normed = mpl.colors.Normalize(signed["vmin"], signed["vmax"])
-    bright = [sum(signed["cmap"](normed(value))[:3]) for value in (-1.0, 0.0, 0.5, 1.0)]
-    assert bright[1] < 0.1
-    assert bright[1] < bright[0] < bright[3]
-    assert bright[1] < bright[2] < bright[3]
-    for value in (0.25, 0.5, 0.9):  # the same colours above zero
-        assert np.allclose(signed["cmap"](normed(value)), colours(value), atol=0.02)
-    assert plain["cmap"] == "magma"
 
 
 def test_attention_panels_have_a_column_for_each_map_of_each_model():
@@ -102,30 +78,3 @@ def test_attention_panels_have_a_column_for_each_map_of_each_model():
     assert len(maps) == 2 * 4
     assert len({picture.norm.vmax for picture in maps}) == 1  # one scale of colours
     assert {picture.get_interpolation() for picture in maps} == {"bicubic"}
-
-
-def test_a_model_has_one_colour_in_every_figure():
-    demo = colours_of(["CLIP-debug", "DiffCLIP-debug-0.2"])
-    lesson = colours_of(["CLIP-debug", "DiffCLIP-debug-0.2", "DiffCLIP-debug"])
-    alone = colours_of(["DiffCLIP-debug"])
-    assert lesson == demo | alone
-    text = colours_of(["Transformer", "V1", "V2"])
-    assert text["Transformer"] == demo["CLIP-debug"]
-    assert text["V1"] == alone["DiffCLIP-debug"]
-    assert colours_of(["V2"])["V2"] == text["V2"]
-    assert colours_of(["V2", "Transformer"]) == {name: text[name] for name in ("V2", "Transformer")}
-
-
-def test_other_names_get_colours_that_no_other_has():
-    names = ["DiffCLIP-a", "DiffCLIP-b", "mine", "yours", "CLIP"]
-    colours = colours_of(names)
-    assert list(colours) == names
-    assert len(set(colours.values())) == 5
-    assert len(colours_of(map(str, range(20)))) == 20  # more than there are colours
-
-
-def test_a_notebook_shows_a_figure_as_a_picture(tmp_path):
-    figure = figures.lambda_curves({"blocks.0.attn": Curve([0, 1], [0.8, 0.7])})
-    assert figure._repr_png_() == figures.png(figure)
-    figure.savefig(tmp_path / "bars.png")
-    assert Image.open(tmp_path / "bars.png").size == Image.open(io.BytesIO(figures.png(figure))).size

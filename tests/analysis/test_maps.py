@@ -40,13 +40,6 @@ def test_applied_maps_times_values_are_the_layers_output(name, image):
         torch.testing.assert_close(out, output, atol=1e-5, rtol=1e-4)
 
 
-def test_standard_layers_have_one_map(image):
-    layer = layer_maps(timm.create_model("plain_vit_debug", patch_size=4), image)[0]
-    assert layer.maps.shape == (4, 1, 65, 65)
-    assert layer.lam is None
-    assert torch.equal(layer.applied, layer.maps[:, 0])
-
-
 def test_towers_of_open_clip(image):
     model = open_clip.create_model("DiffCLIP-V2-debug")
     model.train()
@@ -93,22 +86,3 @@ def test_difference_and_grid(settings, image):
         assert maps.shape == (2, 3, 8, 8)
         lam = layer.lam[:, 0].view(2, 1, 1)
         torch.testing.assert_close(maps[:, 2], maps[:, 0] - lam * maps[:, 1])
-
-
-def test_wide_images_of_a_dynamic_model():
-    model = timm.create_model("diff_vit_debug", patch_size=4, dynamic_img_size=True)
-    assert patch_maps(model, torch.randn(3, 16, 40))["blocks.0.attn"].shape == (2, 3, 4, 10)
-
-
-def test_models_and_inputs_that_cannot_be_shown(image):
-    with pytest.raises(ValueError, match="no attention of this"):
-        layer_maps(timm.create_model("resnet10t"), image)
-    with pytest.raises(ValueError, match="ResNet has no timm vision"):
-        patch_maps(timm.create_model("resnet10t"), image)
-    model = timm.create_model("diff_vit_debug")
-    with pytest.raises(ValueError, match="either an image or a text"):
-        layer_maps(model)
-    with pytest.raises(ValueError, match="got a batch of 2"):
-        layer_maps(model, torch.randn(2, 3, 32, 32))
-    with pytest.raises(ValueError, match="has no encode_text"):
-        layer_maps(model, text=torch.zeros(1, 32, dtype=torch.int64))

@@ -17,7 +17,6 @@ from diffvision.evaluation import evaluate
 from diffvision.evaluation.cache import files_digest, model_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
-from diffvision.evaluation.output_files import write_bytes
 
 TASKS = ("zero_shot", "retrieval", "composition")
 
@@ -111,15 +110,6 @@ def test_a_full_disk_is_a_warning(loaded, data, expected, tmp_path, monkeypatch)
     assert len(warned) == 1
 
 
-@pytest.mark.quick("32-2-tasks2", "7-0-tasks1")
-@pytest.mark.parametrize(
-    ("batch_size", "num_workers", "tasks"), [(1, 2, ["zero_shot"]), (7, 0, TASKS), (32, 2, TASKS[2:])]
-)
-def test_batches_and_workers_change_no_metric(loaded, data, expected, batch_size, num_workers, tasks):
-    found = metrics(loaded, data, tasks=tasks, batch_size=batch_size, num_workers=num_workers)
-    assert found == {key: value for key, value in expected.items() if key.split("/")[0] in tasks}
-
-
 def test_skipped_samples_are_told_each_time(data, tmp_path, monkeypatch):
     broken = shutil.copytree(data / "zero_shot", tmp_path / "digits")
     monkeypatch.setattr("diffvision.data.shards.loader.BatchReader._item", one_bad(monkeypatch), raising=True)
@@ -145,11 +135,3 @@ def one_bad(monkeypatch):
         return plain(self, sample, epoch)
 
     return item
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    write_bytes(tmp_path / "a.json", b"old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    with pytest.raises(OSError, match="full"):
-        write_bytes(tmp_path / "a.json", b"new")
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.json", b"old")]

@@ -33,15 +33,6 @@ def test_is_the_accuracy_of_the_model_s_logits(model, memory_folder):
     assert plan([folder], None, Options()) == [(folder, ["zero_shot"])]
 
 
-def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_folder, recwarn):
-    folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=["a", "b"])
-    with pytest.warns(UserWarning, match="model has 3 outputs"):
-        evaluate(model, folder, ["classification"], transform=transform)
-    model.pretrained_cfg = {"label_names": ["b", "c", "a"]}  # which say which of them they are
-    evaluate(model, folder, ["classification"], transform=transform)
-    model.pretrained_cfg = {}
-
-
 def test_what_has_no_such_classifier(model, memory_folder):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 3)]})
     with pytest.raises(ValueError, match="has label 3, but the model has 3"):
@@ -70,10 +61,3 @@ def test_a_model_of_imagenet_is_measured_by_its_outputs_for_a_part_of_the_classe
     metrics = evaluate(model, folder, ["classification"], transform=transform, options=options)
     assert metrics["classification/memory/acc1"] == 0.5
     assert metrics["classification/memory/acc5"] == 1.0
-
-
-def test_wnids_that_a_model_of_imagenet_lacks_are_named(memory_folder):
-    model = timm.create_model("diff_vit_debug", num_classes=1000)
-    folder = memory_folder("zero_shot", {"test": [(0, 0), (9, 1)]}, classnames=["n01443537", "n00001740"])
-    with pytest.raises(ValueError, match="that the model lacks: n00001740"):
-        evaluate(model, folder, ["classification"], transform=transform)

@@ -1,21 +1,15 @@
 """`diffvision.evaluate`: a spec, a path, an open model, several; and the same numbers as the command as JSON."""
 
 import json
-from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import diffvision
 from diffvision import cli
 from diffvision.data.datasets.digits import png
-from diffvision.data.images.folders import ImageEvaluationFolder
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
-from diffvision.evaluation import evaluate_command as command
 from diffvision.models.architecture import architecture
 
 
@@ -50,24 +44,6 @@ def test_a_spec_a_path_and_an_open_model_are_the_same(data, opened, tmp_path, mo
     assert (record["dataset"], record["model"], record["pretrained"]) == ("colours", "CLIP-debug", "weights.pt")
 
 
-def test_weights_of_a_tag_are_recorded_beside_a_file_of_its_name(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("digits").write_text("no weights")
-    assert cli.main(["evaluate", "CLIP-nano.digits", f"--data={data}", "--json"]) == 0
-    (record,) = json.loads(capsys.readouterr().out)
-    assert (record["model"], record["pretrained"]) == ("CLIP-nano.digits", "")
-    diffvision.evaluate(diffvision.open_model("CLIP-nano.digits"), data, output="out.json", num_workers=0)
-    (record,) = json.loads(Path("out.json").read_text())
-    assert (record["model"], record["pretrained"]) == ("CLIP-nano", "digits")
-
-
-def test_several_models_by_label(data, opened):
-    torch.manual_seed(0)
-    results = diffvision.evaluate([opened, "twin=CLIP-debug"], str(data), num_workers=0)
-    assert list(results) == ["CLIP-debug", "twin"]
-    assert results["CLIP-debug"]["zero_shot/colours/acc1"] >= 0
-
-
 def test_labels_are_kept_in_json_and_of_one_model(data, capsys):
     assert cli.main(["evaluate", "CLIP-debug", "twin=CLIP-debug", f"--data={data}", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)
@@ -77,13 +53,6 @@ def test_labels_are_kept_in_json_and_of_one_model(data, capsys):
     assert (record["model"], "label" in record) == ("CLIP-debug", False)
     assert cli.main(["evaluate", "V1/0.8=CLIP-debug", "CLIP-debug", f"--data={data}"]) == 1
     assert "the label 'V1/0.8' of CLIP-debug has a '/' in it" in capsys.readouterr().err
-
-
-def test_names_and_templates_of_one_s_own(data, opened, tmp_path, capsys):
-    (tmp_path / "names").write_text("ruby\nemerald\n")
-    for names, templates in ((["ruby", "emerald"], ["a {c}"]), (tmp_path / "names", "a {c}")):
-        diffvision.evaluate(opened, data, classnames=names, templates=templates, num_workers=0)
-        assert capsys.readouterr().out.startswith("zero_shot/colours: 2 classes, 1 template, e.g. 'a ruby'\n")
 
 
 def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warned_of(data, opened, tmp_path, capsys):
@@ -101,37 +70,7 @@ def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warne
     assert measured == diffvision.evaluate(opened, data, num_workers=0)
 
 
-def test_pictures_that_were_trained_on_are_warned_of_unless_they_are_divided(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for n in range(2):
-        for folder in ("all", "divided/train", "divided/val"):
-            file = tmp_path / folder / "ab"[n] / f"{n}.png"
-            file.parent.mkdir(parents=True)
-            file.write_bytes(png(np.zeros((8, 8, 3))))
-    for name in ("all", "divided"):
-        (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: {name}}}}}")
-        planned = [(ImageEvaluationFolder(name), ["zero_shot"])]
-        with pytest.warns(UserWarning, match="all is what x was") if name == "all" else nullcontext():
-            command._warn_of_training(SimpleNamespace(name="x", run=tmp_path), planned, "test")
-
-
 def test_a_module_with_what_belongs_to_it(data, opened):
     mine = diffvision.Model("mine", "open_clip", opened.module, transform=opened.transform, tokenizer=opened.tokenizer)
     measured = diffvision.evaluate(opened, data, num_workers=0)
     assert diffvision.evaluate(mine, data, num_workers=0) == measured
-
-
-def test_errors_are_exceptions(data, opened, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError, match="Linear"):
-        diffvision.evaluate(nn.Linear(1, 1), data)
-    with pytest.raises(ValueError, match="CLIP-debug is open already"):
-        diffvision.evaluate(opened, data, checkpoint="x.pt")
-    with pytest.raises(ValueError, match="the nearest names are CLIP-debug"):
-        diffvision.evaluate("CLIP-debgu", data)
-    with pytest.raises(FileNotFoundError, match="no file or folder"):
-        diffvision.evaluate([opened, "runs/nothing.ckpt"], data)
-    with pytest.raises(FileNotFoundError, match="no file or folder"):
-        diffvision.evaluate(Path("CLIP-debug"), data)
-    with pytest.raises(ValueError, match="there is no 'nowhere'"):
-        diffvision.evaluate(opened, "nowhere")

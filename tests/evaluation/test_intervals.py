@@ -1,14 +1,10 @@
 """Intervals and tests against hand-computed cases, scipy's bootstrap and Welch's test, and their coverage."""
 
-import json
-
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
-from diffvision.comparison.comparison_page import write
-from diffvision.comparison.result import Comparison, Row
 from diffvision.evaluation.intervals import (
     Difference,
     bootstrap_interval,
@@ -19,7 +15,6 @@ from diffvision.evaluation.intervals import (
     wilson_interval,
     with_intervals,
 )
-from diffvision.evaluation.language.table import show
 from diffvision.evaluation.per_sample import PerSample, each
 
 
@@ -180,15 +175,6 @@ def test_where_no_interval_can_be_given():
     assert seeds.value == pytest.approx(0.15)
 
 
-def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
-    first, other = [0.5, 0.6, 0.7], [0.7, 0.8, float("nan")]
-    one = difference(first, other)
-    assert one.word == ""
-    row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
-    write(Comparison("a language model", [], [row], "tokens"), tmp_path / "nan.json")
-    assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, 0.8, None]
-
-
 def test_a_mean_has_the_interval_of_its_units():
     generator = np.random.default_rng(0)
     losses = torch.tensor(generator.normal(size=200))
@@ -204,23 +190,6 @@ def test_a_mean_has_the_interval_of_its_units():
     wide, narrow = (metrics[f"{name}_high"] - metrics[f"{name}_low"] for name in ("four", "one"))
     assert wide == pytest.approx(narrow, rel=0.15)  # not half of it, as 200 independent answers would have
     assert "row_low" not in metrics
-
-
-def test_the_table_says_why_a_difference_has_no_interval(capsys):
-    results = {"a": {"t/right": 0.5}, "b": {"t/right": 0.6, "t/right_difference": 0.1, "t/right_mcnemar_p": 1.0}}
-    show(results, {"b": ", averaged weights (EMA)"})
-    out = capsys.readouterr().out
-    assert "fewer than 10" in out
-    assert out.count("(EMA)") == 1
-
-
-def test_the_table_shows_as_many_digits_as_an_interval_has(capsys):
-    show({"a": {"t/rise": 2.34e-5, "t/rise_low": 1.2e-5, "t/rise_high": 3.1e-5, "t/right": 0.5, "t/right_low": 0.4,
-                "t/right_high": 0.6, "t/same": 0.25, "t/same_low": 0.25, "t/same_high": 0.25}})  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "0.000023 [0.000012, 0.000031]" in printed
-    assert "0.500 [0.400, 0.600]" in printed
-    assert "0.250 [0.250, 0.250]" in printed
 
 
 def test_wilson_by_its_formula():

@@ -15,15 +15,6 @@ from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
 
 
-@pytest.mark.parametrize(("name", "count"), [("imagenet", 1000), ("imagenet-v2", 1000), ("ImageNet_Sketch", 1000)])
-def test_variants_with_all_classes(name, count):
-    prompts = imagenet(name)
-    assert len(prompts.classnames) == count
-    assert prompts.indices is None
-    assert len(prompts.templates) == 80
-    assert prompts.texts()[0][0] == "a bad photo of a tench."
-
-
 @pytest.mark.parametrize(
     ("name", "first", "synset"), [("imagenet-a", "stingray", "n01498041"), ("imagenet-r", "goldfish", "n01443537")]
 )
@@ -33,11 +24,6 @@ def test_variants_with_a_part_of_the_classes(name, first, synset):
     assert prompts.indices == sorted(prompts.indices)
     assert prompts.classnames[0] == first
     assert ImageNetInfo().label_names()[prompts.indices[0]] == synset
-
-
-def test_unknown_variant():
-    with pytest.raises(ValueError, match="'imagenet-z' is unknown"):
-        imagenet("imagenet-z")
 
 
 def test_labels_of_a_subset_in_both_numberings():
@@ -69,27 +55,6 @@ def test_other_folders_need_names_and_templates(memory_folder):
     folder.classnames, folder.templates = ["wren"], None
     with pytest.raises(ValueError, match=r"zeroshot_classification_templates"):
         prompts_of(folder)
-
-
-def test_zero_shot_over_a_subset(circle, to_tensor, memory_folder):
-    """A model that tells ImageNet's classes apart, on a folder whose labels are numbered among all 1000."""
-    from diffvision.evaluation.suite import evaluate
-
-    prompts = imagenet("imagenet-a")
-    folder = memory_folder(
-        "zero_shot", {"test": [(5, prompts.indices[5]), (250, prompts.indices[50])]}, name="imagenet-a"
-    )
-
-    def grey_of_class(texts):
-        return torch.tensor(
-            [[next(i for i, name in enumerate(prompts.classnames) if f" {name}" in text)] for text in texts]
-        )
-
-    folder.templates = ["a {c}"]
-    folder.classnames = [f"c{i:04}" for i in range(1000)]
-    prompts = prompts_of(folder)
-    metrics = evaluate(circle, folder, transform=to_tensor, tokenizer=grey_of_class)
-    assert metrics["zero_shot/imagenet-a/acc1"] == 0.5
 
 
 def test_a_template_s_place_is_replaced_and_nothing_is_evaluated():
@@ -141,13 +106,6 @@ def test_folders_of_wnids_have_the_names_and_templates_of_imagenet(count, tmp_pa
         f"zero_shot/mine: {count:,} classes, 80 templates, e.g. 'a photo of a "
         in check_prompts([(folder, ["zero_shot"])], Options())[0]
     )
-
-
-def test_names_of_wnids_are_right(tmp_path):
-    known = {"n01440764": "tench", "n01443537": "goldfish", "n02979186": "cassette player", "n03888257": "parachute"}
-    (folder,) = find_folders(pictures(tmp_path, list(known)))
-    assert prompts_of(folder).classnames == list(known.values())
-    assert prompts_of(folder, Options(templates="a {c}")).texts()[1] == ["a goldfish"]
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,8 @@ from PIL import Image
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation import evaluate
-from diffvision.evaluation.distributed import process_group
 from diffvision.evaluation.evaluate_command import evaluate as run
 from diffvision.evaluation.options import Options
-from diffvision.opening import open_model
-from diffvision.training.clip import ContrastiveModule
-from tiny_runs import plain_checkpoint
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -94,20 +90,6 @@ def test_all_tasks_of_all_folders(data, checkpoint, tmp_path, capsys):
     assert "image_retrieval_recall@10" in printed
 
 
-def test_a_run_s_checkpoint_alone_is_recorded_as_the_weights_of_its_name(data, tmp_path):
-    module = ContrastiveModule("DiffCLIP-debug", preprocess={"mean": [0.3, 0.3, 0.3]})
-    content = plain_checkpoint(module.state_dict(), 1)
-    module.on_save_checkpoint(content)
-    path = str(tmp_path / "last.ckpt")
-    torch.save(content, path)
-    settings = {"data": str(data / "zero_shot"), "num_workers": 0, "device": "cpu"}
-    named = run("DiffCLIP-debug", checkpoint=path, output=str(tmp_path / "named.json"), **settings)
-    assert run(path, output=str(tmp_path / "alone.json"), **settings) == named
-    assert (tmp_path / "alone.json").read_bytes() == (tmp_path / "named.json").read_bytes()
-    (record,) = json.loads((tmp_path / "alone.json").read_text())
-    assert (record["model"], record["pretrained"]) == ("DiffCLIP-debug", path)
-
-
 def _torchrun_rank(rank, port, settings, results):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -167,13 +149,6 @@ def test_under_torchrun(data, checkpoint, tmp_path):
     assert len(list((tmp_path / "records").iterdir())) == 3
 
 
-def test_a_timm_model_by_the_probes(data):
-    metrics = run(
-        model="diff_vit_debug", data=[str(data / "zero_shot")], tasks=["linear_probe"], num_workers=0, device="cpu"
-    )
-    assert metrics["linear_probe/colours/acc1"] == 1.0
-
-
 def test_half_precision(data, checkpoint):
     settings = {"model": "DiffCLIP-debug", "data": str(data), "checkpoint": checkpoint, "device": "cpu"}
     metrics = run(**settings, tasks="linear_probe", precision="bf16", num_workers=0)
@@ -186,32 +161,3 @@ def test_models_that_are_in_half_precision_themselves(data, precision):
     folder = EvaluationFolder(data / "retrieval")
     metrics = evaluate(model, folder, transform=transform, tokenizer=open_clip.get_tokenizer("DiffCLIP-debug"))
     assert metrics["retrieval/colours/text_retrieval_recall@10"] == 1.0
-
-
-def test_unreadable_images_are_left_out_loudly(tmp_path, checkpoint):
-    good = [{"png": png(COLOURS["red"]), "cls": b"0"}] * 150
-    write_split(tmp_path / "mostly" / "test", [*good, {"png": b"none", "cls": b"1"}])
-    (tmp_path / "mostly" / "classnames.txt").write_text("red\nblue")
-    (tmp_path / "mostly" / "zeroshot_classification_templates.txt").write_text("{c}")
-    with pytest.warns(UserWarning, match="mostly/test: unreadable samples are"):
-        run(model="DiffCLIP-debug", data=str(tmp_path / "mostly"), checkpoint=checkpoint, num_workers=0, device="cpu")
-
-
-@pytest.mark.parametrize("device", ["gpu", "tpu:0"])
-def test_an_unknown_device_is_named(device):
-    with pytest.raises(ValueError, match=f"device '{device}' is not here"), process_group(device):
-        pass
-
-
-def test_two_numbers_of_a_mean_are_refused():
-    with pytest.raises(ValueError, match=r"preprocess.mean is \[0.5, 0.5\]"):
-        open_model("DiffCLIP-debug", preprocess={"mean": [0.5, 0.5]})
-
-
-def test_a_checkpoint_of_another_model_is_one_line(tmp_path):
-    torch.save(open_model("CLIP-debug").module.state_dict(), tmp_path / "clip.pt")
-    with pytest.raises(ValueError, match=r"clip.pt does not fit the model"):
-        open_model("DiffCLIP-debug", tmp_path / "clip.pt")
-    (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(ValueError, match="damaged or no checkpoint"):
-        open_model("DiffCLIP-debug", tmp_path / "text.pt")

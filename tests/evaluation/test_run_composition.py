@@ -8,8 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-import diffvision
-from diffvision.cli import main
 from diffvision.comparison import compare
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
 from diffvision.evaluation import intervals
@@ -73,16 +71,6 @@ def test_the_command_on_all_three(data, tmp_path, capsys):
 
     torch.manual_seed(0)
     assert run("DiffCLIP-debug", **settings) == pytest.approx(metrics, nan_ok=True)
-
-
-def test_json_of_several_models_and_python(data, capsys):
-    assert main(["evaluate", "a=DiffCLIP-debug", "b=CLIP-debug", "--data", str(data / "pairs"),
-                 "--num_workers", "0", "--device", "cpu", "--json"]) == 0  # fmt: skip
-    first, second = json.loads(capsys.readouterr().out)
-    assert first["task"] == second["task"] == "image_caption_pairs"
-    assert "image_score/same words" in first["metrics"]
-    metrics = diffvision.evaluate("CLIP-debug", str(data / "pairs"), **QUIET)
-    assert metrics.keys() == {f"pairs/colours/{name}" for name in second["metrics"]}
 
 
 def test_two_models_compared_sample_by_sample(data, monkeypatch):

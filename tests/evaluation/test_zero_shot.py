@@ -84,19 +84,6 @@ def test_empty_and_missing_splits(circle, to_tensor, numbers, classified):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="val"))
 
 
-def test_a_model_without_text(to_tensor, classified, numbers):
-    import timm
-
-    model = timm.create_model("plain_vit_debug")
-    with pytest.raises(ValueError, match="VisionTransformer has no"):
-        evaluate(model, classified, transform=to_tensor, tokenizer=numbers)
-
-
-def test_without_a_tokenizer(circle, to_tensor, classified):
-    with pytest.raises(ValueError, match="give the model's tokenizer"):
-        evaluate(circle, classified, transform=to_tensor)
-
-
 def test_features_that_are_not_finite_give_no_accuracy(circle, to_tensor, numbers, classified):
     class Broken(type(circle)):
         def encode_image(self, image):

@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration as Llava
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.inspection import answer_attention as answers
 from diffvision.inspection import inspect
-from diffvision.inspection.answer_attention import _group_tokens_by_word, look
+from diffvision.inspection.answer_attention import look
 from diffvision.inspection.inputs import Picture
 from diffvision.models.vision_language import create, make_processor, with_image_token
 from diffvision.opening.vlm import VLM
@@ -90,17 +90,6 @@ def test_both_maps_and_their_difference(tokenizer, pictures):
     assert not torch.allclose(first, second)
 
 
-def test_words_are_of_their_tokens(tokenizer):
-    words = with_image_token(tokenizer, LlamaConfig(vocab_size=300))
-    tokens = words.encode("there is a bluestar")
-    written, of_word = _group_tokens_by_word([*tokens, words.eos_token_id], words)
-    assert written == ["there", "is", "a", "bluestar"]
-    assert of_word.shape == (4, len(tokens))
-    torch.testing.assert_close(of_word.sum(1), torch.ones(4))
-    assert (of_word > 0).sum(0).tolist() == [1] * len(tokens)
-    assert _group_tokens_by_word([words.eos_token_id], words)[0] == [words.eos_token]
-
-
 @pytest.fixture
 def folder(tokenizer, tmp_path, monkeypatch):
     """A saved model and a picture next to it."""
@@ -141,8 +130,3 @@ def test_what_does_not_fit_a_vision_language_model(folder, given, named):
     with pytest.raises(ValueError, match=named):
         inspect(f"{folder}/vlm", **settings)
     assert not (folder / "seen").exists()
-
-
-def test_layers_are_for_vision_language_models(tmp_path):
-    with pytest.raises(ValueError, match="layers"):
-        inspect("CLIP-debug", layers=[0], output=f"{tmp_path}/seen")

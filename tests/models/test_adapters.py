@@ -117,16 +117,6 @@ def test_parametrized_weights_are_heard(kind):
         torch.testing.assert_close(own(x), other(x), msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_weights_alone_are_refused_where_something_is_around_them():
-    targets = {"LM": ["head"], "tied": ["embed"]}
-    for tied in (False, True):
-        model = language.create("diff-debug", vocab_size=20, tied=tied)
-        config = peft.LoraConfig(target_modules=targets["tied" if tied else "LM"])
-        inner = peft.get_peft_model(model, config).base_model.model
-        with pytest.raises(ValueError, match=r"is wrapped in peft\..*: merge it"):
-            _ = inner.head_weight
-
-
 @pytest.mark.parametrize("target", ["qkv", "proj"])
 def test_adapt_refuses_adapters_and_changes_nothing(target):
     model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
@@ -134,14 +124,3 @@ def test_adapt_refuses_adapters_and_changes_nothing(target):
     with pytest.raises(ValueError, match=f"{target} is wrapped"):
         diffvision.adapt(model)
     assert isinstance(model.blocks[0].attn, timm.layers.Attention)
-
-
-def test_adapt_and_merge_refuse_parametrizations():
-    model = language.create("transformer-debug", vocab_size=20)
-    register_parametrization(model.blocks[0].attn.proj, "weight", Doubled())
-    with pytest.raises(ValueError, match="proj is wrapped"):
-        diffvision.adapt(model, "dex")
-    model = diffvision.adapt(language.create("transformer-debug", vocab_size=20), "dex")
-    register_parametrization(model.blocks[0].attn.proj, "weight", Doubled())
-    with pytest.raises(ValueError, match="proj is wrapped"):
-        diffvision.models.adapt.merge_dex(model)

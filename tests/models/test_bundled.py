@@ -1,7 +1,6 @@
 """The weights in the package: loaded by timm's and OpenCLIP's names, and as docs/results/bundled.csv says."""
 
 import csv
-import re
 from pathlib import Path
 
 import open_clip
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 import diffvision
 from diffvision import open_model
 from diffvision.data.datasets.digits import make_digits
-from diffvision.export.export_commands import export
 from diffvision.models.bundled import WEIGHTS, bundled
 from diffvision.models.parameters import names
 
@@ -47,15 +45,6 @@ def test_the_table_is_of_the_weights_of_the_package():
             assert int(row["parameters"]) == parameters
 
 
-def test_the_page_has_the_numbers_of_the_table():
-    page = (DOCS / "guides" / "weights.md").read_text(encoding="utf-8")
-    means = page.partition("Means of three seeds")[2].partition("Both models of a pair")[0]
-    shown = [float(number) for number in re.findall(r"\d+\.\d+", means)]
-    known = {round(float(row["mean"]), digits) for row in ROWS if row["mean"] for digits in (1, 3)}
-    assert len(shown) == 6
-    assert set(shown) <= known
-
-
 @pytest.mark.parametrize("name", ["diff_vit_debug", "plain_vit_debug"])
 def test_timm_loads_them_by_tag_and_by_default(name):
     """As of timm's own models: a name without a tag is that of its first weights, with their number of classes."""
@@ -74,24 +63,6 @@ def test_open_clip_loads_them_by_tag(name):
     model, _, transform = open_clip.create_model_and_transforms(name, pretrained="digits")
     assert has_weights(model, WEIGHTS / f"{name}.digits.safetensors")
     assert "mean=[0.33, 0.33, 0.33]" in str(transform)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_an_export_has_no_path_of_the_machine(spec, tmp_path):
-    export(spec, str(tmp_path / "folder"))
-    for path in (tmp_path / "folder").iterdir():
-        content = path.read_bytes()
-        assert str(WEIGHTS.parents[1]).encode() not in content
-        assert str(tmp_path).encode() not in content
-    exported, opened = open_model(tmp_path / "folder"), open_model(spec)
-    if opened.is_language:
-        assert exported.tokenizer.encode("def add(a, b):") == opened.tokenizer.encode("def add(a, b):")
-        return
-    assert has_weights(exported.module, WEIGHTS / f"{spec}.safetensors")
-    if opened.tokenizer is not None:
-        assert torch.equal(
-            exported.tokenizer(["an image of a red three"]), opened.tokenizer(["an image of a red three"])
-        )
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,11 @@ import timm
 import torch
 from torch import nn
 
-import diffvision
 from diffvision.models import language
 from diffvision.models.adapt import merge_dex
 from diffvision.models.architecture import architecture, difference
 from diffvision.models.by_layer import as_text, matched_heads, variants_by_layer
-from diffvision.models.convert.command import convert
-from diffvision.models.language.generation import generate
-from diffvision.nn import ATTENTION, Attention, DiffAttention, DiffAttentionV2
+from diffvision.nn import Attention, DiffAttention, DiffAttentionV2
 
 LOWER = "1*standard"
 
@@ -100,19 +97,6 @@ def test_parameters_of_mixed_language_models_are_those_of_the_model(family, size
             assert other.config.head_dim == other.attention_layers()[0].head_dim
 
 
-@pytest.mark.parametrize("name", ["diff-debug", "diffv2-debug", "transformer-debug"])
-@pytest.mark.parametrize("text", ["standard", "v1+v2", "v1_dual"])
-def test_generation_with_caches_of_different_sizes(name, text):
-    model = mixed(name, text)
-    prompts = [[5, 6, 7, 8, 9], [3, 4]]
-    made = generate(model, prompts, max_new_tokens=6, temperature=0)
-    for prompt, row in zip(prompts, made, strict=True):
-        tokens = list(prompt)
-        for _ in range(6):
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-        assert list(row)[-6:] == tokens[-6:]
-
-
 def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
     model = mixed()
     language.save(model, tmp_path / "a")
@@ -130,27 +114,10 @@ def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
         mixed(text="3*standard")
 
 
-@pytest.mark.parametrize("variant", [name for name in ATTENTION if name != "vca"])
-def test_a_language_model_of_each_variant_is_loaded_again(variant, tmp_path):
-    model = language.create("diff-debug", variant=variant).eval()
-    language.save(model, tmp_path)
-    tokens = torch.randint(0, 4096, (1, 9))
-    torch.testing.assert_close(language.load(tmp_path)(tokens), model(tokens))
-
-
 def test_architecture_names_the_layer_that_differs():
     one, other = mixed(), language.create("diff-debug")
     assert "blocks.0.attn.variant 'standard' there and 'v1' here" in difference(architecture(one), architecture(other))
     assert difference(architecture(one), architecture(mixed())) == ""
-
-
-def test_what_has_one_variant_only_refuses_mixed_models(tmp_path):
-    language.save(mixed(), tmp_path / "a")
-    with pytest.raises(ValueError, match="variant_by_layer"):
-        convert(str(tmp_path / "a"), str(tmp_path / "b"), to="huggingface")
-    for model in (mixed(), timm.create_model("diff_vit_debug", variant_by_layer=LOWER)):
-        with pytest.raises(ValueError, match=r"blocks.1 has attention of v1"):
-            diffvision.adapt(model, method="v2")
 
 
 def test_merging_dex_leaves_the_other_layers():
@@ -198,18 +165,6 @@ def test_parameters_of_mixed_vits_are_those_of_the_model(family):
             assert count(other) == pytest.approx(count(model), rel=2e-3)
 
 
-def test_vits_refuse_what_does_not_fit():
-    with pytest.raises(TypeError, match="takes no variant_by_layer"):
-        timm.create_model("vca_vit_debug", variant_by_layer=LOWER)
-    with pytest.raises(ValueError, match="5 layers, and there are 4"):
-        timm.create_model("diff_vit_debug", variant_by_layer="5*standard")
-    with pytest.raises(TypeError, match="'v2' attention, which takes no"):
-        timm.create_model("diffv2_vit_debug", lambda_init=0.5)
-    assert (
-        timm.create_model("diffv2_vit_debug", variant_by_layer="v1", lambda_init=0.5).blocks[0].attn.lambda_init == 0.5
-    )
-
-
 # ---- OpenCLIP ------------------------------------------------------------------------------------------------------
 
 
@@ -245,15 +200,3 @@ def test_a_tower_s_mask_for_each_head_fits_layers_of_other_heads():
     tokens[1, 5:] = 0
     longer = model.encode_text(tokens)
     torch.testing.assert_close(longer[2:], model.encode_text(tokens[2:]))
-
-
-def test_v2_is_not_mixed_within_a_tower():
-    with pytest.raises(ValueError, match="whose layers share one MLP"):
-        clip_model("diffvision:v2:variant_by_layer=1*standard")
-    with pytest.raises(ValueError, match="no setting of 'v1'"):
-        clip_model("diffvision:v1:variant_by=1")
-
-
-def test_a_text_of_the_models_own_variant_is_none():
-    config = language.config("diffv2-debug", variant_by_layer="v2+v2")
-    assert config == language.config("diffv2-debug")

@@ -1,7 +1,5 @@
 """Models on the Hub in every command: as folders, of which neither pickles nor code are downloaded."""
 
-import json
-
 import pytest
 import timm
 import torch
@@ -73,17 +71,6 @@ def test_a_timm_model_opens_by_its_id(hub, tmp_path, capsys):
         torch.testing.assert_close(open_model(str(made)).module(images), model(images), rtol=0, atol=1e-5)
 
 
-def test_an_open_clip_model_opens_by_its_id(hub, tmp_path, capsys):
-    import open_clip
-
-    model = open_clip.create_model("CLIP-debug").eval()
-    save_folder(model, tmp_path / "clip", config=open_clip.get_model_config("CLIP-debug"))
-    hub.add("someone/clip", tmp_path / "clip")
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(open_model("hf-hub:someone/clip").module.encode_image(images), model.encode_image(images))
-    assert cli.main(["adapt", "hf-hub:someone/clip", str(tmp_path / "made")]) == 0, capsys.readouterr().err
-
-
 def test_a_model_that_cannot_be_had_is_one_error(hub, llama, tmp_path, monkeypatch, capsys):
     for command in (["convert", "hf:someone/none", "there", "--to", "language"], ["adapt", "hf:someone/none", "there"]):
         assert cli.main(command) == 1
@@ -93,12 +80,3 @@ def test_a_model_that_cannot_be_had_is_one_error(hub, llama, tmp_path, monkeypat
     assert cli.main(["convert", "hf:someone/llama", str(tmp_path / "again"), "--to", "language"]) == 0  # from the cache
     assert cli.main(["adapt", "hf:someone/other", str(tmp_path / "other")]) == 1
     assert "hf auth login" in capsys.readouterr().err
-
-
-def test_a_model_of_transformers_that_ours_cannot_be_is_refused(hub, tmp_path, capsys):
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    hub.add("someone/gpt2", tmp_path / "gpt2")
-    for command in ("adapt", "export"):
-        assert cli.main([command, "hf:someone/gpt2", str(tmp_path / "made")]) == 1
-        assert "'gpt2'" in capsys.readouterr().err

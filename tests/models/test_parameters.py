@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from diffvision import cli
 from diffvision.models import names as model_names
 from diffvision.models import parameters
 
@@ -29,29 +28,6 @@ def test_the_table_has_the_parameters_of_all_models():
         name for host, name in LARGE if parameters.recorded()[host][name] != parameters.count_parameters(host, name)
     ]
     assert not wrong, REMEDY
-
-
-def test_the_table_is_written_as_it_is_read(tmp_path, monkeypatch):
-    for module in (parameters, model_names):
-        monkeypatch.setattr(module, "TABLE", tmp_path / "parameters.json")
-    monkeypatch.setattr(parameters, "names", lambda: {"timm": ["diff_vit_debug"]})
-    parameters.write()
-    assert parameters.recorded() == {"timm": {"diff_vit_debug": parameters.count_parameters("timm", "diff_vit_debug")}}
-
-
-def test_models_are_listed_with_their_parameters(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    assert cli.main(["models", "--filter", "*debug*"]) == 0
-    printed = capsys.readouterr().out
-    assert "DiffCLIP-debug" in printed
-    assert f"{parameters.count_parameters('timm', 'diff_vit_debug'):,}" in printed
-    assert "diffv2-debug" in printed
-    assert "diff_vit_base" not in printed
-
-
-def test_a_misspelt_model_is_answered_with_the_nearest(capsys):
-    assert cli.main(["models", "--filter", "diff_vit_bse"]) == 1
-    assert "the nearest names are diff_vit_base," in capsys.readouterr().err
 
 
 def test_names_of_models_are_those_of_the_hosts(monkeypatch):

@@ -1,12 +1,9 @@
 """The smallest run of each benchmark. No time is asserted, since none is to be trusted here."""
 
-import contextlib
 import json
-import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +12,7 @@ import torch
 import attention_modules
 import bench_attention
 import bench_data
-import bench_images
-import bench_language
-import bench_models
-import bench_step
 import benchmark
-import machine
 from attention_modules import Shape
 from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_shards
@@ -61,29 +53,6 @@ def test_attention(monkeypatch, tmp_path, capsys):
     assert not [way for way in timed["ways"].values() if "failed" in way]
 
 
-@pytest.mark.slow
-def test_models(tmp_path, capsys):
-    assert bench_models.main([*SMALL, "--batch", "2", "--models", "debug", "--output", str(tmp_path)]) == 0
-    report = written(tmp_path, "models-cpu-float32", capsys.readouterr().out)
-    assert [entry["task"] for entry in report["tables"]] == ["training step", "inference"]
-    assert all(entry["models"]["diff_vit_debug"]["ratio"] > 0 for entry in report["tables"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("installed", [True, False])
-def test_language(installed, monkeypatch, tmp_path, capsys):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(bench_language, "TRAINING", [(2, 8)])
-    monkeypatch.setattr(bench_language, "PROMPTS", [4])
-    if not installed:
-        monkeypatch.setattr(bench_language.importlib.util, "find_spec", lambda name: None)
-    assert bench_language.main([*SMALL, "--size", "debug", "--new", "8", "--output", str(tmp_path)]) == 0
-    report = written(tmp_path, "language-cpu-float32", capsys.readouterr().out)
-    assert [entry["task"] for entry in report["tables"]] == ["training", "decoding", "whole call"]
-    assert report["baseline"] == ("HF Llama" if installed else "transformer-debug")
-    assert report["tables"][0]["models"]["diff-debug"]["ratio"] > 0
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("shards") / "train"
@@ -97,30 +66,6 @@ def test_data(shards, monkeypatch, capsys):
     bench_data.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if "ShardLoader" in line]
     assert len(rows) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_images_of_a_core(monkeypatch, tmp_path):
-    other = SimpleNamespace(epoch=lambda clock: 100.0)
-    monkeypatch.setattr(bench_images.openclip_versus, "running", lambda *_: contextlib.nullcontext(other))
-    monkeypatch.setattr(bench_images, "EACH", 4)
-    monkeypatch.setattr(bench_images, "BATCH", 4)
-    row = bench_images.measure(tmp_path, 256, "python", rounds=1)
-    assert all(row["ms an image"].values())
-    assert row["images a second of a core"].pop("webdataset")["over webdataset's"] == 1
-    assert {name.partition(",")[0] for name in row["images a second of a core"]} == {"OpenCLIP's", "ours"}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_step(shards, monkeypatch, capsys):
-    monkeypatch.setattr(bench_step, "make", lambda name, folder: shutil.copytree(shards.parent, folder))
-    monkeypatch.setattr(bench_step, "WARM", 1)
-    words = ["--batch", "4", "--steps", "8", "--every", "4", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
-    bench_step.main()
-    assert "a save takes" in capsys.readouterr().out
 
 
 def test_the_maps_module_computes_our_layer():
@@ -153,8 +98,3 @@ def test_ratios_are_medians_over_rounds_and_a_failing_way_disturbs_no_other():
     parts = benchmark.remarks({"left_out": ["last"]}, [("row", results), ("other row", results)])
     assert "- `fails` failed: ValueError: no such kernel (row, other row)" in parts
     assert parts[-1] == "Not reached in the time given: last."
-
-
-def test_commands_are_recorded_without_folders():
-    given = ["/somewhere/bench_attention.py", "--quick", "--output", "/somewhere/else", "--shapes", "8 x 197"]
-    assert machine.command(given) == "python scripts/benchmarks/bench_attention.py --quick --shapes '8 x 197'"

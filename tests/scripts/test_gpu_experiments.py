@@ -1,7 +1,6 @@
 """The experiments for a GPU: dry runs on a CPU, what their rules say, and that a run is trained once."""
 
 import io
-import json
 import lzma
 
 import numpy as np
@@ -13,7 +12,6 @@ import gpu_runs
 import gpu_sinks
 import gpu_text
 import gpu_tokens
-from grid import Run
 
 EXPERIMENTS = {
     "tokens": (gpu_tokens.TOKENS_A_PARAMETER, gpu_tokens.report),
@@ -57,22 +55,6 @@ def test_a_dry_run_trains_each_run_once(name, text, tmp_path, capsys):
     assert {file: file.read_text() for file in tmp_path.glob("*.json")} == files
 
 
-def test_no_run_begins_that_would_not_end_in_time(text, tmp_path):
-    experiment = EXPERIMENTS["tokens"][0].dry()
-    first = experiment.tuning()[0]
-    (tmp_path / f"{first.name}.json").write_text(json.dumps({"seconds": 1e6, "diverged": "", "losses": [1.0]}))
-    gpu_runs.work(experiment, tmp_path, text, deadline=gpu_runs.time.time() + 60)
-    assert len(list(tmp_path.glob("*.json"))) == 1
-
-
-def test_a_run_that_another_process_holds_is_left_alone(tmp_path):
-    with (
-        gpu_runs.claimed(Run("plain", 1e-3, 1), tmp_path) as first,
-        gpu_runs.claimed(Run("plain", 1e-3, 1), tmp_path) as second,
-    ):
-        assert (first, second) == (True, False)
-
-
 def test_an_answer_follows_its_key_in_noise():
     data = gpu_noise.Noise(None, gpu_noise.NOISE.dry(), "test", torch.device("cpu"))
     inputs, targets = data.draw(3, 256, 4, torch.Generator().manual_seed(0)).long()
@@ -82,19 +64,3 @@ def test_an_answer_follows_its_key_in_noise():
             marked = [i for i in range(1, place) if row[i] == key and row[i - 1] == gpu_noise.MARK]
             assert row[marked[0] + 1] == wanted[place]
     assert (targets >= 0).sum(dim=1).tolist() == [4, 4, 4]
-
-
-@pytest.mark.parametrize(
-    ("difference", "claim"),
-    [(-0.05, "V1 pays when trained long"), (0.05, "behind at 3M at any length"), (0.01, "no claim")],
-)
-def test_the_rule_of_tokens(tmp_path, difference, claim):
-    experiment = gpu_tokens.TOKENS_A_PARAMETER
-    for run in experiment.tuning():
-        (tmp_path / f"{run.name}.json").write_text(json.dumps({"diverged": "", "losses": [run.rate]}))
-    for run in experiment.confirming(tmp_path):
-        losses = [
-            3 + 0.001 * run.seed + difference * (run.family == "V1") + 0.002 * (run.family == "V1") * run.seed % 3
-        ]
-        (tmp_path / f"{run.name}.json").write_text(json.dumps({"seed": run.seed, "diverged": "", "losses": 3 * losses}))
-    assert gpu_tokens.report(experiment, tmp_path).splitlines()[-1] == claim

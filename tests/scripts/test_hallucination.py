@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 import hallucination
-from hallucination import main, read_samples, verdict_of
+from hallucination import main, verdict_of
 
 KEY = "sk-secret-of-the-user"
 
@@ -94,16 +94,6 @@ def test_a_run_resumes_and_no_message_has_the_key(call, server, capsys, tmp_path
     server.status = 200
     call()
     assert KEY not in "".join(path.read_text() for path in (tmp_path / "hallucination").iterdir())
-
-
-@pytest.mark.parametrize(
-    "line", ["no json", "[]", '{"id": 1}', '{"id": 1, "document": "d", "output": 3}', '{"doc_id": 1, "doc": {}}']
-)
-def test_a_line_that_is_no_sample_is_named(line, tmp_path):
-    good = '{"id": 0, "document": "d", "output": "o"}\n'
-    (tmp_path / "a.jsonl").write_text(good + line)
-    with pytest.raises(ValueError, match="line 2"):
-        read_samples(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

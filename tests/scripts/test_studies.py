@@ -1,6 +1,5 @@
 """Studies on a few samples: a run has all its numbers, and a report calls nothing better that it cannot."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -10,16 +9,11 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from fashion_files import write_miniature
 
 import clip
-import clip_control
 import cures
 import grid
-import seeds
-import small_language
 import vision
-from diffvision.models import language
 from grid import Difference, Grid, Run, best_rate, contrasts, holm
 
 
@@ -78,20 +72,6 @@ def test_a_run_that_is_done_is_not_trained_again(tmp_path):
     assert trained == [Run("plain", 1e-3, 100)]
     with pytest.raises(SystemExit, match="no learning rate is chosen yet"):
         Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,), 1).confirming()
-
-
-def test_a_family_may_have_fewer_seeds_and_another_ones_rate(tmp_path):
-    families = {"plain": 2e-3, "other": 1e-3}
-    runs = Grid(
-        tmp_path, (*families, "third"), (1e-3, 2e-3), ("right",), (1, 2, 3, 4, 5), epochs=1, secondary=["third"]
-    )
-    runs = dataclasses.replace(runs, rate_of={"third": "other"})
-    for run in runs.tuning():
-        write(runs, run, 0.5 if run.rate == families[run.family] else 0.4)
-    assert {run.family for run in runs.tuning()} == set(families)
-    assert [run.seed for run in runs.confirming() if run.family == "third"] == [1, 2, 3]
-    assert {run.rate for run in runs.confirming() if run.family == "third"} == {1e-3}
-    assert len(runs.confirming()) == 13
 
 
 def test_the_best_rate_of_four_is_a_parabolas_vertex():
@@ -170,97 +150,6 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
     assert len(list(tmp_path.glob("*.svg"))) == bool(draw)
 
 
-def test_half_of_the_pictures_are_mirrored():
-    images = torch.zeros(64, 1, 28, 28)
-    images[:, :, 10:12, 10] = 1
-    columns = vision.mirrored(images, torch.Generator().manual_seed(0)).sum((0, 1, 2)).nonzero().flatten()
-    assert columns.tolist() == [10, 17]
-
-
-def test_the_families_of_images_differ_by_their_attention_alone():
-    models = {family: vision.create(family) for family in vision.FAMILIES}
-    sizes = {family: sum(p.numel() for p in model.parameters()) for family, model in models.items()}
-    assert max(sizes.values()) < 1.01 * min(sizes.values())
-    assert all(model(torch.zeros(2, 1, 28, 28)).shape == (2, 10) for model in models.values())
-
-
-def test_pictures_are_corrupted_as_they_say():
-    images = torch.zeros(64, 1, 28, 28)
-    images[:, :, 10:12, 10] = 1
-    covered = vision.corrupted(torch.zeros(16, 1, 28, 28), "occlusion", 9)
-    assert torch.equal(covered.sum((1, 2, 3)), torch.full((16,), 0.5 * 81))
-    assert vision.corrupted(images, "noise", 0.3).std() > 0.1
-    assert vision.corrupted(images, "blur", 1.0).max() < 0.5
-
-
-def test_calibration_error():
-    logits = torch.tensor([[0.0, 100.0], [0.0, 100.0], [math.log(3), 0.0], [math.log(3), 0.0]])
-    assert vision.calibration_error(logits, torch.tensor([1, 1, 0, 1])) == pytest.approx(0.5 * 0.25)
-
-
-class Counting:
-    """Text in which each token is the one before it, plus one."""
-
-    def batches(self, seed):
-        draw = torch.Generator().manual_seed(seed)
-        while True:
-            yield (torch.randint(64, (2, 1), generator=draw) + torch.arange(17)) % 64
-
-    def loss(self, model):
-        with torch.no_grad():
-            return small_language.loss_of(model, next(self.batches(0))).item()
-
-
-def test_a_branch_leaves_its_trunk_as_it_was():
-    def train(lengths):
-        torch.manual_seed(0)
-        model = language.create("diffv2-debug")
-        trained = small_language.fit(model, Counting(), rate=1e-3, warmup=2, lengths=lengths, seed=1)
-        return trained.branches[-1], model.state_dict()
-
-    (alone, weights), (branched, others) = train([6]), train([2, 6])
-    assert alone == branched
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-def test_the_rates_that_were_tried(tmp_path):
-    study = Grid(tmp_path, ("plain", "V1"), (1e-3, 2e-3), ("accuracy",), (1, 2), epochs=1)
-    for run, accuracy in zip(study.tuning(), (0.5, 0.25, 0.75), strict=False):  # the last is not done
-        (tmp_path / f"{run.name}.json").write_text(json.dumps({"validation": {"accuracy": accuracy}}))
-    assert study.tuned(["accuracy"]).splitlines() == [
-        "| learning rate | plain: accuracy | V1: accuracy |",
-        "|---:|---:|---:|",
-        "| 0.001 | 50.0 | 25.0 |",
-        "| 0.002 | 75.0 |  |",
-    ]
-
-
-def test_models_of_several_seeds(tmp_path, capsys):
-    models = {f"{name}-{seed}": {"2x1/correct": right, "2x1/distracted": 0.5, "2x1/fabricated": 0.5 - right}
-              | {"2x1/malformed": 0.0}
-              for name, rights in {"plain": (0.1, 0.2), "diff": (0.3, 0.5)}.items()
-              for seed, right in enumerate(rights)}  # fmt: skip
-    models["plain-0"] |= {"only": 0.123456789, "only_low": 0.1}
-    models["plain-1"] |= {"only": None}
-    file, saved = tmp_path / "recall_errors.json", tmp_path / "saved.json"
-    file.write_text(json.dumps({"models": models, "options": {"facts": [2]}}))
-    seeds.main([str(file), "2x1/*", "only", "--percent", "--save", str(saved)])
-    rows = capsys.readouterr().out.splitlines()
-    assert rows[0] == "| metric | plain | diff | diff, from plain |"
-    assert "| 2x1/correct | 15 (10, 20) | 40 (30, 50) | +25 [-39, +89] n.s. |" in rows
-    assert "| only | 12 (12) |  |  |" in rows
-    assert not any("malformed" in row for row in rows)
-    content = json.loads(saved.read_text())
-    assert content["options"] == {"facts": [2]}
-    del models["plain-0"]["only_low"]
-    assert content["models"] == models | {"plain-0": models["plain-0"] | {"only": 0.12346}}
-    with pytest.raises(SystemExit, match="no metric is named nonsense"):
-        seeds.main([str(file), "nonsense"])
-    file.write_text(json.dumps({"models": {"plain-0": {"a": 1.0}}}))
-    with pytest.raises(SystemExit, match="two or more of each NAME"):
-        seeds.main([str(file), "a"])
-
-
 # ---- cures ---------------------------------------------------------------------------------------------------------
 
 
@@ -307,106 +196,3 @@ def test_the_cells_of_cures_have_equal_parameters():
     recorded = [json.loads(path.read_text()) for path in clip.GRID.results.with_name("cures").glob("*/*-*.json")]
     assert recorded
     assert all(sizes[one["family"]] == one["parameters"] for one in recorded)
-
-
-def test_overlaps_with_masks():
-    masks = torch.zeros(3, 16, 16, dtype=torch.bool)
-    masks[:, :8, 4:12] = True  # four patches of 4, in the first two rows
-    scores = torch.zeros(3, 4, 4)
-    scores[0, :2, 1:3] = 1
-    scores[1, 2:, 1:3] = 1
-    scores[2, :2, :2] = 1
-    assert cures.overlaps(scores.flatten(1), masks).tolist() == pytest.approx([1, 0, 2 / 6])
-
-
-def test_maps_are_compared_with_masks_once_a_run(tmp_path, capsys):
-    source, models, data = write_miniature(tmp_path / "fashion"), tmp_path / "models", tmp_path / "data.pt"
-    torch.save({"mean": 0.5, "std": 0.3}, data)
-    models.mkdir()
-    for family, rate in (("gate", 0.002), ("gate, registers, V2", 5e-4)):
-        model = cures.FAMILIES[family].create(clip.SIZE, clip.PATCH)
-        torch.save(model.state_dict(), models / f"{Run(family, rate, 1).name}.pt")
-    weights = sorted(models.glob("*.pt"))
-
-    def run():
-        cures.segment(weights, source, data, tmp_path / "results", count=8)
-        return capsys.readouterr().out
-
-    assert [line.split()[0] for line in run().splitlines()] == [path.stem for path in weights]
-    found = json.loads((tmp_path / "results" / "segmentation.json").read_text())
-    assert 0 < found["chance"] < found["best"] < 1
-    assert all(0 <= one["IoU"] <= found["best"] for one in found["runs"].values())
-    assert run() == ""
-    state = torch.load(weights[1])
-    torch.save({name: 1.1 * value for name, value in state.items()}, weights[1])  # trained again
-    assert run().startswith("gate-0.002-1 ")
-    images, masks = cures.scenes(source, 8)
-    assert images.shape == (8, 3, 64, 64)
-    assert all(0.05 < share < 0.6 for share in masks.float().mean((1, 2)))
-    rows = cures.class_rows(model.visual, images.float() / 255)
-    assert rows.shape == (8, 64)  # patches alone, without four registers
-    with pytest.raises(SystemExit, match="is a run of no cell"):
-        cures.segment([data], source, data, tmp_path / "others", count=8)
-
-
-def test_the_report_of_cures_has_sinks_and_masks_by_cell(tmp_path, capsys):
-    cells = cures.grid_of(cures.WITHOUT_REGISTERS, tmp_path)
-    metrics = dict.fromkeys([*clip.PRIMARY, *clip.SECONDARY], 0.25)
-
-    def write(run):
-        layers = {name: [0.125, 0.5, 0.25, 0.125] for name in cures.SINKS}
-        numbers = {"diverged": "", "seconds": 9, "parameters": 1000, "FLOPs": 2000, "sinks": layers, "processor": "a"}
-        numbers |= {
-            "validation": metrics,
-            "test": metrics | {"image R@1": 0.25 + 0.01 * run.seed * (run.family != "V2")},
-        }
-        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
-
-    for runs in (cells.tuning, cells.confirming):
-        for run in runs():
-            write(run)
-    overlap = {run.name: {"IoU": 0.25 + 0.01 * run.seed} for run in cells.fresh("gate")}
-    content = {"scenes": 8, "chance": 0.08, "best": 0.6, "runs": overlap}
-    (tmp_path / "segmentation.json").write_text(json.dumps(content))
-    cures.report(tmp_path)
-    lines = capsys.readouterr().out.splitlines()
-    assert (
-        "| gate, V2 | 5 | "
-        + " | ".join(f"{0.25 if name in ('value norm', 'row sum') else 0.5:.4f} ± 0.0000" for name in cures.SINKS)
-        + " |"
-        in lines
-    )
-    assert "| cell | runs | IoU, % (chance 8.0, best 60.0) |" in lines
-    assert "| gate | 5 | 28.0 ± 1.6 |" in lines
-    assert "| plain | 0 |  |" in lines
-    assert "| gate x difference | +3.00 [+1.04, +4.96] higher (p 0.04) |" in lines
-    assert "V2 minus plain alone, as in clip.py: -3.00 [-4.96, -1.04] lower (p 0.013)" in lines
-
-
-@pytest.mark.parametrize(
-    ("shares", "word"),
-    [
-        ((0.1, 0.1, 0.5), "better"),
-        ((0.1, 0.5, 0.1), "not shown"),
-        ((0.3, 0.3, 0.3), "level"),
-        ((0.5, 0.5, 0.1), "not shown"),
-    ],
-)
-def test_the_control_on_emoji_states_what_its_rule_says(shares, word, tmp_path, capsys):
-    study = dataclasses.replace(clip_control.GRID, results=tmp_path)
-    for run in study.tuning():
-        shares_of = {"validation": {"image R@1": 0.1 + 0.01 * (run.rate == 1e-3) + 0.02 * (run.rate == 2e-3)}}
-        (tmp_path / f"{run.name}.json").write_text(json.dumps({"diverged": "", **shares_of}))
-    assert clip_control.FAMILIES["gate"].text_settings == cures.FAMILIES["gate"].text_settings
-    clip_control.report(study)
-    assert "unfinished: no statement yet" in capsys.readouterr().out
-    generator = np.random.default_rng(0)
-    for run in study.confirming():
-        share = dict(zip(("plain", "gate", "V2"), shares, strict=True))[run.family]
-        right = np.arange(1000) < 1000 * share if word == "level" else generator.random(1000) < share
-        numbers = {"diverged": "", "pictures": 1000, "hits": np.flatnonzero(right).tolist(), "processor": "one"}
-        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
-    clip_control.report(study)
-    assert f"V2: {word}." in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="one"):
-        study.train([], None)

@@ -5,7 +5,6 @@ import math
 import random
 
 import pytest
-import torch
 from language_fixtures import check_written, evaluate_models, write_models
 
 from diffvision.data import BadDataError, ShardSet
@@ -16,7 +15,7 @@ from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language.evaluate_language_command import run
 from diffvision.evaluation.language.language_options import LanguageOptions
-from diffvision.evaluation.language.language_suite import evaluate_language, write_numbers
+from diffvision.evaluation.language.language_suite import evaluate_language
 from diffvision.evaluation.language.read_documents import (
     Reading,
     read_documents,
@@ -25,10 +24,8 @@ from diffvision.evaluation.language.read_documents import (
     tokenised,
 )
 from diffvision.evaluation.language.tasks import Work
-from diffvision.evaluation.output_files import check_folder
 from diffvision.models import language
 from diffvision.opening import open_model
-from diffvision.training.language import LanguageModule
 
 SMALL = LanguageOptions(
     tokens=120,
@@ -70,29 +67,6 @@ def test_every_task_of_every_model_has_numbers(results):
 
 def test_every_task_writes_numbers(results, home):
     check_written(results, home, TASKS)
-
-
-def test_a_model_by_itself_gives_the_same(results, home):
-    model = open_model(str(home / "diff-debug"))
-    work = Work(model, SMALL)
-    metrics = evaluate_language(work, ["needle"])
-    assert metrics == {key: value for key, value in results["diff-debug"].items() if key.startswith("needle/")}
-    plain = Work(model, LanguageOptions())
-    assert (plain.window, plain.lengths) == (128, (128,))
-
-
-def test_what_is_not_finite_is_null(tmp_path):
-    metrics = {"perplexity/nll": 800.0, "perplexity/perplexity": math.inf}
-    write_numbers("perplexity", {"a": metrics, "b": {}}, SMALL, tmp_path)
-    written = json.loads((tmp_path / "perplexity.json").read_text())
-    assert written["models"] == {"a": {"nll": 800.0, "perplexity": None}}
-
-
-def test_needles_in_a_haystack_of_ones_own(home, tmp_path):
-    (tmp_path / "hay.txt").write_text("Straw is dry. Straw is light. Straw is gold.")
-    work = Work(open_model(str(home / "diff-debug")), LanguageOptions(haystack=str(tmp_path / "hay.txt")))
-    assert next(work.form.haystack(random.Random(0))).startswith("Straw is")
-    assert FORMS["text"].needle == work.form.needle
 
 
 def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
@@ -176,41 +150,6 @@ def test_documents_that_cannot_be_used_are_told_and_limited(home, corpus, capsys
     assert run(**given, data=str(root / "shards"), options=LanguageOptions(window=4, text_key="jsonl:body"))
 
 
-def test_the_tokenizer_beside_a_checkpoint_of_training_is_found(home, tmp_path):
-    module = LanguageModule("diff-debug", model_args={"vocab_size": 400}, tokenizer=str(home / "diff-debug"))
-    checkpoint = {"state_dict": module.state_dict()}
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, tmp_path / "last.ckpt")
-    assert open_model(str(tmp_path / "last.ckpt")).tokenizer.vocab_size == 400
-    other = train_tokenizer(["of another text"], 300)
-    other.save(tmp_path)
-    assert open_model(str(tmp_path / "last.ckpt")).tokenizer.fingerprint == other.fingerprint
-
-
-def test_an_output_that_cannot_be_is_refused_before_anything_runs(home, tmp_path):
-    (tmp_path / "file").write_text("")
-    for output in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(ValueError, match=r"output is .*, and .*file is a file"):
-            run("nothing", tasks="needle", output=str(output))
-    check_folder(tmp_path / "new" / "folder")
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_hugging_face_model_beside_ours(home, tmp_path, results):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=400, max_position_embeddings=64, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    tokenizer = str(home / "diff-debug" / "tokenizer.json")
-    model = open_model(f"hf:{tmp_path / 'llama'}", tokenizer=tokenizer)
-    assert (model.name, model.max_length) == ("llama", 64)
-    documents, num_bytes = tokenised(read_texts([home / "texts"]), model.tokenizer, 100)
-    assert evaluate_language(Work(model, SMALL, documents, num_bytes), ["perplexity"])
-    assert open_model(f"hf:{tmp_path / 'llama'}").tokenizer is None
-    with pytest.raises(ValueError, match="transformers finds no causal"):
-        open_model(f"hf:{home / 'texts'}")
-
-
 def test_bad_commands_are_refused_before_anything_runs(home):
     checkpoint = str(home / "diff-debug")
     for settings, message in [
@@ -238,27 +177,3 @@ def test_bad_commands_are_refused_before_anything_runs(home):
     assert open_model(str(home / "small")).tokenizer is None
     with pytest.raises(ValueError, match="diff-debug came without a tokenizer"):
         evaluate_language(Work(open_model(str(home / "small"))), ["needle"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"samples": 0}, "samples"),
-        ({"lengths": (512, -1)}, "lengths"),
-        ({"needles": ("2x4",)}, "needles .*'2x4'"),
-        ({"needles": ("two",)}, "needles .*'two'"),
-        ({"depths": ()}, "depths is empty"),
-        ({"lengths": (64, 64)}, "lengths"),
-        ({"form": "verse"}, "form"),
-        ({"text_key": "jpg"}, "member 'jpg' is of a type that is not read here: use one of txt"),
-        ({"max_bad_fraction": 2.0}, "max_bad_fraction is 2.0"),
-    ],
-)
-def test_bad_options_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        LanguageOptions(**settings)
-
-
-def test_checkpoints_of_lightning_have_equals_signs(home):
-    with pytest.raises(FileNotFoundError, match=r"epoch=3-step=100\.ckpt"):
-        open_model("runs/epoch=3-step=100.ckpt")

@@ -5,21 +5,13 @@ import math
 import pytest
 import torch
 
-from diffvision.analysis.capture import Call, captured
+from diffvision.analysis.capture import Call
 from diffvision.evaluation.intervals import with_intervals
-from diffvision.evaluation.language.evaluate_language_command import run
-from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
-    attention_errors,
     by_group,
     low_bit,
-    low_bit_attention,
-    rounded_keys,
 )
-
-ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))
-WITHOUT_CACHES = [name for name in SCHEMES if not name.startswith("cache")]
 
 
 def head(length=100, maps=2, key_maps=2):
@@ -61,13 +53,6 @@ def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps, monkeypatc
     torch.testing.assert_close(kept, (full.scores().applied() @ full.values(torch.float32))[0, 0])
 
 
-def test_which_keys_are_read_rounded():
-    assert rounded_keys(0, 100, 100).sum() == 0
-    whole = rounded_keys(0, 100, 0)
-    assert whole.sum(1).tolist() == [(query + 1) // 32 * 32 for query in range(100)]
-    torch.testing.assert_close(rounded_keys(97, 100, 4), rounded_keys(0, 100, 4)[97:])
-
-
 def test_probabilities_and_values_as_a_kernel_sums_them():
     """Unnormalised probabilities in 0..127 times values in -127..127, divided by the sum before rounding."""
     call = head(maps=1, key_maps=1)
@@ -107,47 +92,3 @@ def test_loss_and_errors_of_each_scheme(tiny_of, variant, monkeypatch):
     assert error["pv_int8"] < error["pv_fp8"]
     assert all(0.5 < metrics[f"cosine/{name}"] < 1 for name in SCHEMES)
     assert metrics["cosine/qk_int8"] == pytest.approx((metrics["cosine/qk_int8/0"] + metrics["cosine/qk_int8/1"]) / 2)
-
-
-@torch.no_grad()
-def test_errors_and_factors_of_a_layer(tiny):
-    """The first layer's, which reads the same in full precision and under a scheme."""
-    names = ["qk_int4", "pv_fp8"]
-    metrics = attention_errors(tiny, ROWS, schemes=names)
-    calls, heads = [], {}
-    for name in (None, *names):
-        with low_bit_attention(tiny, name) if name else captured(tiny, lambda call: calls.append(call)):
-            note = tiny.blocks[0].attn.proj.register_forward_pre_hook(
-                lambda module, args, name=name: heads.update({name: args[0]})
-            )
-            tiny(ROWS)
-            note.remove()
-    if tiny.blocks[0].attn.variant == "standard":  # no head norm: the projection reads the heads
-        full, low = heads[None].double(), heads["pv_fp8"].double()
-        cosine = torch.nn.functional.cosine_similarity(full.flatten(), low.flatten(), dim=0).item()
-        assert metrics["cosine/pv_fp8/0"] == pytest.approx(cosine, rel=1e-6)
-        error = ((full - low).abs().sum() / full.abs().sum()).item()
-        assert metrics["relative_l1/pv_fp8/0"] == pytest.approx(error, rel=1e-4)
-        assert metrics["cancellation"] == pytest.approx(1)
-    scores = calls[0].scores()
-    allowed = scores.logits[scores.allowed.expand_as(scores.logits)]
-    assert metrics["largest_logit/0"] == pytest.approx(allowed.abs().max().item())
-    assert metrics["largest_logit"] == max(metrics["largest_logit/0"], metrics["largest_logit/1"])
-    if scores.lam is not None and scores.is_rowwise:
-        values = calls[0].values(torch.float32)
-        one, two = (attention @ values for attention in scores.maps().unbind(2))
-        parts = one.square().sum() + (scores.lam * two).square().sum()
-        factor = parts.sqrt() / (one - scores.lam * two).norm()
-        assert metrics["cancellation/0"] == pytest.approx(factor.item(), rel=1e-5)
-
-
-def test_dint_has_no_cache_to_round(tiny_of):
-    model = tiny_of("v1_dint")
-    assert low_bit(model, ROWS, schemes=WITHOUT_CACHES[:4])
-    with pytest.raises(ValueError, match="DintAttention takes no cache"):
-        low_bit(model, ROWS)
-
-
-def test_settings_are_refused_before_a_model_is_opened():
-    with pytest.raises(ValueError, match="schemes"):
-        run("nowhere.ckpt", tasks="low_bit", data="nowhere.txt", options=LanguageOptions(schemes=("qk_int8", "int8")))

@@ -1,7 +1,5 @@
 """Many-shot accuracy and order robustness of models whose answers are known."""
 
-import random
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,6 @@ from diffvision.data.datasets import mapping_text
 from diffvision.evaluation.language.many_shot import (
     Example,
     Task,
-    alternating,
-    draw_demonstrations,
     encode_prompts,
     label_mapping_tasks,
     label_tokens,
@@ -95,60 +91,6 @@ def test_the_mapping_is_read_from_the_context_by_the_kind_of_word(words, copier)
     assert many_shot(copier(1024), words, tasks, shots=(250,))["accuracy/250"] < 0.8  # there is no line to copy
 
 
-@pytest.mark.parametrize(("classes", "queries"), [(4, 16), (2, 16), (3, 7), (8, 88)])
-def test_queries_are_words_that_no_demonstration_shows(classes, queries):
-    for task in label_mapping_tasks(5, classes=classes, queries=queries):
-        asked = {query.text for query in task.queries}
-        assert len(asked) == len(task.queries) == queries
-        assert not asked & {example.text for example in task.demonstrations}
-        assert {query.label for query in task.queries} == set(task.labels)
-    with pytest.raises(ValueError, match="queries is 23, over"):
-        label_mapping_tasks(1, classes=2, queries=23)
-
-
-def test_mappings_are_one_to_one_and_anew_for_each_task():
-    tasks = label_mapping_tasks(4, classes=4)
-    for task in tasks:
-        kinds = {
-            label: {kind for kind, own in mapping_text.KINDS.items() for e in task.demonstrations
-                    if e.label == label and e.text in own.split()}
-            for label in task.labels
-        }  # fmt: skip
-        assert len(task.labels) == 4
-        assert all(len(kind) == 1 for kind in kinds.values())
-    assert len({tuple(task.labels) for task in tasks}) > 1
-    words_of_all = [word for own in mapping_text.KINDS.values() for word in own.split()]
-    assert len(words_of_all) == len(set(words_of_all))
-    with pytest.raises(ValueError, match=r"classes .*9"):
-        label_mapping_tasks(1, classes=9)
-
-
-def test_training_documents_are_contexts(words):
-    documents = list(mapping_text.training_documents(5, shots=(8, 20)))
-    assert len(set(documents)) == 5
-    for document in documents:
-        lines = [line.split(": ") for line in document.splitlines()]
-        assert 8 <= len(lines) <= 20
-        kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
-        mapping = {}
-        assert all(mapping.setdefault(kind_of[word], name) == name for word, name in lines)
-
-
-def test_alternating_orders_take_the_classes_in_turn(draw):
-    order = alternating([*PAIRS, Example("ja10", "ja")], draw)
-    labels = [example.label for example in order]
-    assert sorted(order) == sorted([*PAIRS, Example("ja10", "ja")])
-    assert all(set(labels[place : place + 2]) == {"ja", "nein"} for place in (0, 2, 4, 6))
-    assert alternating(PAIRS, random.Random(1)) != alternating(PAIRS, random.Random(2))
-
-
-def test_demonstrations_are_even_among_classes(task):
-    drawn = draw_demonstrations(task, 4, seed=0)
-    assert sorted(example.label for example in drawn) == ["ja", "ja", "nein", "nein"]
-    with pytest.raises(ValueError, match=r"9 shots of words, which has 8"):
-        draw_demonstrations(task, 9, seed=0)
-
-
 def test_a_prompt_ends_where_the_label_begins(task, words):
     text = task.prompt(PAIRS[:1], task.queries[0])
     assert text == "Text: ja0\nLabel: ja\n\nText: ja9\nLabel:"
@@ -180,16 +122,3 @@ def test_tasks_from_files(tmp_path):
     queries.write_text('{"text": "c", "label": null}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* is no example"):
         read_task(file, queries)
-
-
-def test_bad_tasks_are_named():
-    with pytest.raises(ValueError, match="t has 8 demonstrations and 0"):
-        Task(PAIRS, [], name="t")
-    with pytest.raises(ValueError, match="t has the one class 'ja'"):
-        Task(PAIRS[:4], PAIRS[:1], name="t")
-    with pytest.raises(ValueError, match="t asks for oui"):
-        Task(PAIRS, [Example("x", "oui")], name="t")
-    with pytest.raises(ValueError, match="must hold"):
-        Task(PAIRS, PAIRS, template="{text} {label}.")
-    with pytest.raises(ValueError, match=r"permutations .*1"):
-        order_robustness(None, None, [], permutations=1)

@@ -7,7 +7,6 @@ import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language import mathematics as module
-from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.mathematics import mathematics, read_questions
 from diffvision.models import language
 from diffvision.opening import Model
@@ -61,26 +60,8 @@ def test_a_model_answers(opened, tmp_path):
     assert [one["at_limit"] for one in answers] == results["at_limit"].values.tolist()
 
 
-def test_questions_are_drawn_by_the_seed(tmp_path):
-    path = write(tmp_path / "a.jsonl", *({"question": f"q {n}", "answer": n} for n in range(9)))
-    assert len(read_questions([path])) == 9
-    assert read_questions([path], count=3, seed=1) == read_questions([path], count=3, seed=1)
-    assert {one.id for one in read_questions([path], count=3)} < {f"{path}:{n}" for n in range(1, 10)}
-
-
 @pytest.mark.parametrize("row", ['{"question": "q"}', '{"answer": "1"}', "[]", "x", '{"question": "q", "answer": " "}'])
 def test_a_line_without_question_and_answer_is_named(row, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "1"}\n' + row)
     with pytest.raises(ValueError, match="line 2"):
         read_questions([str(tmp_path / "a.jsonl")])
-
-
-def test_what_has_no_room_or_no_question_is_refused(opened, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl"):
-        read_questions([str(tmp_path / "empty.jsonl")])
-    long = read_questions([write(tmp_path / "a.jsonl", {"question": "word " * 80, "answer": 1})])
-    with pytest.raises(ValueError, match="lower new_tokens"):
-        mathematics(opened, long, new_tokens=8)
-    with pytest.raises(ValueError, match="template"):
-        LanguageOptions(template="no place")

@@ -1,14 +1,11 @@
 """Classes of answers by hand, rates against needle retrieval's, and what two models' answers are compared by."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 from diffvision.data.datasets.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
-from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.recall_errors import ANSWERS, classify, recall_errors
 from diffvision.opening import Model
@@ -88,20 +85,3 @@ def test_two_models_are_paired_on_the_same_contexts_alone(answering, words):
     assert paired["correct_mcnemar_p"] == pytest.approx(2 * 0.5 ** int(8 * (1 - bad["correct"].mean())))
     other = recall_errors(answering(), facts=(2,), **SETTINGS, seed=1)
     assert differences(good, other) == {}
-
-
-def test_numbers_of_the_users_haystack_are_of_the_context(answering, words):
-    form = dataclasses.replace(FORMS["synthetic"], haystack=lambda draw: iter(["In 33 of them;"] * 99))
-    model = answering(words.encode(" 33")[0])
-    results = recall_errors(model, facts=(1,), **SETTINGS | {"form": form})
-    assert results["distracted"].mean() + results["correct"].mean() == 1
-
-
-def test_what_would_count_twice_or_cannot_be_held_is_refused_before_any_answer(answering, words, monkeypatch):
-    from diffvision.evaluation.language import recall_errors as module
-
-    with pytest.raises(ValueError, match=r"facts .*\[4, 4\]"):
-        LanguageOptions(facts=(4, 4))
-    monkeypatch.setattr(module, "answers", lambda *_: pytest.fail("a model was asked"))
-    with pytest.raises(ValueError, match="too short for 40 needles"):
-        recall_errors(answering(), facts=(1, 40), lengths=(64,), samples=1, form="synthetic")

@@ -1,7 +1,6 @@
 """Answers: the same one by one and in a batch, and refused where they are of something else."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from PIL import Image
 from diffvision.evaluation.vision_language import answers as module
 from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
 from diffvision.evaluation.vision_language.questions import read_sets
-from diffvision.opening.vlm import open_vlm
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
 
@@ -96,46 +94,9 @@ def test_answers_that_do_not_fit_are_refused(questions, tmp_path, lines, named):
         read_answers(tmp_path / "a.jsonl", set_of(questions, "vqa"))
 
 
-def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, questions, tmp_path):
-    (questions / "images" / "2.png").write_bytes(b"no image")
-    asked, file = set_of(questions, "pope"), tmp_path / "answers.jsonl"
-    with pytest.raises(ValueError, match="not a JPEG, PNG or WebP"):
-        answer_set(vlm, asked, **SHORT, file=file)
-    assert len(file.read_text().splitlines()) == 8
-
-
 def test_images_go_before_a_question_wherever_its_placeholder_stands(vlm):
     texts = ["Which?", "<image>\nWhich?", "Which?\n<image>"]
     alone, *others = [generate_tokens(vlm.model, vlm.processor, [(text, images("red"))], 4) for text in texts]
     for inputs, answer in others:
         assert torch.equal(inputs["input_ids"], alone[0]["input_ids"])
         assert torch.equal(answer, alone[1])
-
-
-def test_a_folder_of_an_older_transformers_is_completed(vlm, tmp_path):
-    """Its processor has no patch size, and the chat template stands in tokenizer_config.json alone."""
-    vlm.model.save_pretrained(tmp_path)
-    vlm.processor.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
-    for name, change in {
-        "processor_config.json": {"patch_size": None, "vision_feature_select_strategy": None},
-        "tokenizer_config.json": {"chat_template": vlm.processor.chat_template},
-    }.items():
-        settings = json.loads((tmp_path / name).read_text()) | change
-        settings.pop("num_additional_image_tokens", None)
-        (tmp_path / name).write_text(json.dumps(settings))
-    opened = open_vlm(tmp_path)
-    assert generate_answers(opened.model, opened.processor, ASKED, 4) == generate_answers(
-        vlm.model, vlm.processor, ASKED, 4
-    )
-
-
-def test_questions_that_cannot_be_asked(vlm):
-    with pytest.raises(ValueError, match="elongated"):
-        generate_answers(vlm.model, vlm.processor, [("Which?", [Image.new("RGB", (200_000, 1))])], 4)
-    with pytest.raises(ValueError, match="max_new_tokens=120"):
-        generate_answers(vlm.model, vlm.processor, ASKED[:1], 120)
-    with pytest.raises(ValueError, match=r"prompt .*'Which'"):
-        answer_set(vlm, None, prompt="Which")
-    with pytest.raises(ValueError, match="chat template"):
-        generate_answers(vlm.model, SimpleNamespace(chat_template=None), ASKED[:1], 4)

@@ -64,34 +64,6 @@ def test_synonyms_come_from_a_file_and_pope_has_a_mean_of_its_sets(questions, an
     assert "llava/accuracy" not in out  # which is equal to ours
 
 
-def test_the_sizes_of_pope_files_are_told_apart(tmp_path, capsys):
-    row = '{{"question_id": {0}, "image": "a.png", "text": "?", "label": "{1}"}}\n'
-    rows = [row.format(number, ("yes", "no")[number % 2]) for number in range(3000)]
-    for count in (3000, 2910):
-        (tmp_path / "q.json").write_text("".join(rows[:count]))
-        (tmp_path / "a.jsonl").write_text(
-            "".join(f'{{"question_id": {number}, "text": "yes"}}\n' for number in range(count))
-        )
-        result = run(data=str(tmp_path / "q.json"), answers=str(tmp_path / "a.jsonl"), output=str(tmp_path))
-        assert result["a.jsonl"]["q/questions"] == count
-        (about,) = json.loads((tmp_path / "results.json").read_text())["sets"]
-        assert about["questions"].startswith(f"{count:,} questions, as")
-        assert about["questions"] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({}, "--answers"),
-        ({"answers": "a=x,a=y"}, "two models are named 'a'"),
-        ({"answers": "x", "tasks": "mme"}, "no questions of mme"),
-    ],
-)
-def test_what_cannot_be_evaluated(questions, given, named):
-    with pytest.raises(ValueError, match=named):
-        run(data=str(questions), **given)
-
-
 def test_answers_of_a_model_are_kept_and_scored_again(vlm, questions, tmp_path):
     folder, out = tmp_path / "tiny", tmp_path / "out"
     vlm.model.save_pretrained(folder)

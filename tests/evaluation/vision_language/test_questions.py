@@ -74,34 +74,3 @@ def test_every_form_of_a_label_is_scored(tmp_path, label, answer):
     (tmp_path / "q.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (one,) = read_sets([str(tmp_path / "q.json")], has_images=False)
     assert score(one, [answer, "another"])["q/exact_match"].mean() == 0.5
-
-
-def test_annotators_who_disagree_make_no_question_of_pope(tmp_path):
-    rows = [{"question_id": n, "image": "a.png", "text": "?", "label": ["no"] + ["yes"] * 9} for n in range(2)]
-    (tmp_path / "q.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert read_sets([str(tmp_path / "q.json")], has_images=False)[0].task == "vqa"
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
-def test_questions_in_utf_16_are_named_and_not_printed(tmp_path, encoding):
-    row = {"question_id": 1, "image": "a.png", "text": "?" * 500, "label": "no"}
-    (tmp_path / "q.json").write_bytes(f"{json.dumps(row)}\n".encode(encoding) * 2)
-    with pytest.raises(ValueError, match=r"q\.json is not UTF-8") as error:
-        read_sets([str(tmp_path / "q.json")], has_images=False)
-    assert len(str(error.value)) < len(str(tmp_path)) + 150
-
-
-def test_sets_that_are_missing_or_named_alike_are_refused(questions, tmp_path):
-    with pytest.raises(ValueError, match="no questions of chair"):
-        read_sets([str(questions / "vqa.json")], tasks=["chair"])
-    with pytest.raises(ValueError, match="the name 'vqa'"):
-        read_sets([str(questions / "vqa.json"), str(questions)])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no question files"):
-        read_sets([str(tmp_path / "empty")])
-
-
-def test_labels_of_pope_may_be_lists(tmp_path):
-    (tmp_path / "q.json").write_text('{"question_id": 1, "image": "a.png", "text": "?", "label": ["Yes"]}')
-    (one,) = read_sets([str(tmp_path / "q.json")], has_images=False)
-    assert score(one, ["yes"])["q/accuracy"].mean() == 1

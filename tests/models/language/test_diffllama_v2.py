@@ -14,7 +14,7 @@ from diffvision.models import language
 from diffvision.models.language import LanguageConfig, LanguageModel
 from diffvision.models.language.generation import generate
 from diffvision.models.language.hugging_face import export
-from diffvision.models.language.modeling_diffllama_v2 import DiffLlamaV2Config, DiffLlamaV2ForCausalLM
+from diffvision.models.language.modeling_diffllama_v2 import DiffLlamaV2ForCausalLM
 from diffvision.opening import open_model
 
 SHAPE = {"vocab_size": 97, "dim": 48, "depth": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12, "mlp_dim": 80}
@@ -98,36 +98,6 @@ def test_a_row_of_several_documents_is_each_of_them(ours, theirs):
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_a_cache_holds_what_the_matched_llama_s_holds(theirs):
-    cache = theirs(torch.randint(97, (1, 10))).past_key_values
-    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 2, 10, 12)
-
-
-def test_older_static_caches_get_the_positions_to_write_at(theirs):
-    """Before 5.3 transformers' static caches wrote at 0 without them."""
-    given = []
-
-    class Noting(transformers.DynamicCache):
-        def update(self, keys, values, layer, cache_kwargs):
-            given.append(cache_kwargs["cache_position"].tolist())
-            return super().update(keys, values, layer)
-
-    cache = Noting()
-    theirs(torch.randint(97, (1, 10)), past_key_values=cache, cache_position=torch.arange(10))
-    theirs(torch.randint(97, (1, 1)), past_key_values=cache, cache_position=torch.tensor([10]))
-    assert given == [list(range(10))] * 2 + [[10]] * 2
-
-
-def test_all_that_is_split_over_devices_has_a_plan(theirs):
-    plan = theirs.config.base_model_tp_plan
-    linear = {
-        name.removeprefix("model.").replace(".0.", ".*.").replace(".1.", ".*.")
-        for name, module in theirs.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.startswith("model.")
-    }
-    assert linear == plan.keys() - {"embed_tokens"}  # which transformers 5.17 adds
-
-
 def test_gradients_reach_every_weight(theirs):
     theirs.train()
     theirs.gradient_checkpointing_enable()
@@ -149,43 +119,11 @@ print(type(model).__name__, model(torch.arange(5)[None]).logits.shape)"""
     assert done.stdout.strip() == "DiffLlamaV2ForCausalLM torch.Size([1, 5, 97])"
 
 
-def test_the_folder_names_the_class_of_the_decoder(folder):
-    """vLLM and SGLang make it by AutoModel, whose class the folder must name."""
-    assert json.loads((folder / "config.json").read_text())["auto_map"] == {
-        "AutoConfig": "modeling_diffllama_v2.DiffLlamaV2Config",
-        "AutoModel": "modeling_diffllama_v2.DiffLlamaV2Model",
-        "AutoModelForCausalLM": "modeling_diffllama_v2.DiffLlamaV2ForCausalLM",
-    }
-    decoder = transformers.AutoModel.from_pretrained(folder)
-    assert type(decoder).__name__ == "DiffLlamaV2Model"
-
-
 def test_an_exported_folder_opens_as_ours_again(folder, ours):
     model = open_model(folder)
     assert (model.host, model.module.config) == ("language", ours.config)
     for name, weight in ours.state_dict().items():
         assert torch.equal(model.module.state_dict()[name], weight), name
-
-
-def test_half_precision_stays(ours, tmp_path):
-    language.save(LanguageModel(ours.config).bfloat16(), tmp_path / "half")
-    with pytest.warns(UserWarning, match="no tokenizer next to"):
-        export(str(tmp_path / "half"), str(tmp_path / "theirs"))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == torch.bfloat16
-    assert open_model(tmp_path / "theirs").module.embed.weight.dtype == torch.bfloat16
-
-
-def test_heads_that_would_not_share_a_key_are_refused():
-    with pytest.raises(ValueError, match="num_attention_heads is 6"):
-        DiffLlamaV2Config(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"num_attention_heads": 64, "num_key_value_heads": 16}])
-def test_its_defaults_are_valid_and_what_is_written_is_read_again(sizes):
-    """transformers 5.17 makes the default configuration to write another one."""
-    config = DiffLlamaV2Config(**sizes)
-    again = DiffLlamaV2Config(**json.loads(config.to_json_string()))
-    assert (again.num_attention_heads, again.num_key_value_heads) == (config.num_attention_heads, 16)
 
 
 def test_a_chat_template_comes_along(ours, tmp_path):

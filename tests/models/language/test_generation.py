@@ -18,15 +18,6 @@ def _without_cache(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("pattern", [[140], [30, 1, 99, 10], [*[130], *[1] * 10]], ids=["prefill", "chunks", "tokens"])
-@torch.no_grad()
-def test_cached_logits_equal_those_of_one_pass(model, pattern):
-    tokens = torch.randint(97, (2, 140))
-    cache = model.new_cache(2, 150)
-    parts = [model.hidden(part, cache=cache) for part in tokens.split(pattern, dim=1)]
-    torch.testing.assert_close(model.logits(torch.cat(parts, 1)), model(tokens), **CLOSE)
-
-
 def test_greedy_equals_no_cache(model):
     prompt = torch.randint(97, (1, 90))
     expected = _without_cache(model, prompt[0].tolist(), 20)
@@ -166,10 +157,6 @@ def test_what_is_refused(prompts, settings, message, make_model):
 def test_only_the_tokenizer_s_tokens(model):
     assert max(generate(model, [[1, 2]], max_new_tokens=40)[0]) >= 30
     assert max(generate(model, [[1, 2]], max_new_tokens=40, vocab_size=30)[0]) < 30
-
-
-def test_fills_the_model_to_its_length(make_model):
-    assert len(generate(make_model("diff-debug"), [[5] * 250], max_new_tokens=6)[0]) == 6
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -56,13 +56,6 @@ def test_sizes():
     assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
 
 
-def test_no_gradient_is_kept():
-    layer = _layer("v1")
-    cache = LayerCache(layer, 1, 4)
-    layer(torch.randn(1, 2, 32, requires_grad=True), is_causal=True, cache=cache)
-    assert not cache.keys.requires_grad
-
-
 def test_bad_input_is_named():
     layer = _layer("v1")
     cache = LayerCache(layer, 2, 10)
