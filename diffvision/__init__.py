@@ -2,8 +2,7 @@
 
 Importing the package registers its models with timm (`timm.create_model("diff_vit_base")`) and OpenCLIP
 (`open_clip.create_model("DiffCLIP-ViT-B-16")`). It imports neither: the models are registered as soon as timm or
-OpenCLIP is imported. `fit`, `evaluate` and `compare` are the commands of these names, for scripts and notebooks. The
-libraries that build models (timm, OpenCLIP, transformers) are called hosts in this package.
+OpenCLIP is imported. `fit`, `evaluate` and `compare` are the commands of these names, for scripts and notebooks.
 """
 
 from typing import TYPE_CHECKING

@@ -62,7 +62,7 @@ def generate_text(
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises before the model is loaded
     device = resolve_device(device)
     opened = open_model(model, checkpoint, tokenizer=tokenizer, device=device).for_text()
-    if opened.host != "language":
+    if opened.library != "language":
         raise ValueError(f"{model} is a model of transformers: call its own `generate`")
     language_model: Any = opened.module
     text_tokenizer = opened.tokenizer

@@ -19,43 +19,43 @@ MODULES = {
     "transformers": ("diffvision.models.language.modeling_diffllama_v2",),
     "transformers.models.auto.configuration_auto": ("diffvision.models.transformers_names",),
 }
-"""host -> our modules that register models with it; they import that host and `diffvision.nn`, and no other host."""
+"""library -> our modules that register models with it; they import no other library."""
 
 
-def register(host: str) -> None:
-    """Register our models with a host: at once if the host is imported, else right after its first import.
+def register(library: str) -> None:
+    """Register our models with a library: at once if the library is imported, else right after its first import.
 
     A second call has no effect.
 
     Args:
-        host: a key of `MODULES`.
+        library: a key of `MODULES`.
     """
-    if sys.modules.get(host) is not None:
-        _import_ours(host)
-    elif not any(isinstance(finder, AfterHost) and finder.host == host for finder in sys.meta_path):
-        sys.meta_path.insert(0, AfterHost(host))
+    if sys.modules.get(library) is not None:
+        _import_ours(library)
+    elif not any(isinstance(finder, RegisterAfterImport) and finder.library == library for finder in sys.meta_path):
+        sys.meta_path.insert(0, RegisterAfterImport(library))
 
 
-def _import_ours(host: str) -> None:
-    for name in MODULES[host]:
+def _import_ours(library: str) -> None:
+    for name in MODULES[library]:
         import_module(name)
 
 
-class AfterHost(MetaPathFinder):
-    """Import hook that registers our models with a host right after the host's first import.
+class RegisterAfterImport(MetaPathFinder):
+    """Import hook that registers our models with a library right after the library's first import.
 
-    Searching for the host without importing it, as `importlib.util.find_spec` does, has no effect.
+    Searching for the library without importing it, as `importlib.util.find_spec` does, has no effect.
     """
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, library: str) -> None:
+        self.library = library
         self._state = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the host's module as usual, and register our models once it is imported."""
-        if fullname != self.host or getattr(self._state, "searching", False):
+        """Find the library's module as usual, and register our models once it is imported."""
+        if fullname != self.library or getattr(self._state, "searching", False):
             return None
         self._state.searching = True
         try:
@@ -70,9 +70,9 @@ class AfterHost(MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
-            _import_ours(self.host)
-        except ImportError as error:  # the host is too old for us: its import must still succeed
-            warnings.warn(f"diffvision's models are not registered with {self.host}: {error}", stacklevel=2)
+            _import_ours(self.library)
+        except ImportError as error:  # the library is too old for us: its import must still succeed
+            warnings.warn(f"diffvision's models are not registered with {self.library}: {error}", stacklevel=2)
 
 
 def _find(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
@@ -86,7 +86,7 @@ def _find(fullname: str, path: Sequence[str] | None, target: ModuleType | None) 
 
 
 class RegisteringLoader(Loader):
-    """A host's loader, followed by a call. The host sees its usual loader."""
+    """A library's loader, followed by a call. The library sees its usual loader."""
 
     def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
         self.loader, self.then = loader, then

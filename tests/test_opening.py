@@ -1,4 +1,4 @@
-"""`open_model`: the whole grammar, each host, weights from everywhere, and what is refused."""
+"""`open_model`: the whole grammar, each library, weights from everywhere, and what is refused."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import read_checkpoint, read_origin
-from diffvision.opening import best_checkpoint, labelled, open_model, open_ours, run_in
+from diffvision.opening import best_checkpoint, find_run, open_model, open_native, split_label
 from diffvision.opening.specs import as_text
 from diffvision.opening.texts import HuggingFaceTokenizer
 from diffvision.opening.vlm import is_vlm
@@ -282,7 +282,7 @@ def theirs(house):
 
 
 @pytest.mark.parametrize(
-    ("spec", "host", "name", "weights"),
+    ("spec", "library", "name", "weights"),
     [
         (NAME, "open_clip", NAME, None),
         ("diff_vit_debug", "timm", "diff_vit_debug", None),
@@ -299,16 +299,16 @@ def theirs(house):
         ("local-dir:text", "language", "diff-debug", "text"),
     ],
 )
-def test_a_line_of_text_names_a_model(spec, host, name, weights, house, monkeypatch):
+def test_a_line_of_text_names_a_model(spec, library, name, weights, house, monkeypatch):
     monkeypatch.chdir(house)
     model = open_model(spec)
-    assert (model.host, model.name, model.weights) == (host, name, weights)
+    assert (model.library, model.name, model.weights) == (library, name, weights)
     assert not model.module.training
-    assert (model.transform is None) == model.is_language == (host == "language")
-    assert (model.tokenizer is None) == (host == "timm" or spec == "diff-debug")
+    assert (model.transform is None) == model.is_language == (library == "language")
+    assert (model.tokenizer is None) == (library == "timm" or spec == "diff-debug")
     assert model.max_length == ({"diff-debug": 2048}.get(spec, 64) if model.is_language else None)
     assert model.run == (house / "run" if "run" in spec else None)
-    if host == "open_clip" and weights:
+    if library == "open_clip" and weights:
         assert tuple(model.transform.transforms[-1].mean) == ((0.1, 0.2, 0.3) if "run" in spec else OPENAI_MEAN)
 
 
@@ -316,7 +316,7 @@ OPENAI_MEAN = open_clip.OPENAI_DATASET_MEAN
 
 
 @pytest.mark.parametrize(
-    ("spec", "host", "kind"),
+    ("spec", "library", "kind"),
     [
         ("exported", "language", "LanguageModel"),
         ("hf:exported", "transformers", "DiffLlamaForCausalLM"),
@@ -325,10 +325,10 @@ OPENAI_MEAN = open_clip.OPENAI_DATASET_MEAN
         ("hf:llama", "transformers", "LlamaForCausalLM"),
     ],
 )
-def test_a_transformers_folder_says_what_it_is(spec, host, kind, theirs, monkeypatch):
+def test_a_transformers_folder_says_what_it_is(spec, library, kind, theirs, monkeypatch):
     monkeypatch.chdir(theirs)
     model = open_model(spec)
-    assert (model.host, type(model.module).__name__, model.max_length) == (host, kind, 64)
+    assert (model.library, type(model.module).__name__, model.max_length) == (library, kind, 64)
     assert (model.tokenizer is None) == ("llama" in spec)
     if model.tokenizer is not None:
         assert model.tokenizer.encode("a cat") == open_model("text").tokenizer.encode("a cat")
@@ -386,7 +386,7 @@ def test_a_tag_is_no_path(name, tag, paths, obstacle, tmp_path):
         obstacle(path)
     file = bundled(name)[tag]
     expected = (open_model(file) if file.is_dir() else open_model(name, file)).module
-    for opened in (open_model(f"{name}.{tag}"), open_model(name, tag), open_ours(f"{name}.{tag}")):
+    for opened in (open_model(f"{name}.{tag}"), open_model(name, tag), open_native(f"{name}.{tag}")):
         assert same(opened.module, expected)
         assert opened.name == name
         assert opened.run is None
@@ -413,21 +413,21 @@ def test_a_path_beside_a_tag_of_its_spelling(tmp_path, monkeypatch):
 
 def test_labels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert labelled("V1=runs/a/last.ckpt") == ("V1", "runs/a/last.ckpt")
-    assert labelled("runs/a/last.ckpt") == ("last", "runs/a/last.ckpt")
-    assert labelled("hf:meta/llama") == ("llama", "hf:meta/llama")
-    assert labelled("L=hf:meta/llama") == ("L", "hf:meta/llama")
-    assert labelled("local-dir:out/clip") == ("clip", "local-dir:out/clip")
-    assert labelled("runs/epoch=3-step=100.ckpt") == ("epoch=3-step=100", "runs/epoch=3-step=100.ckpt")
+    assert split_label("V1=runs/a/last.ckpt") == ("V1", "runs/a/last.ckpt")
+    assert split_label("runs/a/last.ckpt") == ("last", "runs/a/last.ckpt")
+    assert split_label("hf:meta/llama") == ("llama", "hf:meta/llama")
+    assert split_label("L=hf:meta/llama") == ("L", "hf:meta/llama")
+    assert split_label("local-dir:out/clip") == ("clip", "local-dir:out/clip")
+    assert split_label("runs/epoch=3-step=100.ckpt") == ("epoch=3-step=100", "runs/epoch=3-step=100.ckpt")
     Path("epoch=3.ckpt").write_text("")
-    assert labelled("epoch=3.ckpt") == ("epoch=3", "epoch=3.ckpt")
-    assert labelled(".") == ("model", ".")
+    assert split_label("epoch=3.ckpt") == ("epoch=3", "epoch=3.ckpt")
+    assert split_label(".") == ("model", ".")
     for spec in ("V1/0.8=epoch=3.ckpt", "V1:0.8=CLIP-debug", "a/b=hf:meta/llama"):
         with pytest.raises(ValueError, match=r"^the label '.*' of .* has a '[/:]'"):
-            labelled(spec)
+            split_label(spec)
     for label in ("", ".."):
         with pytest.raises(ValueError, match="use LABEL="):
-            labelled(f"{label}=x.ckpt")
+            split_label(f"{label}=x.ckpt")
 
 
 def best_of(folder, best):
@@ -445,20 +445,20 @@ def test_a_run_is_its_best_checkpoint_or_the_last(tmp_path, monkeypatch):
     run = best_of(tmp_path / "out" / "fit" / "version_0", "best.ckpt")
     assert best_checkpoint(run) == (run / "checkpoints" / "best.ckpt", "best val/acc1 0.5000")
     for folder in (run, run / "checkpoints", tmp_path / "out", tmp_path):
-        assert run_in(folder) == run
+        assert find_run(folder) == run
     (tmp_path / "out" / "fit" / "version_1" / "checkpoints").mkdir(parents=True)
     (tmp_path / "out" / "fit" / "version_1" / "config.yaml").write_text("")
-    assert run_in(tmp_path / "out") == run  # the other was never trained
+    assert find_run(tmp_path / "out") == run  # the other was never trained
     monkeypatch.chdir(run / "checkpoints")
-    assert run_in(".") == run
+    assert find_run(".") == run
     (run / "checkpoints" / "best.ckpt").unlink()
     assert best_checkpoint(run) == (run / "checkpoints" / "last.ckpt", "last, step 1,234")
     (run / "checkpoints" / "last.ckpt").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"last\.ckpt cannot be read"):
         best_checkpoint(run)
-    assert run_in(tmp_path / "none") is None
+    assert find_run(tmp_path / "none") is None
     (tmp_path / "config.json").write_text("{}")
-    assert run_in(tmp_path) is None  # the folder of a model
+    assert find_run(tmp_path) is None  # the folder of a model
 
 
 def test_names_with_weights(house, monkeypatch):
@@ -588,11 +588,11 @@ def test_a_special_token_s_name_in_a_text_is_text(end, tmp_path):
     transformers = pytest.importorskip("transformers")
     ours = train_tokenizer(["a cat and a dog"], 300)
     ours.save(tmp_path)
-    host = transformers.PreTrainedTokenizerFast(
+    theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>", additional_special_tokens=["</s>"]
     )
     text = f"a cat{end} and a dog"
-    ids = HuggingFaceTokenizer(host).encode(text)
+    ids = HuggingFaceTokenizer(theirs).encode(text)
     assert ids == ours.encode(text)
     assert ours.eos_id not in ids
     assert ours.decode(ids) == text

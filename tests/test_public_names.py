@@ -37,7 +37,7 @@ LISTS = {
 def find_public_names() -> set[str]:
     """Return the public names of today, each as "kind: name"."""
     names = {f"{kind}: {name}" for kind, table in LISTS.items() for name in table}
-    names |= {f"{host} model: {name}" for host, models in recorded().items() for name in models}
+    names |= {f"{library} model: {name}" for library, models in recorded().items() for name in models}
     return names | {f"python: {name}" for name in _python_names()}
 
 

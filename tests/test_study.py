@@ -41,7 +41,7 @@ TWINS = {
 @pytest.mark.parametrize(("name", "twin"), TWINS.items())
 def test_the_plain_twin_of_a_model_has_as_many_parameters(name, twin):
     assert plain_twin(name) == twin
-    counts = {name: count for host in recorded().values() for name, count in host.items()}
+    counts = {name: count for library in recorded().values() for name, count in library.items()}
     if twin in counts:
         assert counts[name] == pytest.approx(counts[twin], rel=0.005)
 

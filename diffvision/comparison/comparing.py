@@ -75,7 +75,7 @@ def compare_models(
             return measure_text(opened[model], label, documents[model], window, **reading)
 
     else:
-        planned = image_plan(data, tasks, first.host, options)
+        planned = image_plan(data, tasks, first.library, options)
         inputs = {name: first_inputs(model, planned, options) for name, model in opened.items()}
 
         def measure_one(model: str, label: str) -> Metrics:
@@ -86,13 +86,13 @@ def compare_models(
         by_model = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
     contestants = [_contestant(group, opened, inputs, cost) for group, cost in zip(groups, by_model, strict=True)]
     metrics = _rows(measured)
-    unit = {"open_clip": "pairs", "timm": "images"}.get(first.host, "tokens")
+    unit = {"open_clip": "pairs", "timm": "images"}.get(first.library, "tokens")
     return Comparison(kind, contestants, metrics, unit, _notes(metrics, first, window, rounds, settings))
 
 
 def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
     """Return what all models are; raise a ValueError where they are not of one kind."""
-    kinds = {group.label: KINDS[opened[entry.model].host] for group in groups for entry in group.entries}
+    kinds = {group.label: KINDS[opened[entry.model].library] for group in groups for entry in group.entries}
     if len(set(kinds.values())) > 1:
         named = ", ".join(f"{label} is {kind}" for label, kind in kinds.items())
         raise ValueError(f"{named}: compare models of one kind")

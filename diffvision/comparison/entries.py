@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.models.architecture import flatten
-from diffvision.opening import best_checkpoint, labelled, run_in
+from diffvision.opening import best_checkpoint, find_run, split_label
 from diffvision.opening.run_folders import run_config, setting
 from diffvision.opening.specs import is_name
 from diffvision.opening.weights import run_of
@@ -53,7 +53,7 @@ class Entry:
         if self.given_label is not None:
             return self.given_label
         trained = setting(self.config, "model.init_args.model")
-        return labelled(trained if isinstance(trained, str) else self.spec)[0]
+        return split_label(trained if isinstance(trained, str) else self.spec)[0]
 
 
 @dataclass
@@ -106,12 +106,12 @@ def group_seeds(entries: Sequence[Entry]) -> list[Group]:
 
 def _read(given: str) -> Entry:
     """Return the entry for a model, or for the best checkpoint of a run."""
-    label, spec = labelled(given)
+    label, spec = split_label(given)
     given_label = label if spec != given else None
     if is_name(spec):
         return Entry(spec, spec, "as given", given_label, None, {})
     path = Path(spec)
-    run = run_in(path)
+    run = find_run(path)
     if run is None:
         given_run = run_of(path)
         return Entry(spec, spec, "as given", given_label, given_run, run_config(given_run))

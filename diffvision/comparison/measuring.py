@@ -52,16 +52,16 @@ def data_of(entries: Sequence[Entry]) -> list[str]:
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def image_plan(data: Sequence[str], tasks: Sequence[str] | None, host: str, options: Options) -> Planned:
+def image_plan(data: Sequence[str], tasks: Sequence[str] | None, library: str, options: Options) -> Planned:
     """Return which evaluations run on which folders, checked before any of them starts.
 
     Args:
         data: evaluation folders, or folders that hold some.
         tasks: names of evaluations; None for those that fit the models.
-        host: of the models: timm's are for `classification`.
+        library: of the models: timm's are for `classification`.
         options: as `suite.plan`.
     """
-    names = expand(tasks) if tasks is not None else ["classification"] if host == "timm" else None
+    names = expand(tasks) if tasks is not None else ["classification"] if library == "timm" else None
     folders = [folder for path in data for folder in find_folders(path, folder_kind(names))]
     unique = {folder.path.resolve(): folder for folder in folders}
     planned = plan(list(unique.values()), names, options)

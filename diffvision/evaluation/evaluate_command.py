@@ -150,14 +150,14 @@ def evaluate(
 
 def _label_model(model: Any) -> tuple[str, Any]:
     """Return the label of a model, and the model: a spec, or opened already."""
-    from diffvision.opening import Model, labelled
+    from diffvision.opening import Model, split_label
     from diffvision.opening.specs import as_text
 
     if isinstance(model, Model):
         return model.name, model
     if not isinstance(model, str | Path):
         raise TypeError(f"model must be a name, a path or a diffvision.Model, got an object of {type(model).__name__}")
-    return labelled(as_text(model))
+    return split_label(as_text(model))
 
 
 def _as_texts(given: Any) -> str | list[str] | None:

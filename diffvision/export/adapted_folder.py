@@ -1,4 +1,4 @@
-"""`diffvision adapt`: make a pretrained model differential and write it as a folder that its host loads.
+"""`diffvision adapt`: make a pretrained model differential and write it as a folder that its library loads.
 
 Here the model is opened, outputs are compared, and the folder is written; `diffvision.models.adapt` changes the layers.
 """
@@ -20,7 +20,7 @@ from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import Method
 from diffvision.models.weight_files import FOLDER, check_free, written_whole
-from diffvision.opening import Model, open_model, open_ours
+from diffvision.opening import Model, open_model, open_native
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
@@ -39,7 +39,7 @@ def write_adapted(
     target = Path(destination)
     check_free(target)
     chosen = _parse_heads(heads)
-    opened = open_ours(model, checkpoint)
+    opened = open_native(model, checkpoint)
     if opened.weights is None:
         raise ValueError(f"{model} has new weights: give --checkpoint, a tag of pretrained ones or a file")
     module: Any = opened.module
@@ -141,7 +141,7 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
 
 
 def _write(opened: Model, method: Method, folder: Path) -> None:
-    """Write the adapted model as a folder in its host's format."""
+    """Write the adapted model as a folder in its library's format."""
     model: Any = opened.module
     if isinstance(model, LanguageModel):
         before = language.origin_of(str(opened.weights))

@@ -27,7 +27,7 @@ from diffvision.models.language import LanguageModel
 from diffvision.opening import Model
 from diffvision.training.fault_tolerance import step_of
 
-LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
+HUB_LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
 _PACKAGES = {"open_clip": ("torch", "open_clip_torch", "timm"), "timm": ("torch", "timm"),
              "language": ("torch", "transformers")}  # fmt: skip
@@ -58,7 +58,7 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
     curves: Mapping[str, Curve] = {}
     with suppress(OSError, ValueError, TypeError, LookupError):  # no run, no metrics file, or one of another program
         curves = {} if model.run is None else read_metrics(model.run)
-    if model.host == "language" and not (folder / "tokenizer.json").is_file():
+    if model.library == "language" and not (folder / "tokenizer.json").is_file():
         model = dataclasses.replace(model, tokenizer=None)
     results = last_results(curves, step_of(Path(model.weights or "")) or None)
     ModelCard(model_card(model, *results, license=license)).save(folder / "README.md")
@@ -81,23 +81,25 @@ def model_card(
     towers = attention_layers(model.module)
     kinds = variants(towers)
     tags = ["diffvision", *(["differential-attention"] if kinds - PLAIN else [])]
-    head = ModelCardData(library_name=LIBRARY[model.host], pipeline_tag=TASK[model.host], tags=tags, license=license)
-    origin = language.origin_of(model.weights) if model.host == "language" and model.weights else None
+    head = ModelCardData(
+        library_name=HUB_LIBRARY[model.library], pipeline_tag=TASK[model.library], tags=tags, license=license
+    )
+    origin = language.origin_of(model.weights) if model.library == "language" and model.weights else None
     card = _template().render(
         head=head.to_yaml(),
         name=model.name,
         description=describe(model, towers),
         is_average=bool(model.average_note),
         origin=(origin or "").splitlines(),
-        host=model.host,
-        library=LIBRARY[model.host],
-        has_our_layers=bool(towers) and model.host != "language",
+        library=model.library,
+        hub_library=HUB_LIBRARY[model.library],
+        has_our_layers=bool(towers) and model.library != "language",
         has_tokenizer=model.tokenizer is not None,
         loads_by_code=isinstance(model.module, LanguageModel) and model.module.config.variant == "v2",
         metrics=metrics,
         step=step,
-        versions=[f"diffvision {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES[model.host])],
-        sources=bibtex(kinds, model.name, model.host),
+        versions=[f"diffvision {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES[model.library])],
+        sources=bibtex(kinds, model.name, model.library),
     )
     return card.rstrip("\n") + "\n"
 
@@ -120,13 +122,13 @@ def last_results(curves: Mapping[str, Curve], step: int | None) -> tuple[dict[st
     return metrics, None if last is None else int(last) + 1
 
 
-def bibtex(kinds: Iterable[str], name: str, host: str) -> str:
+def bibtex(kinds: Iterable[str], name: str, library: str) -> str:
     """Return the entries for a model.
 
     Args:
         kinds: keys of `diffvision.nn.ATTENTION`, or "vca", that its layers are of.
-        name: of the model at its host.
-        host: open_clip, timm or language.
+        name: of the model in its library.
+        library: open_clip, timm or language.
     """
     file = resources.files("diffvision.export") / "templates" / "sources.bib"
     entries = re.findall(r"(@\w+{(\w+),.*?\n})", file.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -135,10 +137,10 @@ def bibtex(kinds: Iterable[str], name: str, host: str) -> str:
     for variant in kinds:
         keys += [] if variant in PLAIN else ["ye2025differential"]
         keys += [_PAPERS[variant]] if variant in _PAPERS else []
-    if host == "open_clip":
+    if library == "open_clip":
         keys += ["hammoud2025diffclip"] if keys and "diffclip" in name.lower() else []
         keys.append("radford2021learning")
-    if host == "timm" and "vit" in name:
+    if library == "timm" and "vit" in name:
         keys.append("dosovitskiy2021image")
     return "\n\n".join(known[key] for key in dict.fromkeys(keys))
 

@@ -35,7 +35,7 @@ def describe(model: Model, towers: Mapping[str, list[AttentionLayer]]) -> str:
     for tower, layers in towers.items():
         rows["attention" if len(towers) == 1 else f"attention, {tower}"] = _attention(layers)
     table = "\n".join(f"| {name} | {text(value)} |" for name, value in rows.items())
-    return f"{KIND[model.host]}{attention}.\n\n| | |\n|---|---|\n{table}"
+    return f"{KIND[model.library]}{attention}.\n\n| | |\n|---|---|\n{table}"
 
 
 def attention_layers(model: nn.Module) -> dict[str, list[AttentionLayer]]:

@@ -25,7 +25,7 @@ def export(
             model, another file of weights that records its model, or a name with `checkpoint`. transformers' Llama,
             in a folder or on the Hub (hf:ID), is written as a language model of ours.
         destination: the folder or file to write; it must not exist yet.
-        to: the format; by default the folder of the model's host: openclip, timm or (text) huggingface. Of
+        to: the format; by default the folder of the model's library: openclip, timm or (text) huggingface. Of
             images: program (torch.export) or onnx.
         checkpoint: if model is a name: a file of weights, or a tag of pretrained ones.
         tokenizer: for a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
@@ -55,12 +55,12 @@ def export(
     from diffvision.export.finite_weights import open_for_export
 
     opened = open_for_export(model, checkpoint)
-    name = to or DEFAULTS[opened.host]
+    name = to or DEFAULTS[opened.library]
     check_installed(name)
     form = FORMATS[name]
-    if opened.host not in form.hosts:
-        possible = ", ".join(other for other, row in FORMATS.items() if opened.host in row.hosts)
-        raise ValueError(f"{model} is a model of {opened.host}, and {name} is not for it: choose one of {possible}")
+    if opened.library not in form.libraries:
+        possible = ", ".join(other for other, row in FORMATS.items() if opened.library in row.libraries)
+        raise ValueError(f"{model} is a model of {opened.library}, and {name} is not for it: choose one of {possible}")
     options = Options(tokenizer=tokenizer, eos=eos, license=license)
     with written_whole(target) as made:
         form.write(opened, made, options)
@@ -112,7 +112,7 @@ def adapt_to_folder(
 
 
 def interpolate(pretrained: str, finetuned: str, destination: str, *, alpha: float = 0.5) -> None:
-    """Write the weights between a pretrained and a fine-tuned model (WiSE-FT) as a folder of their host.
+    """Write the weights between a pretrained and a fine-tuned model (WiSE-FT) as a folder of their library.
 
     Args:
         pretrained: the model before fine-tuning: timm's or OpenCLIP's NAME.TAG, a folder, or any other of `export`.

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from diffvision.models import checkpoint as checkpoints
-from diffvision.opening import Model, open_ours
+from diffvision.opening import Model, open_native
 
 
 def open_for_export(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
-    """Open a model to be written, as `open_ours` does.
+    """Open a model to be written, as `open_native` does.
 
     Raises:
-        FileNotFoundError, ValueError: as `open_ours`, or as `check_finite`.
+        FileNotFoundError, ValueError: as `open_native`, or as `check_finite`.
     """
-    model = open_ours(spec, checkpoint)
+    model = open_native(spec, checkpoint)
     check_finite(model, spec)
     return model
 

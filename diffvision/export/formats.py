@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from diffvision.opening import Host, Model
+    from diffvision.opening import Library, Model
 
-IMAGES: tuple[Host, ...] = ("open_clip", "timm")
+IMAGES: tuple[Library, ...] = ("open_clip", "timm")
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Format(NamedTuple):
         writer: module and function in this package, (model, destination, options) -> None. The destination does not
             exist yet, and becomes a folder or a file. It may raise ValueError for models that the format does not
             support.
-        hosts: hosts of the models that the format supports.
+        libraries: of the models that the format supports.
         extra: the extra of diffvision that installs `packages`.
         packages: what the format needs beyond diffvision's requirements.
     """
 
     what: str
     writer: str
-    hosts: tuple[Host, ...]
+    libraries: tuple[Library, ...]
     extra: str = ""
     packages: tuple[str, ...] = ()
 
@@ -67,7 +67,7 @@ FORMATS: dict[str, Format] = {
         "a folder with an ONNX model for each graph", "onnx.write_onnx", IMAGES, "export", ("onnx", "onnxscript")
     ),
 }
-DEFAULTS: dict[Host, str] = {"open_clip": "openclip", "timm": "timm", "language": "huggingface"}
+DEFAULTS: dict[Library, str] = {"open_clip": "openclip", "timm": "timm", "language": "huggingface"}
 
 
 def check_installed(name: str) -> None:

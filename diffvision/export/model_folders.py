@@ -36,19 +36,19 @@ def save_folder(
     card: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a timm or OpenCLIP model so that its host loads it as `local-dir:DIRECTORY`; whole, or not at all.
+    """Write a timm or OpenCLIP model so that its library loads it as `local-dir:DIRECTORY`; whole, or not at all.
 
     Args:
         model: the model; its weights are written in the dtype that they have.
         directory: the folder to write; it must not exist yet.
-        config: the configuration that the host builds the model from. OpenCLIP: its model_cfg. timm: the arguments of
+        config: what the library builds the model from. OpenCLIP: its model_cfg. timm: the arguments of
             `create_model` without the name, which is `architecture` here or `model.pretrained_cfg["architecture"]`.
         preprocess: of images: OpenCLIP's mean, std, interpolation and resize_mode; timm's data configuration. By
             default the model's, which an OpenCLIP model has if `open_clip.create_model` built it.
         tokenizer: an OpenCLIP tokenizer, written if the model_cfg names one of Hugging Face; the built-in tokenizer of
             OpenCLIP needs no file.
         card: the text of README.md.
-        more: further keys of the configuration file, such as timm's label_names; the hosts ignore unknown keys.
+        more: further keys of the configuration file, such as timm's label_names; the libraries ignore unknown keys.
 
     Raises:
         ValueError: the directory exists, weights are not finite, mean and std are not known, or the configuration is

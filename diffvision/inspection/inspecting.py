@@ -21,7 +21,7 @@ from diffvision.inspection.inspection_page import draw, draw_answer
 from diffvision.inspection.mean_numbers import as_json
 from diffvision.inspection.measurements import Measurement, measure_image, measure_text
 from diffvision.models.weight_files import check_free, written_whole
-from diffvision.opening import Model, labelled, open_model
+from diffvision.opening import Model, open_model, split_label
 from diffvision.opening.model import KINDS
 from diffvision.progress import bar
 
@@ -121,8 +121,8 @@ def open_models(
         models = [
             dataclasses.replace(one, name=f"{one.name} {letter}") for one, letter in zip(models, "AB", strict=True)
         ]
-    if len({KINDS[one.host] for one in models}) > 1:
-        kinds = " and ".join(f"{one.name} is {KINDS[one.host]}" for one in models)
+    if len({KINDS[one.library] for one in models}) > 1:
+        kinds = " and ".join(f"{one.name} is {KINDS[one.library]}" for one in models)
         raise ValueError(f"{kinds}: compare models of one kind")
     for one in models:
         check_model(one)
@@ -130,8 +130,8 @@ def open_models(
 
 
 def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str) -> Model:
-    """Open a model, labelled, and with the tokenizer that reads its text."""
-    label, rest = labelled(spec)
+    """Open a model with its label and the tokenizer that reads its text."""
+    label, rest = split_label(spec)
     opened = open_model(rest, checkpoint, tokenizer=tokenizer, device=device)
     if opened.is_language:
         if opened.for_text().tokenizer is None:
@@ -187,7 +187,7 @@ def pictures_and_passages(
         return [], _same_for_all(inputs.read_passages(texts, answers, one.tokenizer, one.max_length) for one in models)
     if answers:
         raise ValueError(
-            f"answers are given, and {first.name} is {KINDS[first.host]}: give them with texts of language models only"
+            f"answers need texts of a language model, and {first.name} is {KINDS[first.library]}: leave them out"
         )
     if first.tokenizer is None and texts:
         raise ValueError(f"texts are given, and {first.name} is an image model, which reads none: give images alone")
@@ -216,7 +216,7 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
 
 def _lead(models: Sequence[Model]) -> str:
     kinds = [
-        f"{one.name} is {KINDS[one.host]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        f"{one.name} is {KINDS[one.library]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
         f"{one.average_note}"
         for one in models
     ]

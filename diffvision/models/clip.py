@@ -269,7 +269,7 @@ def _rebind(name: str, old: Callable, new: Callable) -> None:
             setattr(module, name, new)
 
 
-def _check_host() -> None:
+def _check_open_clip() -> None:
     """Raise a RuntimeError if the installed OpenCLIP lacks functions, fields or arguments that `patch` relies on."""
     missing = []
     for (module, name), arguments in _ARGUMENTS.items():
@@ -297,7 +297,7 @@ def patch() -> None:
         RuntimeError: the installed OpenCLIP lacks what the hooks need; nothing was changed.
     """
     if not hasattr(getattr(*_TEXT, None), _PREFIX):
-        _check_host()
+        _check_open_clip()
         for (module, name), wrap in _WRAPPERS.items():
             function = getattr(module, name)
             wrapper = wrap(function)

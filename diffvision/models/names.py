@@ -17,15 +17,15 @@ Method = Literal["v2", "dex", "v1"]
 """How a pretrained model is changed: see `adapt`."""
 
 
-def unknown_model(name: str, host: str, known: Iterable[str]) -> ValueError:
+def unknown_model(name: str, beginning: str, known: Iterable[str]) -> ValueError:
     """Return the error for a name that a library does not know, with the three nearest names.
 
     Args:
         name: the unknown name.
-        host: the beginning of the message, such as "timm has no" or "neither OpenCLIP nor timm has a".
+        beginning: the beginning of the message, such as "timm has no" or "neither OpenCLIP nor timm has a".
         known: all names of that library.
     """
-    return ValueError(f"{host} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")
+    return ValueError(f"{beginning} model {name!r}: the nearest names are {', '.join(nearest(name, known, 3))}")
 
 
 def is_tag(weights: str | Path, tags: Container[str]) -> bool:
@@ -47,8 +47,8 @@ def names_by_library() -> dict[str, list[str]]:
     return names | {"language": list(ours["text"])}
 
 
-def _list_registered(host: str) -> list[str]:
-    module = sys.modules.get(host)
+def _list_registered(library: str) -> list[str]:
+    module = sys.modules.get(library)
     return [] if module is None else list(module.list_models())
 
 
@@ -59,11 +59,11 @@ def recorded() -> dict[str, dict[str, int]]:
 
 
 @cache
-def _files(host: str) -> list[str]:
+def _files(library: str) -> list[str]:
     """Return the model names that a library's source files define, without importing it."""
-    spec = find_spec(host)
+    spec = find_spec(library)
     folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
-    if host == "open_clip":
+    if library == "open_clip":
         return [path.stem for path in folder.glob("model_configs/*.json")]
     sources = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("models/*.py"))]
     return [name for source in sources for name in re.findall(r"^@register_model\s+def (\w+)\(", source, re.MULTILINE)]

@@ -25,9 +25,14 @@ def models(filter: str = "*") -> None:
     from diffvision.tables import show
 
     counts = recorded()
-    rows = [(name, host, counts[host][name]) for host in counts for name in counts[host] if fnmatch(name, filter)]
+    rows = [
+        (name, library, counts[library][name])
+        for library in counts
+        for name in counts[library]
+        if fnmatch(name, filter)
+    ]
     if not rows:
-        near = nearest(filter.strip("*"), [name for host in counts for name in counts[host]], 3, min_ratio=0.5)
+        near = nearest(filter.strip("*"), [name for library in counts for name in counts[library]], 3, min_ratio=0.5)
         remedy = f"the nearest names are {', '.join(near)}" if near else "leave the pattern out to see all"
         raise ValueError(f"none of our models matches {filter!r}: {remedy}")
     table = Table("model", "library", "parameters")
@@ -44,7 +49,7 @@ def names() -> dict[str, list[str]]:
     return {**images, "text": language.model_names(), "image and text": list(vision_language.NAMES)}
 
 
-def build_on_meta(host: str, name: str) -> Any:
+def build_on_meta(library: str, name: str) -> Any:
     """Build a model of the table on the meta device, where it takes no memory."""
     import open_clip
     import timm
@@ -53,25 +58,27 @@ def build_on_meta(host: str, name: str) -> Any:
     from diffvision.models import language
 
     with torch.device("meta"), _quiet():
-        if host == "timm":
+        if library == "timm":
             return timm.create_model(name)
-        if host == "image and text":
+        if library == "image and text":
             from diffvision.models import vision_language
 
             return vision_language.create(name)
-        if host == "OpenCLIP":
+        if library == "OpenCLIP":
             return open_clip.create_model(name, device="meta")
         return language.create(name)
 
 
-def count_parameters(host: str, name: str) -> int:
+def count_parameters(library: str, name: str) -> int:
     """Return the number of parameters of a model."""
-    return sum(parameter.numel() for parameter in build_on_meta(host, name).parameters())
+    return sum(parameter.numel() for parameter in build_on_meta(library, name).parameters())
 
 
 def write() -> None:
     """Count the parameters of all models, and write the table."""
-    counts = {host: {name: count_parameters(host, name) for name in listed} for host, listed in names().items()}
+    counts = {
+        library: {name: count_parameters(library, name) for name in listed} for library, listed in names().items()
+    }
     TABLE.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.opening.grammar import folder_host, open_model, open_ours
-    from diffvision.opening.model import Host, Model
-    from diffvision.opening.run_folders import best_checkpoint, run_in
-    from diffvision.opening.specs import check_spec, labelled
+    from diffvision.opening.grammar import folder_library, open_model, open_native
+    from diffvision.opening.model import Library, Model
+    from diffvision.opening.run_folders import best_checkpoint, find_run
+    from diffvision.opening.specs import check_spec, split_label
 
 _MODULES = {
-    "Host": "model",
+    "Library": "model",
     "Model": "model",
     "best_checkpoint": "run_folders",
     "check_spec": "specs",
-    "folder_host": "grammar",
-    "labelled": "specs",
+    "folder_library": "grammar",
+    "split_label": "specs",
     "open_model": "grammar",
-    "open_ours": "grammar",
-    "run_in": "run_folders",
+    "open_native": "grammar",
+    "find_run": "run_folders",
 }
 __all__ = [
-    "Host",
+    "Library",
     "Model",
     "best_checkpoint",
     "check_spec",
-    "folder_host",
-    "labelled",
+    "find_run",
+    "folder_library",
     "open_model",
-    "open_ours",
-    "run_in",
+    "open_native",
+    "split_label",
 ]
 
 if not TYPE_CHECKING:

@@ -22,9 +22,9 @@ from diffvision.models.hub import HUB, HUGGING_FACE
 from diffvision.models.names import names_by_library
 from diffvision.models.weight_files import FOLDER, refuse_urls
 from diffvision.opening import image_models as images
-from diffvision.opening.model import Host, Model
-from diffvision.opening.run_folders import CHECKPOINTS, best_checkpoint, run_in
-from diffvision.opening.specs import is_name, labelled, no_path, split_tag, unknown
+from diffvision.opening.model import Library, Model
+from diffvision.opening.run_folders import CHECKPOINTS, best_checkpoint, find_run
+from diffvision.opening.specs import is_name, no_path, split_label, split_tag, unknown
 from diffvision.opening.weights import (
     CONFIG,
     OPEN_CLIP,
@@ -58,8 +58,8 @@ def open_model(
             hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it.
             A name or tag wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.
         checkpoint: for a name or a folder of images: a file of weights (.pt, .ckpt or .safetensors: OpenCLIP's, timm's
-            or our training's), or a tag of pretrained weights that the host knows and downloads. Without it the weights
-            of a name are new ones. Where averaged weights (EMA) are in the file, they are taken.
+            or our training's), or a tag of pretrained weights that the library downloads. Without it the weights of a
+            name are randomly initialised. Averaged weights (EMA) in the file are preferred.
         preprocess: mean, std, interpolation or resize_mode (OpenCLIP only) where they differ from the model's. Those
             that a training run recorded come before the model's.
         tokenizer: for a language model: a tokenizer.json or its folder. By default the one next
@@ -90,8 +90,8 @@ def open_model(
     return model
 
 
-def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
-    """Open a model that is to be changed or written: as `open_model` does, but none stays transformers'.
+def open_native(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
+    """Open a model for changing or writing: as `open_model`, but a transformers model is converted to this package's.
 
     A Llama or DiffLlama, in a folder or on the Hub (`hf:ID`), becomes a language model of ours.
 
@@ -109,7 +109,7 @@ def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
     if text.startswith(HUGGING_FACE):
         refuse_checkpoint(checkpoint, text)
         spec = folder
-    if run_in(folder) or not folder.is_dir() or folder_host(folder) != "transformers":
+    if find_run(folder) or not folder.is_dir() or folder_library(folder) != "transformers":
         model = open_model(spec, checkpoint)
     else:
         from diffvision.opening import texts
@@ -117,15 +117,15 @@ def open_ours(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
         refuse_checkpoint(checkpoint, text)
         model = texts.with_tokenizer(texts.open_as_language(folder), None)
     # A folder of huggingface_hub's cache is named by its revision.
-    return dataclasses.replace(model, name=labelled(text)[0]) if model.name == folder.name else model
+    return dataclasses.replace(model, name=split_label(text)[0]) if model.name == folder.name else model
 
 
-def folder_host(folder: str | Path) -> Host:
-    """Return the host of the model in a folder, by its configuration.
+def folder_library(folder: str | Path) -> Library:
+    """Return the library of the model in a folder, by its configuration.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: the folder is the directory of a run, or its configuration is of no known host.
+        ValueError: the folder is the directory of a run, or its configuration is of no known library.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -171,7 +171,7 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
             return _open_name(text, checkpoint, preprocess)
         refuse_urls(text, "model")
     path = Path(spec)
-    if run := run_in(path):
+    if run := find_run(path):
         refuse_checkpoint(checkpoint, text)
         return _open_file(best_checkpoint(run)[0], preprocess)
     if path.is_dir():
@@ -209,13 +209,13 @@ def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, A
 def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
     """Open the folder of a `local-dir:` name."""
     folder = Path(name.removeprefix(FOLDER))
-    host = folder_host(folder)
-    if host == "language" or host == "transformers":
+    library = folder_library(folder)
+    if library == "language" or library == "transformers":
         from diffvision.opening import texts
 
         refuse_checkpoint(checkpoint, str(folder))
-        return texts.open_language(folder) if host == "language" else texts.open_transformers_folder(folder)
-    opened = images.open_timm if host == "timm" else images.open_open_clip
+        return texts.open_language(folder) if library == "language" else texts.open_transformers_folder(folder)
+    opened = images.open_timm if library == "timm" else images.open_open_clip
     with _whole_folder(folder, checkpoint):
         model = opened(name, checkpoint, preprocess)
     if checkpoint is None and (about := recorded(name)):
@@ -250,7 +250,7 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
 
 @contextmanager
 def _whole_folder(folder: Path, checkpoint: str | Path | None) -> Iterator[None]:
-    """Refuse a folder without weights, and turn the host's errors about a damaged folder into a ValueError.
+    """Refuse a folder without weights, and turn the library's errors about a damaged folder into a ValueError.
 
     Without this check OpenCLIP would build a model with random weights.
     """

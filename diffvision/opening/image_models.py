@@ -20,9 +20,9 @@ from diffvision.opening.model import Model
 from diffvision.opening.specs import SUFFIXES, timm_tags
 from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of
 
-_REASON = 200  # characters of a host's error
+_REASON = 200  # characters of a library's error
 _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
-# What each host takes. Of other values OpenCLIP says nothing but AssertionError, and timm KeyError.
+# What each library takes. Of other values OpenCLIP says nothing but AssertionError, and timm KeyError.
 _OPEN_CLIP_CHOICES = {
     "interpolation": ("bicubic", "bilinear", "random"),
     "resize_mode": ("shortest", "longest", "squash"),
@@ -75,7 +75,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         check(weights.about, module, f"checkpoint {path}")
     return Model(
         name=Path(name.removeprefix(FOLDER)).name if name.startswith(FOLDER) else name,
-        host="open_clip",
+        library="open_clip",
         module=module,
         config=config,
         transform=transform,
@@ -166,7 +166,7 @@ def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, An
     folder_args = {} if folder is None else folder_config(folder).get("model_args", {})
     return Model(
         name=module.pretrained_cfg["architecture"],
-        host="timm",
+        library="timm",
         module=module,
         config={**folder_args, **args, "num_classes": module.num_classes},
         transform=timm.data.create_transform(**kept, is_training=False),
@@ -261,7 +261,7 @@ def _load_state(module: nn.Module, state: dict[str, Tensor], path: Path | None) 
 
 @contextmanager
 def refuse_misfit(path: str | Path | None, model: str) -> Iterator[None]:
-    """Raise a ValueError where a host cannot load a file of weights into a model; hosts raise errors of many classes.
+    """Raise a ValueError where a library cannot load a file of weights; it may raise errors of many classes.
 
     Args:
         path: the file; errors without one, such as those about a tag, stay.

@@ -12,9 +12,9 @@ from torch import nn
 from diffvision.models.checkpoint import holds_average
 from diffvision.opening.specs import SUFFIXES
 
-Host = Literal["open_clip", "timm", "language", "transformers"]
+Library = Literal["open_clip", "timm", "language", "transformers"]
 """The library that builds a model: OpenCLIP, timm, `diffvision.models.language`, or transformers."""
-KINDS: dict[Host, str] = {
+KINDS: dict[Library, str] = {
     "open_clip": "an image-text model",
     "timm": "an image model",
     "language": "a language model",
@@ -27,15 +27,15 @@ class Model:
     """A model in evaluation mode with its transform, tokenizer and origin.
 
     Attributes:
-        name: the model's name at its host, also its name in tables and pictures.
-        host: the library that builds it.
+        name: the model's name in its library, also in tables and pictures.
+        library: the library that builds it.
         module: the model itself.
-        config: what the host builds it from: OpenCLIP's model_cfg, the arguments that timm's create_model took, or the
+        config: what the library builds it from: OpenCLIP's model_cfg, the arguments of timm.create_model, or the
             fields of a language model's configuration.
         transform: PIL image -> tensor [3, h, w]; None for a language model.
         tokenizer: captions -> int64 [B, L] for OpenCLIP; for a language model an object with encode, decode, vocab_size
             and eos_id, None where none came with the model; None for an image model.
-        preprocess: the settings of `transform`, as the host keeps them; empty for a language model.
+        preprocess: the settings of `transform`, as the library keeps them; empty for a language model.
         max_length: tokens that a language model reads; None where it does not say.
         weights: the file, folder, hub id or tag that the weights came from; None where they are new.
         run: the directory of the training run, with its config.yaml and metrics.csv, if the weights are a file of one.
@@ -43,7 +43,7 @@ class Model:
     """
 
     name: str
-    host: Host
+    library: Library
     module: nn.Module
     config: dict[str, Any] = field(default_factory=dict)
     transform: Any = None
@@ -57,7 +57,7 @@ class Model:
     @property
     def is_language(self) -> bool:
         """Whether it is a language model, without an image tower."""
-        return self.host in ("language", "transformers")
+        return self.library in ("language", "transformers")
 
     @property
     def ends(self) -> frozenset[int]:

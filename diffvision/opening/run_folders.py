@@ -20,7 +20,7 @@ RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 _MAX_DEPTH = 4
 
 
-def run_in(folder: str | Path) -> Path | None:
+def find_run(folder: str | Path) -> Path | None:
     """Return the run that a folder stands for: the folder itself, the one whose checkpoints/ it is, or the one in it.
 
     Returns:

@@ -29,7 +29,7 @@ def check_spec(spec: str | Path) -> None:
         raise unknown(text)
 
 
-def labelled(spec: str) -> tuple[str, str]:
+def split_label(spec: str) -> tuple[str, str]:
     """Split LABEL=SPEC into the model's label in tables and pictures, and the SPEC for `open_model`.
 
     Without a label it is the last part of the path, without `.ckpt`. Lightning's paths have = in them

@@ -52,7 +52,7 @@ def _language_model(module: language.LanguageModel, name: str | None, path: Path
         name = next(same, "model" if path is None else path.name)
     return Model(
         name=name,
-        host="language",
+        library="language",
         module=module,
         config=config,
         max_length=module.config.max_length,
@@ -115,7 +115,7 @@ def open_transformers(path: str) -> Model:
     config: Any = module.config
     return Model(
         name=folder.name,
-        host="transformers",
+        library="transformers",
         module=module,
         config=config.to_dict(),
         tokenizer=tokenizer,
@@ -184,7 +184,7 @@ def with_tokenizer(model: Model, tokenizer: str | None) -> Model:
     words = model.tokenizer
     if tokenizer is not None:
         words = load_tokenizer(tokenizer)
-    elif model.host == "language" and model.weights is not None:
+    elif model.library == "language" and model.weights is not None:
         file = language.find_tokenizer(model.weights)
         words = None if file is None else load_tokenizer(file)
     vocabulary = cast(Any, model.module).config.vocab_size

@@ -11,7 +11,7 @@ from diffvision.models.checkpoint import few, read_origin
 from diffvision.models.hub import FOLDER, HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.models.weight_files import read_json
-from diffvision.opening.run_folders import best_checkpoint, run_in
+from diffvision.opening.run_folders import best_checkpoint, find_run
 from diffvision.opening.specs import is_name, register_diffllama_v2
 from diffvision.opening.texts import from_pretrained
 
@@ -94,7 +94,7 @@ def is_vlm(spec: str | Path) -> bool:
 def find_trained(spec: str | Path) -> Path | None:
     """Return the checkpoint of our vision-language training that a run or file stands for; None where it is another."""
     path = Path(spec)
-    if run := run_in(path):
+    if run := find_run(path):
         path = best_checkpoint(run)[0]
     return path if path.suffix == ".ckpt" and path.is_file() and read_origin(path).vision_language else None
 

@@ -1,4 +1,4 @@
-"""Checks of checkpoints and of the files next to them that hold for all hosts."""
+"""Checks of checkpoints and of the files next to them that hold for all libraries."""
 
 from __future__ import annotations
 

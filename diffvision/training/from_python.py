@@ -61,7 +61,7 @@ def fit(
 
     Args:
         config: a recipe such as "clip/debug.yaml", the path of a YAML file, or several, of which later ones win.
-        model: the model's name at its host, such as "DiffCLIP-ViT-B-16"; or settings of the LightningModule,
+        model: the model's name in its library, such as "DiffCLIP-ViT-B-16"; or settings of the LightningModule,
             such as {"model": "CLIP-debug", "optimizer": {"lr": 1e-3}}.
         data: training data instead of the configuration's: whatever `train` of its DataModule takes, or a folder that
             has shards in `train` inside, such as those of `diffvision data make`. Or settings of the DataModule, such

@@ -55,7 +55,7 @@ NOT_YET_EVALUATED = r"`ModelCheckpoint\(monitor=.*\)` could not find"  # in a ru
 
 
 class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
-    """A LightningModule around a host's model, for scripts and the command line alike.
+    """A LightningModule around a model of timm, OpenCLIP, transformers or this package.
 
     Its arguments are its hyperparameters, as plain values, so that `load_from_checkpoint(path)` needs no others.
     Batches reach its steps and the callbacks as dictionaries, whatever the loader yields. `test_step` does what

@@ -1,4 +1,4 @@
-"""`diffvision adapt`: folders that the hosts load by themselves, compared before they are written, and nothing else."""
+"""`diffvision adapt`: folders that the libraries load by themselves, compared before they are written."""
 
 import json
 
@@ -30,7 +30,7 @@ KINDS = ("own", "timm", "classifier", "language")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A pretrained model of each kind, as its host saves it."""
+    """A pretrained model of each kind, as its library saves it."""
     root = tmp_path_factory.mktemp("pretrained")
     for kind in ("own", "timm"):
         config = {"embed_dim": 8, "vision_cfg": VISION[kind], "text_cfg": TEXT, "custom_text": kind == "timm"}

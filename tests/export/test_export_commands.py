@@ -19,13 +19,13 @@ from diffvision.models import language
 
 def test_every_source_is_read(runs, exported, tmp_path):
     clip = open_for_export(runs.paths["clip"])
-    assert (clip.host, clip.name, clip.run) == ("open_clip", "DiffCLIP-debug", runs.folder / "clip")
+    assert (clip.library, clip.name, clip.run) == ("open_clip", "DiffCLIP-debug", runs.folder / "clip")
     assert clip.preprocess["interpolation"] == "bilinear"
     vision = open_for_export(runs.paths["vision"])
-    assert (vision.host, vision.name, vision.config["num_classes"]) == ("timm", "diff_vit_debug", 3)
+    assert (vision.library, vision.name, vision.config["num_classes"]) == ("timm", "diff_vit_debug", 3)
     assert vision.preprocess["input_size"][1:] == [48, 48]
     text = open_for_export(runs.paths["text"])
-    assert (text.host, text.name, text.config["vocab_size"]) == ("language", "diff-debug", 20)
+    assert (text.library, text.name, text.config["vocab_size"]) == ("language", "diff-debug", 20)
     assert open_for_export(exported / "vision").name == "diff_vit_debug"
     assert open_for_export(f"local-dir:{exported / 'clip'}").run is None
     language.save(runs.text, tmp_path / "text")
@@ -108,7 +108,7 @@ def test_weights_that_could_do_harm_are_refused(runs, exported, tmp_path, monkey
 
 def test_formats_are_those_of_the_command():
     assert set(get_args(To)) == set(FORMATS)
-    assert all(host in FORMATS[name].hosts for host, name in DEFAULTS.items())
+    assert all(library in FORMATS[name].libraries for library, name in DEFAULTS.items())
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Folders that the hosts load by themselves: the same model, transform and tokenizer as before."""
+"""Folders that the libraries load by themselves: the same model, transform and tokenizer as before."""
 
 import json
 

@@ -9,7 +9,7 @@ from diffvision import cli
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.export.model_folders import save_folder
 from diffvision.models import language
-from diffvision.opening import open_model, open_ours
+from diffvision.opening import open_model, open_native
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TOKENS = torch.arange(12).reshape(1, 12)
@@ -62,8 +62,8 @@ def test_a_timm_model_opens_by_its_id(hub, tmp_path, capsys):
     save_folder(model, tmp_path / "vit", config=config)
     hub.add("someone/vit", tmp_path / "vit")
     images = torch.randn(2, 3, 32, 32)
-    for opened in (open_model("hf-hub:someone/vit"), open_ours("hf:someone/vit")):
-        assert opened.host == "timm"
+    for opened in (open_model("hf-hub:someone/vit"), open_native("hf:someone/vit")):
+        assert opened.library == "timm"
         assert torch.equal(opened.module(images), model(images))
     for spec in ("hf-hub:someone/vit", "hf:someone/vit"):
         made = tmp_path / spec.partition(":")[0]

@@ -8,24 +8,26 @@ import pytest
 from diffvision.models import names as model_names
 from diffvision.models import parameters
 
-DEBUG = [(host, name) for host, names in parameters.recorded().items() for name in names if "debug" in name]
-LARGE = [(host, name) for host, names in parameters.recorded().items() for name in names if "debug" not in name]
+DEBUG = [(library, name) for library, names in parameters.recorded().items() for name in names if "debug" in name]
+LARGE = [(library, name) for library, names in parameters.recorded().items() for name in names if "debug" not in name]
 REMEDY = "write the table anew: python -m diffvision.models.parameters"
 
 
 def test_the_table_has_every_model():
-    assert {host: list(names) for host, names in parameters.recorded().items()} == parameters.names(), REMEDY
+    assert {library: list(names) for library, names in parameters.recorded().items()} == parameters.names(), REMEDY
 
 
-@pytest.mark.parametrize(("host", "name"), DEBUG)
-def test_the_table_has_the_parameters_of_small_models(host, name):
-    assert parameters.recorded()[host][name] == parameters.count_parameters(host, name), REMEDY
+@pytest.mark.parametrize(("library", "name"), DEBUG)
+def test_the_table_has_the_parameters_of_small_models(library, name):
+    assert parameters.recorded()[library][name] == parameters.count_parameters(library, name), REMEDY
 
 
 @pytest.mark.nightly
 def test_the_table_has_the_parameters_of_all_models():
     wrong = [
-        name for host, name in LARGE if parameters.recorded()[host][name] != parameters.count_parameters(host, name)
+        name
+        for library, name in LARGE
+        if parameters.recorded()[library][name] != parameters.count_parameters(library, name)
     ]
     assert not wrong, REMEDY
 
@@ -41,7 +43,9 @@ def test_names_of_models_are_those_of_the_hosts(monkeypatch):
     known = {name for name in timm.list_models() if registered[name].__module__.startswith(("timm.", "diffvision."))}
     shipped = {path.stem for path in Path(open_clip.__file__).with_name("model_configs").glob("*.json")} | set(CONFIGS)
     listed = {"timm": known, "open_clip": shipped & set(open_clip.list_models())}
-    for host in listed:
-        monkeypatch.delitem(sys.modules, host)
+    for library in listed:
+        monkeypatch.delitem(sys.modules, library)
     model_names._files.cache_clear()
-    assert {host: set(names) for host, names in model_names.names_by_library().items() if host != "language"} == listed
+    assert {
+        library: set(names) for library, names in model_names.names_by_library().items() if library != "language"
+    } == listed

@@ -80,7 +80,7 @@ def test_a_tag_gives_the_model_of_the_released_file(tiny, hub, assets, tmp_path)
     open_clip.create_model(tiny, pretrained="cc", cache_dir=str(cache))
     assert made.stat().st_mtime_ns == before.st_mtime_ns
     assert hub.asked == ["checkpoint_best.pt"]  # its headers: whether there is a newer one
-    assert open_model(str(made.parent)).host == "open_clip"  # it is a whole folder
+    assert open_model(str(made.parent)).library == "open_clip"  # it is a whole folder
 
 
 def test_without_network_one_error_says_what_to_do(tiny, monkeypatch, tmp_path):

@@ -160,7 +160,7 @@ def test_swiglu_keeps_its_input_once():
 
 
 def make_model(name):
-    """Return a model of each host, and its output for a batch of two."""
+    """Return a model of each library, and its output for a batch of two."""
     torch.manual_seed(0)
     image = torch.randn(2, 3, 32, 32)
     if name == "DiffCLIP-debug":

@@ -54,7 +54,7 @@ def run(
     from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, synthetic_mappings
     from diffvision.evaluation.output_files import check_folder, split_names
     from diffvision.models.threads import few_threads
-    from diffvision.opening import check_spec, labelled, open_model
+    from diffvision.opening import check_spec, open_model, split_label
 
     if (demonstrations is None) != (queries is None):
         raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
@@ -77,7 +77,7 @@ def run(
             synthetic_mappings(options) if demonstrations is None else [read_task(demonstrations, queries or "")]
         )
     labels: set[str] = set()
-    for label, spec in map(labelled, specs):  # all of them, before the first is evaluated
+    for label, spec in map(split_label, specs):  # all of them, before the first is evaluated
         if label in labels:
             raise ValueError(f"two models are named {label!r}: write LABEL=MODEL to distinguish them")
         labels.add(label)
@@ -86,7 +86,7 @@ def run(
     notes: dict[str, str] = {}
     first: dict[str, Any] = {}  # the metrics of the first model, with their samples
     with process_group(device) as used_device:
-        for label, spec in map(labelled, specs):
+        for label, spec in map(split_label, specs):
             opened = open_model(spec, checkpoint, tokenizer=tokenizer, device=used_device).for_text()
             model = dataclasses.replace(opened, name=label)
             results[label], notes[label] = {}, opened.average_note

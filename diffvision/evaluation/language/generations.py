@@ -39,7 +39,7 @@ def continued(
         return bool(stops) and stop_at(tokenizer.decode(list(new)), stops) is not None
 
     module: Any = model.module
-    if model.host != "language":
+    if model.library != "language":
         return _continue_by_transformers(module, model.ends, prompts, max_new_tokens, is_stopped)
     new: list[list[int]] = [[] for _ in prompts]
 

@@ -43,7 +43,7 @@ class DiffVisionLM(LM):
     ) -> None:
         super().__init__()
         opened = open_model(model, tokenizer=tokenizer, device=resolve_device(device or "auto")).for_text()
-        if opened.host != "language":
+        if opened.library != "language":
             raise ValueError(f"{model} is a model of transformers: use lm-eval's --model hf")
         if opened.tokenizer is None:
             raise FileNotFoundError(f"no tokenizer.json next to {opened.weights}: give tokenizer=PATH")

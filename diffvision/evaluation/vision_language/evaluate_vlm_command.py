@@ -52,12 +52,12 @@ def run(
     from diffvision.evaluation.vision_language.questions import read_sets
     from diffvision.evaluation.vision_language.scores import about_set, hidden_metrics, mean_of_sets, score
     from diffvision.models.threads import few_threads
-    from diffvision.opening import check_spec, labelled
+    from diffvision.opening import check_spec, split_label
     from diffvision.opening.vlm import open_vlm
     from diffvision.tables import plain
 
-    specs = [labelled(spec) for spec in split_names(models or [])]
-    files = [labelled(spec) for spec in split_names(answers or [])]
+    specs = [split_label(spec) for spec in split_names(models or [])]
+    files = [split_label(spec) for spec in split_names(answers or [])]
     labels = [label for label, _ in specs + files]
     if not labels:
         raise ValueError("no model to ask: give a model, or the --answers of one")

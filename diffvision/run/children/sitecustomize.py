@@ -1,7 +1,7 @@
 """Registers our models in the Python processes that a program under `diffvision run` starts.
 
 Python imports a module of this name when it starts. `diffvision.run` puts this folder on PYTHONPATH, which child
-processes inherit. No host is imported here: models are registered when the process imports a host.
+processes inherit. It imports no library of models: ours are registered when the process imports one.
 """
 
 import contextlib

@@ -136,6 +136,6 @@ def test_what_cannot_be_scored(opened, adapter, tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer"):
         adapter(str(tmp_path / "standard"))
     make_llama("Llama", vocab_size=64, hidden_size=16, num_attention_heads=4).save_pretrained(tmp_path / "llama")
-    assert open_model(f"hf:{tmp_path / 'llama'}").host == "transformers"
+    assert open_model(f"hf:{tmp_path / 'llama'}").library == "transformers"
     with pytest.raises(ValueError, match="transformers"):
         adapter(f"hf:{tmp_path / 'llama'}")

@@ -121,7 +121,7 @@ print(type(model).__name__, model(torch.arange(5)[None]).logits.shape)"""
 
 def test_an_exported_folder_opens_as_ours_again(folder, ours):
     model = open_model(folder)
-    assert (model.host, model.module.config) == ("language", ours.config)
+    assert (model.library, model.module.config) == ("language", ours.config)
     for name, weight in ours.state_dict().items():
         assert torch.equal(model.module.state_dict()[name], weight), name
 
