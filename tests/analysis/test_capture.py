@@ -80,13 +80,6 @@ def test_openclips_towers_are_seen_and_can_be_changed():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_a_bias_on_the_logits_is_refused():
-    model = timm.create_model("beit_base_patch16_224", img_size=32, depth=1)
-    torch.nn.init.ones_(model.blocks[0].attn.relative_position_bias_table)
-    with pytest.raises(ValueError, match="float attn_mask"):
-        next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
-
-
 @pytest.mark.parametrize("variant", ["v1", "v1_dint"])
 def test_a_language_model_and_its_beginning(variant):
     model = language.create("diff-debug", vocab_size=64, max_length=32, variant=variant)

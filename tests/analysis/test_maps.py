@@ -77,12 +77,3 @@ def test_patch_maps_follow_a_bright_patch():
     assert maps.shape == (4, 1, 4, 4)
     assert (maps[:, 0].flatten(1).argmax(1) == 1 * 4 + 3).all()
     assert (maps[:, 0, 1, 3] > 0.9).all()
-
-
-@pytest.mark.parametrize("settings", [{"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}])
-def test_difference_and_grid(settings, image):
-    model = timm.create_model("diff_vit_debug", patch_size=4, **settings)
-    for layer, maps in zip(layer_maps(model, image), patch_maps(model, image).values(), strict=True):
-        assert maps.shape == (2, 3, 8, 8)
-        lam = layer.lam[:, 0].view(2, 1, 1)
-        torch.testing.assert_close(maps[:, 2], maps[:, 0] - lam * maps[:, 1])

@@ -160,11 +160,6 @@ def test_seeds_that_are_few_or_equal_have_no_verdict(first, other, method):
     assert (one.word, one.low, one.method) == ("", None, method)
 
 
-def test_an_interval_of_shares_ends_at_one():
-    one = difference([0.9, 0.95, 1.0], [0.1, 0.9, 0.05], largest=1.0)
-    assert -1.0 == one.low < one.value < one.high
-
-
 def test_where_no_interval_can_be_given():
     assert difference([0.1, 0.2], [0.3]).method == "one of the two has a single seed"
     assert difference([0.1], [0.3]).method == "no result by sample"

@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.images.pack_images import make_evaluation
+from diffvision.data.images.folders import find_folders
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
 
@@ -139,18 +138,6 @@ def test_numbers_are_imagenet_s_only_if_asked(memory_folder):
     assert prompts.classnames == [open_clip.IMAGENET_CLASSNAMES[int(number)] for number in numbers]
     folder.classnames = ["10", "9", "101"]
     assert prompts_of(folder, Options(classnames="imagenet")).classnames == ["brambling", "ostrich", "tusker"]
-
-
-def test_own_names_are_in_the_order_of_numbers_or_of_the_classes(tmp_path):
-    pictures(tmp_path, ["1", "10", "2"])
-    (tmp_path / "classnames.txt").write_text("one\ntwo\nten\n")
-    (tmp_path / "zeroshot_classification_templates.txt").write_text("the digit {c}\n")
-    (folder,) = find_folders(tmp_path)
-    assert prompts_of(folder).texts() == [["the digit one"], ["the digit ten"], ["the digit two"]]
-    make_evaluation(tmp_path / "packed", tmp_path, num_workers=0)
-    assert prompts_of(EvaluationFolder(tmp_path / "packed")).texts() == prompts_of(folder).texts()
-    options = Options(classnames=["un", "deux", "dix"], templates=["le {c}", "la {c}"])
-    assert prompts_of(folder, options).texts()[1] == ["le dix", "la dix"]
 
 
 @pytest.mark.parametrize(

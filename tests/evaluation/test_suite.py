@@ -9,7 +9,6 @@ from diffvision.evaluation.options import Options
 from diffvision.evaluation.suite import (
     EVALUATIONS,
     evaluate,
-    expand,
     plan,
     records,
     write_records,
@@ -23,12 +22,6 @@ METRICS = {
     "fewshot_k/digits/lp_acc1": 0.75,
     "fewshot_k/digits/fewshot_k": 5,
 }
-
-
-def test_groups_and_repetitions():
-    assert expand(["few_shot", "zero_shot", "fewshot_k"]) == ["fewshot_k", "fewshot_episodes", "zero_shot"]
-    with pytest.raises(ValueError, match="unknown task 'zeroshot'"):
-        expand(["zeroshot"])
 
 
 def test_a_task_that_does_not_fit_the_folder(circle, to_tensor, captioned):

@@ -210,16 +210,6 @@ def test_timm_builds_it_again(method, tmp_path):
     torch.testing.assert_close(features(IMAGES)[-1], model.forward_intermediates(IMAGES)[1][-1])
 
 
-def test_a_name_says_base_and_method():
-    model = timm.create_model("adapted_vit.v2.plain_vit_debug")
-    assert len(layers(model, "v2")) == 4
-    for settings, message in (({}, "needs a base and a method"), ({"pretrained": True}, "needs a base")):
-        with pytest.raises(ValueError, match=message):
-            timm.create_model("adapted_vit", **settings)
-    with pytest.raises(ValueError, match="adapted_vit has no pretrained"):
-        timm.create_model("adapted_vit", pretrained=True, base="plain_vit_debug", method="v2")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", ["v2", "dex"])
 def test_half_precision_stays_the_same_function(method, dtype):
@@ -229,16 +219,6 @@ def test_half_precision_stays_the_same_function(method, dtype):
     with torch.no_grad():
         off = (after(IMAGES.to(dtype)).float() - before(IMAGES.to(dtype)).float()).abs().max()
     assert off <= (0 if method == "dex" else 4 * torch.finfo(dtype).eps * before(IMAGES.to(dtype)).float().abs().max())
-
-
-@pytest.mark.parametrize("method", ["v2", "dex", "v1"])
-def test_on_the_meta_device_it_is_the_structure(method):
-    with torch.device("meta"):
-        model = diffvision.adapt(timm_vit(), method)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    made = diffvision.adapt(timm_vit(), method)
-    model.load_state_dict(made.state_dict(), assign=True)
-    torch.testing.assert_close(model(IMAGES), made(IMAGES), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["timm", "OpenCLIP", "language"])

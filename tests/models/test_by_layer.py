@@ -190,13 +190,3 @@ def test_towers_of_two_variants():
     same = architecture(model)
     assert difference(same, architecture(clip_model("diffvision:v1:lambda_init=0.7")[0])) != ""
     assert json.loads(json.dumps(same)) == same
-
-
-def test_a_tower_s_mask_for_each_head_fits_layers_of_other_heads():
-    """OpenCLIP repeats a caption's mask for the heads that the tower counts, where there is a class token."""
-    _, config = clip_model("diffvision:v1:variant_by_layer=1*standard", embed_cls=True, pad_id=0)
-    model = open_clip.CustomTextCLIP(**config).eval()
-    tokens = torch.randint(1, 90, (3, config["text_cfg"]["context_length"]))
-    tokens[1, 5:] = 0
-    longer = model.encode_text(tokens)
-    torch.testing.assert_close(longer[2:], model.encode_text(tokens[2:]))

@@ -21,8 +21,3 @@ def test_each_module_gets_its_mode_back_after_an_error_too():
         fail()
     assert [module.training for module in model.modules()] == [True, True, False]
     assert torch.is_grad_enabled()
-
-
-def test_an_object_without_modes_is_evaluated_without_gradients():
-    with evaluating(object()):
-        assert not torch.is_grad_enabled()

@@ -20,7 +20,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from diffvision.models.language.hugging_face import fast_tokenizer
 from diffvision.models.vision_language import create, make_processor
 from diffvision.opening.vlm import check_processor, open_vlm
 
@@ -103,15 +102,6 @@ def test_an_image_stands_where_its_placeholders_are(model):
     assert not torch.allclose(model(ids, images.flip(0)).logits[:, -1], logits[:, -1])
 
 
-def test_more_image_tokens_than_the_context():
-    model = small()
-    count = 128 // model.image_tokens + 1
-    with pytest.raises(ValueError, match="context of 128"):
-        model(text(model, *["image"] * count), torch.zeros(count, 3, *model.image_size))
-    with pytest.raises(ValueError, match="context of 8"):
-        create(language_args={"max_length": 8})
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A folder with a small tokenizer.json."""
@@ -144,34 +134,6 @@ def test_the_processor_writes_a_placeholder_for_each_token(tokenizer):
         both = processor(text=["<image> a", "<image> in the image"], images=pictures, padding=True, return_tensors="pt")
         assert both["attention_mask"][0, 0] == 0
         assert both["pixel_values"].shape[0] == 2
-
-
-CHATML = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-OTHER_IMAGES = (  # as Gemma-3's, whose placeholder is another
-    "{%- for message in messages %}{{ message.role + ':' }}{%- if message.content is string %}{{ message.content }}"
-    "{% else %}{%- for part in message.content %}{{ '<start_of_image>' if part.type == 'image' else part.text }}"
-    "{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(("template", "ends"), [(CHATML, "<|im_end|>"), (OTHER_IMAGES, None), (None, None)])
-def test_a_text_template_is_used_and_its_turns_end_generation(tokenizer, template, ends):
-    fast = fast_tokenizer(tokenizer / "tokenizer.json", 400, 128)
-    fast.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    fast.chat_template = template
-    model = create("diff-vlm-debug", tokenizer=fast, language_args={"vocab_size": 400})
-    processor = make_processor(model, fast)
-    expected = [fast.eos_token_id, *([] if ends is None else [fast.convert_tokens_to_ids(ends)])]
-    found = model.generation_config.eos_token_id
-    assert (found if isinstance(found, list) else [found]) == expected
-    question = [{"type": "image", "image": Image.new("RGB", (9, 9))}, {"type": "text", "text": "Is there a star?"}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    assert (inputs["input_ids"] == model.config.image_token_id).sum() == model.image_tokens
 
 
 def check_equal(opened, model):

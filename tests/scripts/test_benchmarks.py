@@ -18,7 +18,6 @@ from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_shards
 from diffvision.nn import DiffAttention
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = ["--device", "cpu", "--threads", "1", "--rounds", "2"]
 
 

@@ -28,8 +28,3 @@ def test_recall_parts_the_loss(table):
     assert len(frequent) == 1
     assert math.isnan(associative_recall(table(NEXT), [document], window=8, frequent=frequent)["nll/ar_hit"])
     assert associative_recall(table(NEXT), [document], window=2)["ar_hit_share"] == 0
-
-
-def test_documents_without_two_tokens_are_refused(table):
-    with pytest.raises(ValueError, match="no document has two tokens"):
-        associative_recall(table(NEXT), [torch.tensor([1])], window=4)

@@ -94,21 +94,6 @@ def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
         list(read_texts([tmp_path / "none"]))
 
 
-def test_lines_of_json_end_at_line_feeds_alone_and_hold_text(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('\ufeff{"text": "one\u2028line\x85"}\r\n{"text": "", "body": "b"}\n', encoding="utf-8")
-    assert list(read_texts([file])) == ["one\u2028line\x85", ""]
-    with pytest.raises(ValueError, match=r"line 1 of .* has no document"):
-        list(read_texts([file], Reading("jsonl:body")))
-    for value in ("null", "5", '["a"]'):
-        file.write_text('{"text": "a"}\n{"text": ' + value + "}\n")
-        with pytest.raises(ValueError, match=r"line 2 of .*a\.jsonl has no"):
-            list(read_texts([file]))
-    file.write_text('{"text": "abc \\ud800 def"}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .*a\.jsonl: text not"):
-        list(read_texts([file]))
-
-
 @pytest.fixture
 def corpus(home, tmp_path):
     """Shards of a jsonl member whose documents are in the field "body", the same as token shards, and the texts."""

@@ -53,21 +53,6 @@ def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps, monkeypatc
     torch.testing.assert_close(kept, (full.scores().applied() @ full.values(torch.float32))[0, 0])
 
 
-def test_probabilities_and_values_as_a_kernel_sums_them():
-    """Unnormalised probabilities in 0..127 times values in -127..127, divided by the sum before rounding."""
-    call = head(maps=1, key_maps=1)
-    logits, v = call.scores().logits[0, 0, 0], call.v[0, 0]
-    scale = v.abs().amax(0) / 127
-    integers = torch.floor((v / scale).abs() + 0.5) * v.sign()
-    expected = []
-    for query in range(100):
-        row = (logits[query, : query + 1] - logits[query, : query + 1].max()).exp()
-        expected.append((torch.floor(row * 127 + 0.5) / 127) @ (integers[: query + 1] * scale) / row.sum())
-    torch.testing.assert_close(output(call, "pv_int8"), torch.stack(expected), atol=1e-5, rtol=1e-5)
-    eight, floats = (output(head(maps=1, key_maps=1), name) for name in ("pv_int8", "pv_fp8"))
-    assert 0 < (floats - eight).norm() / eight.norm() < 0.1
-
-
 @pytest.mark.parametrize("variant", ["standard", "v1", "v2"])
 def test_loss_and_errors_of_each_scheme(tiny_of, variant, monkeypatch):
     model = tiny_of(variant)

@@ -5,12 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.data.datasets import mapping_text
 from diffvision.evaluation.language.many_shot import (
     Example,
     Task,
     encode_prompts,
-    label_mapping_tasks,
     label_tokens,
     many_shot,
     order_robustness,
@@ -59,36 +57,6 @@ def test_a_model_that_minds_the_order_has_a_spread(task, words):
     assert metrics["random/worst"] == pytest.approx(1 / 3)
     assert metrics["random/spread"] == pytest.approx(1 / 3)
     assert metrics["random/worst"] < metrics["random/mean"] < metrics["random/best"]
-
-
-class Reader(nn.Module):
-    """Says after a word the label that the context gives to words of its kind, or else one that it does not have."""
-
-    def __init__(self, words):
-        super().__init__()
-        self.words = words
-
-    def forward(self, tokens):
-        kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
-        said = torch.zeros_like(tokens)
-        for row, own in enumerate(tokens.tolist()):
-            pieces = [self.words.decode([token]) for token in own]
-            label_of = {}
-            for place in range(1, len(own)):
-                if pieces[place] == ":":
-                    kind = kind_of[pieces[place - 1].strip()]
-                    said[row, place] = label_of.get(kind, 0)
-                    label_of[kind] = own[min(place + 1, len(own) - 1)]
-        return F.one_hot(said, 1024).float()
-
-
-def test_the_mapping_is_read_from_the_context_by_the_kind_of_word(words, copier):
-    tasks = label_mapping_tasks(2, classes=3, queries=6)
-    metrics = many_shot(Reader(words), words, tasks, shots=(1, 250), batch_size=4)
-    assert metrics["accuracy/250"] == 1
-    assert metrics["accuracy/1"] < 0.8
-    assert metrics["chance"] == pytest.approx(1 / 3)
-    assert many_shot(copier(1024), words, tasks, shots=(250,))["accuracy/250"] < 0.8  # there is no line to copy
 
 
 def test_a_prompt_ends_where_the_label_begins(task, words):

@@ -50,13 +50,6 @@ def test_windows_do_not_change_a_model_without_memory(table):
         assert metrics == pytest.approx(whole, rel=1e-6)
 
 
-def test_bad_windows_and_empty_documents_are_named(table):
-    with pytest.raises(ValueError, match="stride 5"):
-        list(windows(torch.arange(9), 4, 5))
-    with pytest.raises(ValueError, match="no document has two tokens"):
-        perplexity(table(NEXT), [torch.tensor([1])], window=4)
-
-
 def test_loss_by_position_is_the_running_mean(table):
     documents = [torch.tensor([0, 0, 1, 1, 2]), torch.tensor([0, 1, 1, 1, 1]), torch.tensor([2, 2])]
     metrics = position_nll(table(NEXT), documents, length=4, batch_size=1)

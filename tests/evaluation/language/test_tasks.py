@@ -1,18 +1,11 @@
 """Checkpoints on disk through the evaluations, to files; bad input refused before anything runs."""
 
-import dataclasses
-
 import pytest
 import torch
 from language_fixtures import check_written, evaluate_models, write_models
 
-from diffvision.data import ShardSet
 from diffvision.data.datasets.mapping_text import training_documents as mappings
 from diffvision.data.datasets.needle_documents import training_documents
-from diffvision.data.shards.writer import write_shards
-from diffvision.data.text.documents import TextMember
-from diffvision.data.text.tokenize import tokenize_shards
-from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.evaluation.language import low_bit, pruning
 from diffvision.evaluation.language.evaluate_language_command import run
 from diffvision.evaluation.language.language_options import METHODS, SCHEMES, LanguageOptions
@@ -82,40 +75,3 @@ def test_the_options_of_the_library_are_enough_in_python(home):
 def test_names_of_options_are_those_of_the_tables():
     assert list(METHODS) == [*pruning.METHODS]
     assert (*low_bit.SCHEMES,) == SCHEMES
-
-
-def test_frequent_bigrams_are_read_from_token_shards(home, tmp_path):
-    write_shards(tmp_path / "shards", [{"__key__": "a", "jsonl": '{"body": "a first text"}\n{"body": "and others"}\n'}])
-    tokenizer, key = load_tokenizer(home / "diff-debug"), TextMember("jsonl:body")
-    tokenize_shards(ShardSet(tmp_path / "shards"), tmp_path / "tokens", tokenizer, key, num_workers=0)
-    options = LanguageOptions(window=4, text_key="jsonl:body", frequent_text=str(tmp_path / "tokens"))
-    given = {"models": str(home / "diff-debug"), "device": "cpu", "options": options}
-    assert run(**given, tasks="associative_recall", data=str(tmp_path / "shards"))["diff-debug"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tasks": "many_shot", "queries": "x.jsonl"}, "both demonstrations and queries"),
-        ({"tasks": "cache_pruning", "options": dataclasses.replace(SMALL, lengths=(128,))}, "lengths has 128, and a"),
-    ],
-)
-def test_bad_commands_are_refused_before_anything_runs(home, settings, message):
-    given = {"models": str(home / "diff-debug"), "data": str(home / "texts"), "options": SMALL, "device": "cpu"}
-    with pytest.raises(ValueError, match=message):
-        run(**given | settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"shots": ()}, "shots is empty"),
-        ({"pruning_ratios": (0.5, 1.0)}, "pruning_ratios"),
-        ({"pruning_methods": ("best",)}, "pruning_methods"),
-        ({"schemes": ("fp4",)}, "schemes"),
-        ({"new_tokens": 0}, "new_tokens"),
-    ],
-)
-def test_bad_options_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        LanguageOptions(**settings)

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from diffvision.evaluation.vision_language import answers as module
-from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
+from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, read_answers
 from diffvision.evaluation.vision_language.questions import read_sets
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
@@ -92,11 +92,3 @@ def test_answers_that_do_not_fit_are_refused(questions, tmp_path, lines, named):
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=named):
         read_answers(tmp_path / "a.jsonl", set_of(questions, "vqa"))
-
-
-def test_images_go_before_a_question_wherever_its_placeholder_stands(vlm):
-    texts = ["Which?", "<image>\nWhich?", "Which?\n<image>"]
-    alone, *others = [generate_tokens(vlm.model, vlm.processor, [(text, images("red"))], 4) for text in texts]
-    for inputs, answer in others:
-        assert torch.equal(inputs["input_ids"], alone[0]["input_ids"])
-        assert torch.equal(answer, alone[1])

@@ -7,7 +7,6 @@ from diffvision.models.language import generation
 from diffvision.models.language.generation import Sampling, generate
 from diffvision.nn import ATTENTION
 
-NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 

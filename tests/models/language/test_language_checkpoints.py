@@ -130,14 +130,6 @@ def test_positions_count_from_the_first_token_of_each_document(monkeypatch):
     assert seen[0].squeeze().tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
-def test_too_long_a_sequence_is_one_error():
-    model = LanguageModel(LanguageConfig(**TINY))
-    with pytest.raises(ValueError, match="65 tokens are over the model's"):
-        model(torch.zeros(1, 65, dtype=torch.long))
-    with pytest.raises(ValueError, match="documents with a cache"):
-        model.hidden(torch.zeros(1, 2, dtype=torch.long), documents=torch.zeros(1, 2), cache=model.new_cache(1, 4))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_initialisation(name):
     model = language.create(name, depth=8, dim=160)

@@ -37,21 +37,6 @@ def test_a_word_of_dictd_with_all_its_meanings(tmp_path, compress, write_dictd):
     }
 
 
-def test_an_index_that_is_missing_is_named(tmp_path, write_dictd):
-    path = write_dictd(tmp_path, [(["a"], "a\n")])
-    (tmp_path / "x.index").unlink()
-    with pytest.raises(ValueError, match=r"x\.dict\.dz has no index next to"):
-        list(dictd_entries(path))
-
-
-@pytest.mark.parametrize(("name", "kept"), [("x.dict.dz", -9), ("x.dict.dz", 15), ("x.index", 3)])
-def test_damaged_files_are_named(tmp_path, write_dictd, name, kept):
-    path = write_dictd(tmp_path, [(["a"], "a\n"), (["b"], "b\n")])
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"x\.dict\.dz or its index is damaged"):
-        list(dictd_entries(path))
-
-
 def test_wordnet_has_each_meaning_once(tmp_path, write_wordnet):
     assert dict(wordnet_entries(write_wordnet(tmp_path))) == {
         "entity": "entity (noun): that which is.\nentity (noun): another.",

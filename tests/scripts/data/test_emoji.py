@@ -1,22 +1,17 @@
 """Emoji from miniatures of the packages: what is trained on, what is held out, and how pictures are paired."""
 
 import json
-import sys
 import zlib
-from io import BytesIO
 
 import numpy as np
 import pytest
 import webdataset
 from PIL import Image
 
-import cutouts
-from cutouts import BACKGROUND, Rasteriser, paste
-from diffvision.data import EvaluationFolder
+from cutouts import BACKGROUND
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.image_data import to_float
 from emoji import make_emoji
-from emoji_table import Emoji, find_packages, minimal_pairs, read_emoji
+from emoji_table import Emoji, find_packages, minimal_pairs
 
 TONES = ("1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF")
 
@@ -79,26 +74,6 @@ def packages(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def openmoji(packages):
-    """OpenMoji next to them: its table has no FE0F after most code points."""
-    folder = packages / "node_modules" / "openmoji"
-    (folder / "data").mkdir(parents=True)
-    (folder / "package.json").write_text('{"version": "17.0.0"}')
-    table = []
-    for one in ROWS:
-        for tone in ("", *one.get("skin_variations", {})):
-            code = one["skin_variations"][tone]["unified"] if tone else one["unified"]
-            stem = code.replace("-FE0F", "")
-            described = {"hexcode": stem, "annotation": one["name"].lower(), "tags": "x, y, z, w"}
-            table.append({**described, "openmoji_tags": "", "skintone": tone})
-            for style in ("color", "black"):
-                (folder / style / "svg").mkdir(parents=True, exist_ok=True)
-                (folder / style / "svg" / f"{stem}.svg").write_text("<svg/>")
-    (folder / "data" / "openmoji.json").write_text(json.dumps(table))
-    return packages
-
-
 @pytest.fixture(autouse=True)
 def some_for_validation(monkeypatch):
     """The emoji of the miniature that are for validation: what has a fire engine, and hearts."""
@@ -136,20 +111,6 @@ def test_what_is_trained_on_and_what_is_held_out(packages, tmp_path):
     assert about["samples"]["train"] == 5
     with pytest.raises(ValueError, match="has shards already"):
         make_emoji(tmp_path / "made", packages)
-
-
-def test_evaluation_folders_name_all_emoji_and_kinds(packages, tmp_path):
-    make_emoji(tmp_path / "made", packages)
-    names = EvaluationFolder(tmp_path / "made" / "zero_shot")
-    assert (names.task, names.splits) == ("zero_shot", ["test", "validation"])
-    assert len(names.classnames) == 9
-    for split in names.splits:
-        shown = [s["txt"].decode() for s in read(tmp_path / "made" / "retrieval" / split)]
-        labels = [label for batch in names.batches(to_float, split=split) for label in batch["label"].tolist()]
-        assert [names.templates[0].replace("{c}", names.classnames[label]) for label in labels] == shown
-    kinds = EvaluationFolder(tmp_path / "made" / "zero_shot-subcategories")
-    assert kinds.splits == ["test", "train", "validation"]
-    assert kinds.classnames == ["family", "heart", "lock", "person role"]
 
 
 def test_pairs_differ_in_one_respect(packages, tmp_path):
@@ -204,55 +165,6 @@ def test_kinds_of_pairs():
     }
 
 
-def test_openmoji_is_a_second_style_to_train_on_and_a_third_to_test(openmoji, tmp_path, monkeypatch):
-    drawn = []
-
-    def draw(path):
-        drawn.append(path)
-        style, code = path.parent.parent.name, path.stem
-        # Both astronauts have one outline, and the moyai has no colours.
-        shown = {("black", "1F469-200D-1F680"): "black1F468-200D-1F680", ("black", "1F5FF"): "color1F5FF"}
-        image = BytesIO()
-        colour = tuple(pixels(shown.get((style, code), style + code)))
-        Image.new("RGB", (8, 8), colour).save(image, "PNG")
-        return image.getvalue()
-
-    monkeypatch.setattr("emoji.find_rasteriser", lambda: Rasteriser("pencil 1", draw))
-    assert "no OpenMoji" not in make_emoji(tmp_path / "made", openmoji)
-    train = [json.loads(s["json"]) for s in read(tmp_path / "made" / "train")]
-    # With the skin tones of two; the emoji for validation are trained on in this style alone.
-    styles = {style: {f["name"] for f in train if f["style"] == style} for style in ("Noto", "OpenMoji")}
-    assert len(styles["Noto"]) == 5
-    assert styles["OpenMoji"] == set(all_names().values()) - {"family again", "flag", "ice"}
-    key = next(f for f in train if f["name"] == "key")
-    assert key["captions"] == ["a picture of key", "key, lock", "lock: x, y, z", "lock: w"]
-    assert {path.parent.parent.name for path in drawn} == {"color", "black"}
-    sketches = read(tmp_path / "made" / "retrieval-sketch" / "test")
-    assert {s["txt"] for s in sketches} == {b"a picture of red heart", b"a picture of family"}
-    about = json.loads((tmp_path / "made" / "about.json").read_text())
-    assert about["rasteriser"] == "pencil 1"
-    assert "CC-BY-SA-4.0" in about["licence"]
-
-
-def test_a_missing_rasteriser_is_named_before_work(openmoji, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cairosvg", None)
-    monkeypatch.setattr(cutouts.shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install cairosvg.*librsvg2-bin"):
-        make_emoji(tmp_path / "made", openmoji)
-    assert not (tmp_path / "made").exists()
-
-
-def test_rsvg_convert_is_used_where_cairosvg_is_not_installed(tmp_path, monkeypatch):
-    program = tmp_path / "rsvg-convert"
-    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "rsvg-convert version 9" || echo "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setitem(sys.modules, "cairosvg", None)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    rasteriser = cutouts.find_rasteriser()
-    assert rasteriser.name == "rsvg-convert version 9"
-    assert rasteriser.draw(tmp_path / "a.svg").split()[:2] == [b"--width", b"64"]
-
-
 def test_vendors_whose_pictures_are_not_free_are_refused_by_name(packages):
     folder = packages / "node_modules" / "emoji-datasource-google"
     folder.rename(folder.with_name("emoji-datasource-apple"))
@@ -261,37 +173,3 @@ def test_vendors_whose_pictures_are_not_free_are_refused_by_name(packages):
         find_packages(packages)
     with pytest.raises(ValueError, match="emoji-datasource-facebook is not"):
         find_packages(packages / "emoji-datasource-facebook")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('[{"unified": "1F', r"emoji.json is damaged \(JSONDecodeError: Unterminated string"),
-        ('{"1F511": 3}', r"emoji.json is damaged \(TypeError: "),
-        ('[{"sort_order": 3}]', r"emoji.json is damaged \(KeyError: 'category'"),
-        ("[]", r"no emoji in .*emoji.json ha(s|ve) a picture"),
-    ],
-)
-def test_a_damaged_table_is_named(packages, content, message):
-    (packages / "node_modules" / "emoji-datasource-google" / "emoji.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_emoji(find_packages(packages))
-
-
-def test_skin_tones_are_named_as_unicode_names_them(packages, monkeypatch):
-    monkeypatch.setitem(ROWS[0], "name", "MAN: BEARD")
-    (packages / "node_modules" / "emoji-datasource-google" / "emoji.json").write_text(json.dumps(ROWS))
-    names = [one.name for one in read_emoji(find_packages(packages)) if one.tone == "dark"]
-    assert names == ["woman firefighter: dark skin tone", "man: dark skin tone, beard"]
-
-
-def test_pasting_keeps_proportions_and_no_colour_of_transparent_pixels(tmp_path):
-    image = Image.new("RGBA", (400, 200), (255, 0, 0, 0))
-    image.paste((0, 0, 255, 255), (100, 0, 300, 200))
-    image.save(tmp_path / "wide.png")
-    pasted = np.asarray(decode_image(paste(tmp_path / "wide.png"))).astype(int)
-    assert pasted.shape == (64, 64, 3)
-    assert (pasted[15] == BACKGROUND).all()
-    assert (pasted[16:48, 20:44] == (0, 0, 255)).all()
-    # At the edge there is blue and background, and no red of what cannot be seen.
-    assert (pasted[..., 0] <= BACKGROUND[0]).all()

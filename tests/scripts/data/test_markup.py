@@ -76,13 +76,6 @@ def test_restructured_text_as_a_reader_sees_it():
     assert rst(RST) == TEXT
 
 
-def test_plain_text_stays_as_it_is_and_words_with_underscores_are_no_links():
-    assert rst("Call open_model_ and my_name of __init__.\n\nA | B, 2*3*4 and *.py.\n") == (
-        "Call open_model and my_name of __init__.\n\nA | B, 2*3*4 and *.py."
-    )
-    assert rst("") == ""
-
-
 def test_pod():
     source = dedent("""\
         =encoding utf8

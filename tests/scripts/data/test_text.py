@@ -49,17 +49,3 @@ def test_a_folder_is_searched_for_all_that_is_known(packages):
     }
     assert [*found["linux-doc"], *found["perl-doc"], *found["rust-doc"]] == ["mm/pages", "perlcat", "book/cats"]
     assert found["rust-doc"]["book/cats"] == "Rust"
-
-
-def test_sources_are_named_with_or_without_a_path(packages, tmp_path, monkeypatch):
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    (tmp_path / "module.py").write_text("x = 1\n")
-    file = packages / "usr/share/dictd/gcide.dict.dz"
-    assert [len(of) for of in documents(f"stdlib, gcide={file}").values()] == [60, 1]
-    assert [*documents(f"gcide={packages},wordnet={packages / 'usr/share/wordnet'}")] == ["gcide", "wordnet"]
-
-
-@pytest.mark.parametrize("source", ["gcide=EMPTY", "EMPTY", "gcid=EMPTY", "nowhere", ","])
-def test_what_is_not_there_is_refused(tmp_path, source):
-    with pytest.raises(ValueError, match=r"gcide|--source"):
-        text.resolve(source.replace("EMPTY", str(tmp_path)))
