@@ -17,7 +17,6 @@ TABLE = "datasets"
 
 DATASETS = {
     "digits": "diffvision.data.datasets.digits:make_digits",
-    "fashion": "diffvision.data.datasets.fashion:make_fashion",
     "fashion-scenes": "diffvision.data.datasets.fashion_scenes:make_fashion_scenes",
     "scenes-vqa": "diffvision.data.datasets.scenes_vqa:make_scenes_vqa",
     "arithmetic": "diffvision.data.datasets.arithmetic:make_arithmetic",

@@ -1,4 +1,4 @@
-"""`fashion`: Fashion-MNIST's 70,000 garments of 28x28 grey levels, from the files that users have, with captions.
+"""Fashion-MNIST's 70,000 garments of 28x28 grey levels, read from the files that users have.
 
 By Zalando Research (arXiv 1708.07747, MIT licence). The test images are the set's; the last twelfth of its training
 images is for validation. `fashion_scenes` takes its garments from here.
@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from diffvision.data.datasets.drawings import Drawings, png, with_article
-from diffvision.data.shards.writer import (
-    Sample,
-    refuse_existing,
-    write_about,
-    write_evaluation_split,
-    write_shards,
-)
-from diffvision.progress import track
+from diffvision.data.datasets.drawings import Drawings
 
 WORDS = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 ORIGIN = "Fashion-MNIST, https://github.com/zalandoresearch/fashion-mnist"
 LICENCE = "MIT, copyright 2017 Zalando SE"
-CAPTIONS = ("{0}", "a picture of {0}", "{0} in grey", "a small grey picture of {0}")
-TEMPLATES = ("a photo of a {c}", "a grey picture of a {c}", "a black and white photo of a {c}", "a picture with a {c}")
-"""For zero-shot classification; none of them is a caption of training."""
 _REMEDY = "give Fashion-MNIST's files, such as those of `apt-get install dataset-fashion-mnist`"
 _FOLDERS = ("", "FashionMNIST/raw", "raw")
 _SIDE = 28
@@ -49,50 +37,18 @@ class Garments(Drawings):
         return (4 * grey).clip(0, 1), 0.6 + 0.4 * grey.clip(0, 1)
 
 
-def make_fashion(directory: str | Path, source: str | Path, *, seed: int = 0) -> str:
-    """Write Fashion-MNIST with labels and captions.
-
-    `train` are shards; the evaluation folder `zero_shot` has the splits train (the same images), validation and test.
-
-    Args:
-        directory: the folder to write.
-        source: the folder with train-images-idx3-ubyte and the three other files (also .gz), such as
-            /usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`; or torchvision's ROOT after
-            datasets.FashionMNIST(ROOT, download=True).
-        seed: determines the order of the training images and their captions.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ValueError: files that are missing, damaged or of something else; shards in the directory.
-    """
-    directory = Path(directory)
-    folder = directory / "zero_shot"
-    for part in (directory / "train", *(folder / split for split in ("train", "validation", "test"))):
-        refuse_existing(part)
-    splits = load_splits(source)
-    train = splits["train"]
-    order = np.random.default_rng([seed, 20]).permutation(len(train))
-    write_shards(directory / "train", track(_write_captions(train[order], seed), "training images", len(train)), 10_000)
-    for split, garments in splits.items():
-        samples = track(_write_labels(garments), f"zero_shot/{split}", len(garments))
-        write_evaluation_split(folder / split, samples, classnames=WORDS, templates=TEMPLATES)
-    counts = {split: len(garments) for split, garments in splits.items()}
-    write_about(directory, ORIGIN, LICENCE, seed=seed, images=counts)
-    return ", ".join(f"{count:,} images for {split}" for split, count in counts.items())
-
-
 def load_splits(source: str | Path) -> dict[str, Garments]:
     """Return {split: garments}, of Fashion-MNIST 55,000 for train, 5,000 for validation and 10,000 for test.
 
     Their numbers are those of the training file, and of the test file behind them.
 
     Args:
-        source: as of `make_fashion`.
+        source: the folder with train-images-idx3-ubyte and the three other files (also .gz), such as
+            /usr/share/datasets/fashion-mnist after `apt-get install dataset-fashion-mnist`; or torchvision's ROOT after
+            datasets.FashionMNIST(ROOT, download=True).
 
     Raises:
-        ValueError: as `make_fashion`.
+        ValueError: files that are missing, damaged or of something else.
     """
     train, test = (_read_garments(Path(source), part) for part in ("train", "t10k"))
     cut = len(train) - len(train) // 12
@@ -132,15 +88,3 @@ def read_idx(root: Path, name: str) -> np.ndarray:
         return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape)
     except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise ValueError(f"{path} is damaged ({error}): fetch it again") from error
-
-
-def _write_captions(garments: Garments, seed: int) -> Iterator[Sample]:
-    rng = np.random.default_rng([seed, 21])
-    for sample, label in zip(_write_labels(garments), garments.labels, strict=True):
-        caption = CAPTIONS[rng.integers(len(CAPTIONS))]
-        yield {**sample, "txt": caption.format(with_article(WORDS[label]))}
-
-
-def _write_labels(garments: Garments) -> Iterator[Sample]:
-    for image, label, number in zip(garments.images, garments.labels, garments.numbers, strict=True):
-        yield {"__key__": f"garment{number:05d}", "png": png(image), "cls": str(label)}

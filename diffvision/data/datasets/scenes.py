@@ -116,23 +116,9 @@ class Scene:
         sentence = self.sentence.format(*map(with_article, words))
         return f"{sentence}, on {with_article(self.background)} background" if background else sentence
 
-    def swapped(self, *, colours: bool = True, kinds: bool = False) -> Scene:
-        """Return the scene with the colours of its first two drawings exchanged, the drawings, or both."""
-        scene = self
-        if colours:
-            scene = replace(scene, colours=_exchange(scene.colours))
-        if kinds:
-            scene = replace(scene, drawings=_exchange(scene.drawings), kinds=_exchange(scene.kinds))
-        return scene
-
     def emptied(self) -> Scene:
         """Return the scene without its drawings."""
         return replace(self, drawings=(), kinds=(), colours=(), layout=Layout((), (), ()))
-
-
-def _exchange(values: tuple) -> tuple:
-    first, second, *rest = values
-    return (second, first, *rest)
 
 
 def compose(drawings: Drawings, numbers: Sequence[int], rng: np.random.Generator, first: Sequence[int] = ()) -> Scene:
