@@ -17,9 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,15 +65,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class _Process:
-    """The process of a run; `log_size` is that of its log before, and `start` is None where the run is resumed."""
-
-    popen: subprocess.Popen[bytes]
-    log_size: int
-    start: float | None
-
-
-@dataclass(frozen=True)
 class Study:
     """The runs of a study's folder.
 
@@ -84,6 +74,8 @@ class Study:
         settings: further arguments of `diffvision fit`.
         jobs: how many runs are trained at once.
         every: seconds between two lines about a run.
+        starts: when runs were begun, without those that were resumed.
+        shown: when a run's last line was printed, and its text.
     """
 
     configs: Sequence[str]
@@ -91,6 +83,8 @@ class Study:
     settings: Sequence[str] = ()
     jobs: int = 1
     every: float = 30.0
+    starts: dict[Run, float] = field(default_factory=dict, init=False)
+    shown: dict[Run, tuple[float, str]] = field(default_factory=dict, init=False)
 
     def folder(self, run: Run) -> Path:
         """Return the directory of a run."""
@@ -161,58 +155,59 @@ class Study:
             OSError: the disk has no room for the runs that are left, by the size of a finished one.
         """
         waiting = [run for run in runs if not self.is_done(run)]
-        active: dict[Run, _Process] = {}
-        shown: dict[Run, tuple[float, str]] = {}
-        with _exit_at_sigterm():
-            try:
-                while waiting or active:
-                    while waiting and len(active) < self.jobs:
-                        self.check_disk(len(waiting) + len(active) + later)
-                        run = waiting.pop(0)
-                        active[run] = self._start(run)
-                    time.sleep(0.5)
-                    for run, process in list(active.items()):
-                        self._show(run, shown)
-                        if process.popen.poll() is not None:
-                            del active[run]
-                            self._finish(run, process, len(waiting) + len(active) + later)
-            finally:
-                for process in active.values():
-                    process.popen.terminate()
-                for process in active.values():
-                    process.popen.wait()
+        active: dict[Run, subprocess.Popen[bytes]] = {}
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the runs are told
+        try:
+            while waiting or active:
+                while waiting and len(active) < self.jobs:
+                    self.check_disk(len(waiting) + len(active) + later)
+                    run = waiting.pop(0)
+                    active[run] = self._start(run)
+                time.sleep(0.5)
+                for run, process in list(active.items()):
+                    self._show(run)
+                    if process.poll() is not None:
+                        del active[run]
+                        self._finish(run, process.returncode, len(waiting) + len(active) + later)
+        finally:
+            for process in active.values():
+                process.terminate()
+            for process in active.values():
+                process.wait()
+            signal.signal(signal.SIGTERM, before)
 
-    def _start(self, run: Run) -> _Process:
+    def _start(self, run: Run) -> subprocess.Popen[bytes]:
         folder = self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        is_resumed = any((folder / "checkpoints").glob("*.ckpt"))
+        if not any((folder / "checkpoints").glob("*.ckpt")):
+            self.starts[run] = time.time()
         threads = {"OMP_NUM_THREADS": "1"} if self.jobs > 1 else {}
-        with (folder / LOG).open("ab") as log:
-            command = [sys.executable, "-m", "diffvision", *self.command(run)]
-            size, env = log.tell(), os.environ | threads
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
-        return _Process(process, size, None if is_resumed else time.time())
+        command = [sys.executable, "-m", "diffvision", *self.command(run)]
+        with (folder / LOG).open("wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | threads)
 
-    def _show(self, run: Run, shown: dict[Run, tuple[float, str]]) -> None:
+    def _show(self, run: Run) -> None:
         """Print a run's last logged step and loss, where they are new and not too soon."""
         from diffvision.analysis.curves import read_metrics
 
-        before, text = shown.get(run, (0.0, ""))
+        before, text = self.shown.get(run, (0.0, ""))
         if time.monotonic() - before < self.every or not (self.folder(run) / "metrics.csv").is_file():
             return
         curve = read_metrics(self.folder(run)).get("train/loss")
         latest = f"step {curve.steps[-1] + 1:.0f}, loss {curve.values[-1]:.2f}" if curve else ""
         if latest and latest != text:
-            shown[run] = time.monotonic(), latest
+            self.shown[run] = time.monotonic(), latest
             print(f"{run}: {latest}", flush=True)
 
-    def _finish(self, run: Run, process: _Process, left: int) -> None:
+    def _finish(self, run: Run, status: int, left: int) -> None:
         """Record a run that has ended, and say what is left; raise a ValueError for one that failed."""
         from diffvision.evaluation.output_files import write_json
 
         log = self.folder(run) / LOG
-        if process.popen.returncode or not self.is_done(run):
-            error = _error(process.popen.returncode, log.read_bytes()[process.log_size :].decode(errors="replace"))
+        if status or not self.is_done(run):
+            ended = f"ended with status {status}" if status else "wrote no checkpoints/final.ckpt: leave dirpath out"
+            output = log.read_text(errors="replace")
+            error = [ended, *re.findall(r"diffvision: error: (.*)", output)][-1]  # also after a progress bar
             if run.is_tuning and "were not finite" in error:
                 (self.folder(run) / "diverged").write_text(f"{error}\n")
                 print(f"{run}: diverged", flush=True)
@@ -221,7 +216,7 @@ class Study:
         settings = read_json(self.output / SETTINGS)
         if "seconds" not in settings:
             size = sum(file.stat().st_size for file in self.folder(run).rglob("*") if file.is_file())
-            seconds = {} if process.start is None else {"seconds": time.time() - process.start}
+            seconds = {"seconds": time.time() - self.starts[run]} if run in self.starts else {}
             write_json(self.output / SETTINGS, settings | {"bytes": size} | seconds)
         print(f"{run}: done" + (f"; {self.estimate(left)}" if left else ""), flush=True)
 
@@ -274,14 +269,11 @@ class Study:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a study's file of settings, or of a run's record."""
+    """Return the content of a study's file of settings."""
     try:
-        content = json.loads(file.read_text())
-    except ValueError:  # not JSON, or not text
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: delete {file.parent}, or name another folder with --output")
-    return content
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):  # not JSON, or not an object
+        raise ValueError(f"{file} is damaged: delete {file.parent}, or name another folder with --output") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -328,29 +320,24 @@ def main(argv: Sequence[str]) -> None:
     models = _models(options.models, options.twin)
     study = Study(options.config, options.output, settings, options.jobs)
     if rates:
-        _check_test(options, settings)
-    for test in options.test or ():
-        path = _path(test)
-        if not Path(path).exists() and "://" not in path and not set(path) & set("*?{"):
-            raise Mistake(f"--test must name data that is here, got {test}")
+        _check_separate(options, settings)
+    _check_test(models[0], options.test or ())
     study.claim(rates=True if rates else None)  # more of them may be tried
     tuning = [Run(model, TUNING_SEED, rate) for rate in rates for model in models]
     runs = [Run(model, seed) for seed in range(options.seeds) for model in models]
     left = [run for run in (*tuning, *runs) if not study.is_done(run)]
-    each = f"{options.seeds} seed{'s' * (options.seeds > 1)}" + (f" and {len(rates)} rates" if rates else "")
     lines = [
         f"{_count(len(tuning) + len(runs))} by {' and '.join(options.config)}, in {options.output}",
-        f"{each} for each of {', '.join(models)}",
+        f"{', '.join(models)}: seeds 0 to {options.seeds - 1}" + (f", rates {rates}" if rates else ""),
         study.estimate(len(left)) if left else "all are finished",
     ]
     print("\n".join(f"# {line}" if options.print else line for line in lines), flush=True)
-    waiting = [run for run in tuning if not study.is_done(run)]
-    if options.print and waiting:
-        _print(study, waiting)
+    if options.print and any(run in tuning for run in left):
+        _print(study, [run for run in tuning if run in left])
         print("# then the same command prints the runs at the chosen rates")
         return
     if not options.print:
-        study.train(tuning, later=sum(not study.is_done(run) for run in runs))
+        study.train(tuning, later=sum(run in runs for run in left))
     if tuning:
         chosen = {model: study.rate_of(model, rates) for model in models}
         runs = [replace(run, rate=chosen[run.model]) for run in runs]
@@ -364,18 +351,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def compare(study: Study, runs: Sequence[Run], test: list[str] | None) -> None:
-    """Compare the runs; write report.html and report.json.
-
-    Raises:
-        ValueError: runs of a model differ in more than their seeds.
-    """
+    """Compare the runs; write report.html and report.json."""
     from diffvision.comparison import compare as compare_models
-    from diffvision.comparison.entries import read_entries
 
     models = dict.fromkeys(run.model for run in runs)
     specs = [str(study.folder(run)) for model in models for run in runs if run.model == model]
-    tuned = [_RATE] if runs[0].rate is not None else []
-    _check_same(read_entries(specs), ["model.init_args.model", *tuned])
     compare_models(specs, data=test, output=[str(study.output / f"report.{kind}") for kind in ("html", "json")])
 
 
@@ -391,13 +371,9 @@ def _settings(words: Sequence[str]) -> list[str]:
             raise Mistake(see_help(f"{word!r} belongs to no option", "diffvision study"))
     for setting in settings:
         name = setting.partition("=")[0]
-        for known, by in OF_THE_STUDY.items():
-            if name == known or name.startswith(f"{known}."):
-                raise Mistake(f"{name} is set by {by} in a study: leave it out")
-            if known.startswith(name) and not known.startswith(f"{name}."):
-                raise Mistake(
-                    f"{name} must be written in full: it may be short for {known}, which {by} sets in a study"
-                )
+        for known, by in OF_THE_STUDY.items():  # or an abbreviation of it
+            if name.startswith(f"{known}.") or (known.startswith(name) and not known.startswith(f"{name}.")):
+                raise Mistake(f"{name} sets {known}, which {by} sets in a study: leave it out")
     return settings
 
 
@@ -416,65 +392,51 @@ def _models(names: Sequence[str], twin: bool) -> list[str]:
     return models
 
 
-def _check_test(options: argparse.Namespace, settings: Sequence[str]) -> None:
+def _check_test(model: str, tests: Sequence[str]) -> None:
+    """Refuse data that the models cannot be compared on, by the functions that open it for the comparison."""
+    from diffvision.comparison.measuring import image_plan
+    from diffvision.evaluation.language.read_documents import check_sources
+    from diffvision.evaluation.options import Options
+    from diffvision.models.names import names_by_library
+
+    library = next((library for library, names in names_by_library().items() if model in names), "open_clip")
+    for test in tests:
+        try:
+            if library == "language":
+                check_sources([test])
+            else:
+                image_plan([test], None, library, Options())
+        except (ValueError, OSError) as error:
+            raise Mistake(f"--test {test}: {error}") from error
+
+
+def _check_separate(options: argparse.Namespace, settings: Sequence[str]) -> None:
     """Refuse test data that rates are chosen on."""
     import yaml
 
+    from diffvision.data.images.image_sources import split_root
     from diffvision.training.recipes import find_configuration, read_mapping
 
     data: dict[str, Any] = {}
     for config in options.config:
-        content = read_mapping(find_configuration(config))
-        data |= content.get("data", {}).get("init_args", {})
+        data |= read_mapping(find_configuration(config)).get("data", {}).get("init_args", {})
     for setting in settings:
         name, _, value = setting.partition("=")
         if name.startswith("--data."):
             data[name.removeprefix("--data.").removeprefix("init_args.")] = yaml.safe_load(value)
     chosen_on = data.get("evaluation") or data.get("evaluations")
-    if not chosen_on:
-        raise Mistake("--rates chooses on data.evaluation or data.evaluations, and the recipe has neither: set one")
-    if not options.test:
-        raise Mistake(f"--rates chooses on {chosen_on}: name other data to compare on with --test")
+    if not chosen_on or not options.test:
+        raise Mistake(
+            f"--rates chooses on data.evaluation, here {chosen_on}: name other data to compare on with --test"
+        )
     if data.get("split", "test") != "test":
         return
     for path in [chosen_on] if isinstance(chosen_on, str) else chosen_on:
         for test in options.test:
-            first, second = Path(path).resolve(), Path(_path(test)).resolve()
+            location = test if Path(test).exists() else split_root(test.rpartition("=")[2])[0]  # of NAME=TABLE@FOLDER
+            first, second = Path(path).resolve(), Path(location).resolve()
             if first == second or first in second.parents or second in first.parents:
                 raise Mistake(f"--test must be data that no rate is chosen on, got {test}: rates are chosen on {path}")
-
-
-def _check_same(entries: Sequence[Any], free: Sequence[str]) -> None:
-    """Refuse runs that differ in other settings than the free ones, such as a run trained by hand."""
-    from diffvision.comparison.entries import model_settings
-
-    first = model_settings(entries[0].config)
-    for entry in entries:
-        settings = model_settings(entry.config)
-        names = [name for name in first.keys() | settings.keys() if first.get(name) != settings.get(name)]
-        if other := sorted(name for name in names if not name.startswith(tuple(free))):
-            raise ValueError(
-                f"{entry.spec} and {entries[0].spec} were trained with different settings ({', '.join(other[:3])}): "
-                "move one of them away"
-            )
-
-
-def _path(test: str) -> str:
-    """Return the path of NAME=PATH, or of NAME=TABLE@FOLDER."""
-    from diffvision.data.images.image_sources import split_root
-
-    return test if Path(test).exists() else split_root(test.rpartition("=")[2])[0]
-
-
-def _error(status: int, output: str) -> str:
-    """Return why a run failed, by its exit status and what it printed."""
-    if status < 0:
-        names = {one.value: one.name for one in signal.Signals}
-        return f"ended by signal {-status} ({names.get(-status, 'unknown')})"
-    if not status:
-        return "wrote no checkpoints/final.ckpt: leave dirpath out"
-    errors = re.findall(r"diffvision: error: (.*)", output)  # also after a progress bar
-    return errors[-1] if errors else f"ended with status {status}"
 
 
 def _print(study: Study, runs: Sequence[Run]) -> None:
@@ -484,13 +446,3 @@ def _print(study: Study, runs: Sequence[Run]) -> None:
 
 def _count(runs: int) -> str:
     return f"{runs} run{'s' * (runs != 1)}"
-
-
-@contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Exit, within the context, when this process is to end, so that the runs are told."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

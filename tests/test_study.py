@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
 
 from diffvision import study
 from diffvision.cli import main
@@ -70,6 +71,23 @@ def test_a_model_without_a_plain_twin_is_refused(name):
         (["--rates", "1e-3", "--test", "other", "--data.evaluation=null"], "evaluation"),
         (["--rates", "1e-3", "--test", "other"], "test"),
         (["--test", ".", "name=other", "--print"], "test"),
+        (["--test", "https://nowhere.invalid/shards-{00..03}.tar"], "test"),
+        (
+            [
+                "--config",
+                "language/debug.yaml",
+                "--models",
+                "diffv2-debug",
+                "transformer-debug",
+                "--test",
+                "https://nowhere.invalid/text-000.tar",
+            ],
+            "test",
+        ),
+        (
+            ["--config", "language/debug.yaml", "--models", "diffv2-debug", "transformer-debug", "--test", "none.txt"],
+            "test",
+        ),
         (["--rates", "1e-3", "nan"], "rates"),
         (["--rates", "inf"], "rates"),
         (["--rates", "-1"], "rates"),
@@ -93,8 +111,15 @@ def test_an_unknown_model_is_refused_before_the_first_is_trained(tmp_path):
         study.main([*TWO, *models, "--output", str(tmp_path / "out")])
 
 
-def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, capsys):
-    photos = str(tmp_path)
+@pytest.fixture
+def photos(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / "a.png")
+    return str(tmp_path / "photos")
+
+
+def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, photos, capsys):
     more = [
         "--rates",
         "2e-3",
@@ -106,7 +131,7 @@ def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, capsy
         photos,
         "--data.split=validation",
     ]
-    study.main([*TWO, "--output", str(tmp_path), *more, "--print"])
+    study.main([*TWO, "--output", str(tmp_path / "out"), *more, "--print"])
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if line.startswith("diffvision fit --config=vision/debug.yaml ")]
     assert len(commands) == 4  # only those that choose rates
@@ -215,9 +240,7 @@ def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, cap
         of.rate_of("a", [1.0])
 
 
-@pytest.mark.parametrize(
-    ("seed", "error"), [(3, "no data "), (4, r"signal 9 \(SIGKILL\)"), (5, "dirpath"), (6, "status 7")]
-)
+@pytest.mark.parametrize(("seed", "error"), [(3, "no data "), (4, "status -9"), (5, "dirpath"), (6, "status 7")])
 def test_the_error_of_a_run_is_its_own_and_of_this_attempt(seed, error, made):
     of, _ = made
     folder = of.folder(Run("a", seed))
@@ -239,8 +262,8 @@ def test_the_time_of_a_run_that_is_resumed_is_not_that_of_the_others(made):
         assert ("seconds" in recorded_now) == known
 
 
-def test_more_rates_are_tried_and_only_seeds_of_another_rate_are_refused(tmp_path, monkeypatch, capsys):
-    command = [*TWO, "--output", str(tmp_path / "out"), "--test", str(tmp_path), "--print", "--rates", "1e-3"]
+def test_more_rates_are_tried_and_only_seeds_of_another_rate_are_refused(tmp_path, photos, monkeypatch, capsys):
+    command = [*TWO, "--output", str(tmp_path / "out"), "--test", photos, "--print", "--rates", "1e-3"]
     study.main(command)
     of = Study([], tmp_path / "out")
     runs = [Run(model, TUNING_SEED, rate) for model in TWO[3:5] for rate in (1e-3, 2e-3)]
@@ -316,7 +339,3 @@ def test_a_study_that_was_stopped_resumes_and_compares(tmp_path, capsys):
     assert main(command) == 0
     assert "all are finished" in capsys.readouterr().out
     assert {file: file.stat().st_mtime for file in output.rglob("final.ckpt")} == finals
-    config = Path(next(iter(finals))).parents[1] / "config.yaml"
-    config.write_text(config.read_text().replace("label_smoothing: 0.1", "label_smoothing: 0.2"))
-    assert main(command) == 1
-    assert "label_smoothing" in capsys.readouterr().err

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffvision.data.shards.report import Limits
-from diffvision.data.shards.sources import find_shards, is_shard
+from diffvision.data.shards.sources import is_shard
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenize import check_limits, documents_of
@@ -49,14 +49,14 @@ def check_sources(sources: Sequence[str | Path]) -> None:
     """Raise what `read_documents` would for a source that is not there, before anything is read.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or no shards there.
+        OSError, ValueError: no such file, no shards there, or shards that are damaged or not answered for.
     """
     for source in sources:
         path = Path(source)
         if _token_folders(path):
             continue
         if _are_shards(path):
-            find_shards(str(source))
+            ShardSet(str(source))  # asks a server for each
         else:
             path.stat()
 
