@@ -75,19 +75,9 @@ def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_p
     assert generate_text(str(tmp_path / "theirs"), prompt="the cat", max_new_tokens=9, temperature=0.0) == own
     with pytest.raises(ValueError, match="is a model of transformers"):
         generate_text(f"hf:{tmp_path / 'theirs'}", prompt="a")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    for kind in (transformers.BertModel, transformers.BertForMaskedLM):
-        kind(transformers.BertConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / kind.__name__)
-        with pytest.raises(ValueError, match=r"is an encoder \(bert\)"):
-            generate_text(str(tmp_path / kind.__name__), prompt="a")
-    llama = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes))
-    llama.save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"llama lacks lm_head\.weight of"):
-        generate_text(f"hf:{tmp_path / 'llama'}", prompt="a")
     with pytest.raises(ValueError, match="CLIP-debug is a model of images"):
         generate_text("CLIP-debug", prompt="a")
-    with pytest.raises(ValueError, match="diff-debug has new weights"):
-        generate_text("diff-debug", prompt="a")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     two = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **{**sizes, "num_hidden_layers": 2})
     transformers.LlamaForCausalLM(two).save_pretrained(tmp_path / "two")
     config = json.loads((tmp_path / "two" / "config.json").read_text())

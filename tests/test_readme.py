@@ -148,6 +148,3 @@ def _check_trainer_options(words: list[str]) -> None:
             classes = [getattr(package, name) for name in CONFIGURED[setting]]
             bases = {base for made in classes for base in made.__mro__ if base is not object}
             assert any(argument in inspect.signature(base).parameters for base in bases), word
-
-
-# ---- links ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A variant is one file: no module above `nn` names its class, and a variant of a test goes through all of them."""
 
 import ast
-import inspect
 import json
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from diffvision.comparison import compare
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, DifferentialLayer, attention, settings_of
+from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, DifferentialLayer
 from diffvision.ops import diff_attention
 
 PACKAGE = Path(diffvision.__file__).parent
@@ -197,28 +196,6 @@ def test_a_lambda_of_any_shape_is_captured(shaped):
     with torch.no_grad(), captured(model, lambda call: call.scores()):
         from_scores = model(images)
     torch.testing.assert_close(from_scores, model(images))
-
-
-@pytest.mark.parametrize("shaped", [("N", 1)], indirect=True, ids=str)
-def test_a_lambda_of_any_shape_is_inspected_and_compared(shaped, folders, tmp_path):
-    model = language.create("transformer-debug", variant="shaped", vocab_size=300, max_length=64)
-    language.save(model, tmp_path / "shaped", train_tokenizer([TEXT * 30], 300))
-    given = ["--text", "the cat sat on the mat", "--output", str(tmp_path / "page")]
-    assert main(["inspect", str(tmp_path / "shaped"), *given]) == 0
-    models = [str(tmp_path / "shaped"), str(folders / "diff")]
-    comparison = compare(models, data=str(folders / "text.txt"), rounds=0, num_workers=0, device="cpu")
-    assert [*comparison.contestants[0].lambdas.values()] == [[0.25]] * len(model.blocks)
-
-
-def test_signatures_list_all_settings():
-    base = inspect.signature(AttentionLayer).parameters
-    passed_on = {name for name, one in base.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert attention.AttentionSettings.__annotations__.keys() == passed_on - {"head_norm"}
-    for layer in (*ATTENTION.values(), MixedAttention):
-        assert settings_of(layer) >= base.keys()
-    assert "start" in settings_of(MixedAttention)
-    with pytest.raises(TypeError, match="heds"):
-        MixedAttention(64, 2, heds=3)
 
 
 def test_no_module_above_names_a_variants_class():

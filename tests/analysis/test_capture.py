@@ -6,7 +6,7 @@ import timm
 import torch
 
 import diffvision
-from diffvision.analysis.capture import captured, check_attention, is_transformers
+from diffvision.analysis.capture import captured, check_attention
 from diffvision.analysis.maps import open_layers
 from diffvision.models import language
 
@@ -97,21 +97,3 @@ def test_visual_contrast_attention_has_no_maps_and_says_so():
         next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
     with pytest.raises(ValueError, match="no map from tokens to tokens"):
         check_attention(model)
-
-
-def test_diff_llama_as_it_is_and_replaced():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.DiffLlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = transformers.DiffLlamaForCausalLM(config).eval()
-    assert is_transformers(model)
-    batch = {"tokens": torch.randint(32, (1, 9))}
-    layers = list(open_layers(model, batch))
-    assert [layer.name for layer in layers] == ["layers.0", "layers.1"]
-    for layer in layers:
-        assert layer.causal
-        assert layer.maps.shape == (2, 2, 9, 9)
-        assert layer.values is None
-        torch.testing.assert_close(layer.applied.sum(-1), 1 - layer.lam[..., 0], atol=1e-5, rtol=1e-5)

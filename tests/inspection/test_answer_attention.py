@@ -114,19 +114,3 @@ def test_the_page_of_an_answer(folder):
     assert {"answer-1-1.png", "answer-2-1.png", "sinks-image.png"} <= set(content["files"])
     assert "Image tower, sinks" in page
     assert ASKED in page
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"text": None}, "--text"),
-        ({"image": None}, "--image"),
-        ({"versus": "CLIP-debug"}, "--layers"),
-        ({"layers": [7]}, "layers"),
-    ],
-)
-def test_what_does_not_fit_a_vision_language_model(folder, given, named):
-    settings = {"image": f"{folder}/red.png", "text": ASKED, "output": f"{folder}/seen", **given}
-    with pytest.raises(ValueError, match=named):
-        inspect(f"{folder}/vlm", **settings)
-    assert not (folder / "seen").exists()

@@ -39,13 +39,9 @@ def test_the_text_names_layers_from_the_first_up():
     ("text", "message"),
     [
         ("4*plain", "'plain' is no variant; choose from standard, v1"),
-        ("", "'' is no variant"),
         ("0*standard", "with '0' layers of 'standard': give text such as"),
-        ("-1*standard", "with '-1' layers"),
-        ("*standard", "with '' layers"),
         ("4*standard", "4 layers, and there are 3: name at most 3"),
         (["standard"], r"of a list of variants, '\+'.join\(variants\)"),
-        (4, "variant_by_layer is 4: give text"),
     ],
 )
 def test_bad_texts_are_named(text, message):
@@ -85,7 +81,7 @@ def test_layers_of_a_language_model_are_those_of_its_twins(kv_heads):
     torch.testing.assert_close(model.blocks[0](x), plain.blocks[0](x))
 
 
-@pytest.mark.parametrize("size", ["debug", "3m", "100m", "3b"])
+@pytest.mark.parametrize("size", ["debug", "100m"])
 @pytest.mark.parametrize("family", ["transformer", "diff", "diffv2"])
 def test_parameters_of_mixed_language_models_are_those_of_the_model(family, size):
     with torch.device("meta"):

@@ -177,22 +177,3 @@ def test_contrasts_are_the_effects_of_a_factorial():
     assert found["gate"].width == pytest.approx(2.776 * 0.1 * math.sqrt(2.5 / 5), rel=1e-3)
     without = {cell: of for cell, of in values.items() if not cell[1]}
     assert contrasts(without, cures.FACTORS).keys() == {"gate", "difference", "gate x difference"}
-
-
-def test_the_cells_of_cures_have_equal_parameters():
-    models = {family: cures.FAMILIES[family].create(clip.SIZE, clip.PATCH) for family in cures.CELLS}
-    table = 3_917 * 64  # of the tokens that occur in the study's captions
-    sizes, own = {}, {}
-    for family, model in models.items():
-        counts = {name: p.numel() for name, p in model.named_parameters() if "token_emb" not in name}
-        registers = sum(number for name, number in counts.items() if "reg_token" in name)
-        sizes[family] = sum(counts.values()) + table
-        own[family] = sizes[family] - registers
-        gate, has_registers, difference = cures.CELLS[family]
-        assert registers == 4 * 64 * has_registers
-        variants = {layer.variant for layer in model.modules() if hasattr(layer, "variant")}
-        assert variants == {("standard", "v2", "gated", "v2_gated")[2 * gate + difference]}
-    assert max(own.values()) < 1.005 * min(own.values())
-    recorded = [json.loads(path.read_text()) for path in clip.GRID.results.with_name("cures").glob("*/*-*.json")]
-    assert recorded
-    assert all(sizes[one["family"]] == one["parameters"] for one in recorded)

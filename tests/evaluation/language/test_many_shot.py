@@ -82,11 +82,6 @@ def test_tasks_from_files(tmp_path):
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
     with pytest.raises(ValueError, match=r"line 2 of .*test\.jsonl is no"):
         read_task(file, queries)
-    queries.write_bytes(b'{"text": "c", "label": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"test\.jsonl is not UTF-8"):
-        read_task(file, queries)
-    queries.write_text('\ufeff{"text": "c\u2028d", "label": "1"}\n', encoding="utf-8")
-    assert read_task(file, queries).queries == [Example("c\u2028d", "1")]
     queries.write_text('{"text": "c", "label": null}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* is no example"):
         read_task(file, queries)

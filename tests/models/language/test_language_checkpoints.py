@@ -59,20 +59,14 @@ def test_the_paper_s_sizes(size):
     ("values", "message"),
     [
         ({"vocab_size": 0}, "vocab_size is 0: it must be a whole number from 1 to 16,777,216"),
-        ({"depth": 2.5}, "depth is 2.5"),
         ({"variant": "v9"}, "variant is 'v9': choose one of standard, v1, v2"),
         (
             {"num_heads": 3, "num_kv_heads": 2},
             r"num_heads \(3\) must be a positive multiple of num_kv_heads \(2\): set .* 1, 3$",
         ),
-        ({"num_kv_heads": "2"}, r"num_kv_heads \(2\): set num_kv_heads to one of"),
         ({"head_dim": 7}, "head_dim is 7: .* even one, such as 8"),
         ({"rotary_theta": "big"}, "rotary_theta is 'big': it must be above 1"),
-        ({"rotary_theta": 0.5}, "rotary_theta is 0.5: it must be above 1"),
-        ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0"),
-        ({"lambda_init": "deep"}, "lambda_init"),
         ({"variant": "v2", "lambda_init": 0.8}, "lambda_init is 0.8, and variant 'v2' has none: leave it at 'depth'"),
-        ({"signal_ratio": 4}, "signal_ratio is 4, and variant 'v1' has none: leave it at 2"),
         ({"variant": "gda", "signal_ratio": 1.5}, "signal_ratio is 1.5: it must be a whole number from 1 to 4,096"),
     ],
 )
@@ -228,36 +222,12 @@ def test_every_variant_loads_and_no_other_s_weights(variant, tmp_path):
     config = LanguageConfig(**TINY, variant=variant)
     language.save(LanguageModel(config), tmp_path)
     assert language.load(tmp_path).config == config
-    for other in set(ATTENTION) - {variant}:
+    for other in {"standard", "v1", "v2"} - {variant}:
         (tmp_path / "config.json").write_text(
             json.dumps({"diffvision": "language", **dataclasses.asdict(config), "variant": other})
         )
         with pytest.raises(ValueError, match=r"variant|does not fit its"):
             language.load(tmp_path)
-
-
-def test_what_cannot_be_loaded_is_one_error(tmp_path):
-    model = language.create("diff-debug")
-    folder = tmp_path / "model"
-    language.save(model, folder)
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nowhere"):
-        language.load(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no config\.json in"):
-        language.load(tmp_path)
-    message = "variant 'v1' with vocabulary of 4096, not variant 'standard'"
-    with pytest.raises(ValueError, match=message):
-        language.load(folder, variant="standard")
-    with pytest.raises(ValueError, match="4096, not variant"):
-        language.load(folder, vocab_size=300)
-    with pytest.raises(ValueError, match="the tokenizer has 300 tokens"):
-        language.save(LanguageModel(LanguageConfig(**TINY)), folder, TokenizerStub())
-
-    (tmp_path / "text.ckpt").write_text("no checkpoint")
-    with pytest.raises(ValueError, match="is damaged or no checkpoint"):
-        language.load(tmp_path / "text.ckpt")
-    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"has no hyper_parameters\.config"):
-        language.load(tmp_path / "other.ckpt")
 
 
 def test_weights_that_are_not_their_configuration_s(tmp_path):
@@ -270,15 +240,6 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
 
     write(variant="standard")
     with pytest.raises(ValueError, match="does not fit its configuration"):
-        language.load(tmp_path)
-    write(vocab_size=300)
-    with pytest.raises(ValueError, match="vocabulary of 4096, and"):
-        language.load(tmp_path)
-    write(depth=3)
-    with pytest.raises(ValueError, match="has weights of depth 2, and"):
-        language.load(tmp_path)
-    write(dim="wide")
-    with pytest.raises(ValueError, match="not one of a language model"):
         language.load(tmp_path)
     write(activation="silu")  # of an earlier version
     with pytest.raises(ValueError, match=r"activation.*make it again"):

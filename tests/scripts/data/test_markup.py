@@ -1,8 +1,6 @@
 """Markup becomes text: what a reader of the page sees, and nothing that only a program reads."""
 
-from textwrap import dedent
-
-from markup import html, pod, rst
+from markup import html, rst
 
 RST = """\
 .. _library-cats:
@@ -74,50 +72,6 @@ Tom  grey"""
 
 def test_restructured_text_as_a_reader_sees_it():
     assert rst(RST) == TEXT
-
-
-def test_pod():
-    source = dedent("""\
-        =encoding utf8
-
-        =head1 NAME
-
-        cat - B<feeds> I<cats>
-
-        =over 4
-
-        =item *
-
-        See L<perlop/"Cats">, L<the page|https://cats.example> or L<perlre>, or C<< $cat->feed(N > 1) >>
-        as F<cat.h> E<lt>here E<0xe9>X<index>.
-
-        =item feed
-
-        C<my I<$x>>
-
-        =back
-
-            my $cat  = 1;
-              feed();
-
-        =begin html
-
-        <b>left out</b>
-
-        =end html
-
-        =for comment left out
-
-        =cut
-        """)
-    assert pod(source).split("\n\n") == [
-        "NAME",
-        "cat - feeds cats",
-        '- See "Cats" in perlop, the page or perlre, or $cat->feed(N > 1) as cat.h <here é.',
-        "feed",
-        "my $x",
-        "    my $cat  = 1;\n      feed();",
-    ]
 
 
 def test_html_without_its_navigation():
