@@ -93,7 +93,7 @@ def digits(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.quick("clip/debug-settings0-zero_shot/digits/acc1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "metric"),
     [

@@ -79,6 +79,7 @@ def run(root: Path, program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_plugin_works_where_it_is_named(tmp_path):
     """Its variant in timm, its dataset in `data make` and its tasks in both evaluations, with few imports before."""
     install(tmp_path)
