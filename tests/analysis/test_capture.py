@@ -44,13 +44,17 @@ def test_heads_are_what_the_output_projection_takes(name):
     model = MODELS[name]()
     image = torch.randn(1, 3, 32, 32)
     model.eval()
-    calls = []
+    calls, inputs = [], []
+    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for block in model.blocks]
     with torch.no_grad(), captured(model, calls.append):
         model(image)
+    for hook in hooks:
+        hook.remove()
     layers = list(open_layers(model, {"image": image}))
     assert len(layers) == len(calls) == 2
-    for layer, call in zip(layers, calls, strict=True):
+    for layer, call, given in zip(layers, calls, inputs, strict=True):
         assert not layer.causal
+        torch.testing.assert_close(layer.hidden, given[0])
         torch.testing.assert_close(layer.maps.sum(-1), torch.ones(layer.maps.shape[:3]))
         with torch.no_grad():
             given = layer.outputs(layer.applied)[2].transpose(0, 1).flatten(1)
@@ -78,6 +82,16 @@ def test_openclips_towers_are_seen_and_can_be_changed():
         (2, (2, 1, 17, 17), False), (2, (2, 1, 12, 12), True)
     ]  # fmt: skip
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_what_could_only_be_read_or_changed_wrongly_is_refused():
+    model = timm.create_model("beit_base_patch16_224", img_size=32, depth=1)
+    torch.nn.init.ones_(model.blocks[0].attn.relative_position_bias_table)
+    with pytest.raises(ValueError, match="float attn_mask"):
+        next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
+    model = MODELS["timm"]().eval()
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn"), captured(model, lambda call: call.scores()):
+        model(torch.randn(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize("variant", ["v1", "v1_dint"])

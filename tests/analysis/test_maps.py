@@ -77,3 +77,14 @@ def test_patch_maps_follow_a_bright_patch():
     assert maps.shape == (4, 1, 4, 4)
     assert (maps[:, 0].flatten(1).argmax(1) == 1 * 4 + 3).all()
     assert (maps[:, 0, 1, 3] > 0.9).all()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}, {"dynamic_img_size": True}], ids=str
+)
+def test_the_grid_of_patches_and_the_difference(settings):
+    model = timm.create_model("diff_vit_debug", patch_size=4, **settings)
+    image = torch.randn(3, *((16, 40) if "dynamic_img_size" in settings else (32, 32)))
+    for layer, maps in zip(layer_maps(model, image), patch_maps(model, image).values(), strict=True):
+        assert maps.shape == (2, 3, image.shape[1] // 4, image.shape[2] // 4)
+        torch.testing.assert_close(maps[:, 2], maps[:, 0] - layer.lam[:, :1] * maps[:, 1])

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from diffvision.analysis.capture import Scores, captured
 from diffvision.evaluation.language.low_bit import quantised
 from diffvision.evaluation.language.outliers import Magnitudes, outliers
+from diffvision.models import language
 
 ROWS = torch.randint(512, (3, 20), generator=torch.Generator().manual_seed(0))
 
@@ -32,6 +34,25 @@ def test_reading_changes_nothing(tiny):
         return
     assert scores.last_query().applied().shape == (3, 2, 1, 20)
     torch.testing.assert_close(scores.last_query().applied(), scores.applied()[:, :, -1:])
+
+
+@torch.no_grad()
+def test_reading_keeps_what_dex_has_learned():
+    model = language.create("transformer-debug", variant="dex", vocab_size=512).double()
+    for block in model.blocks:
+        nn.init.normal_(block.attn.dex)
+    whole = model(ROWS)
+    with captured(model, lambda call: call.scores()):
+        torch.testing.assert_close(model(ROWS), whole, atol=1e-10, rtol=1e-10)
+
+
+@torch.no_grad()
+def test_a_mask_is_obeyed(tiny):
+    layer, x = tiny.blocks[0].attn, tiny.embed(ROWS)
+    mask = torch.rand(3, 1, 20, 20) > 0.5
+    whole = layer(x, attn_mask=mask, is_causal=True)
+    with captured(layer, lambda call: call.scores()):
+        torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=True), whole, atol=1e-5, rtol=1e-5)
 
 
 def test_magnitudes_of_a_stream():

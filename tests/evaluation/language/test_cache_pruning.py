@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from diffvision.evaluation.language.cache_pruning import cache_pruning
 from diffvision.evaluation.language.needle import NeedleSample
-from diffvision.evaluation.language.pruning import Compress
+from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods
 from diffvision.evaluation.per_sample import means
 from diffvision.models import language
 
@@ -69,3 +69,13 @@ def test_needles_are_asked_for_before_and_after_pruning(model):
         assert results[f"needle_{mode}/full"].values.tolist() == [each[f"needle_{mode}/full"] for each in one_by_one]
         assert metrics[f"needle_{mode}/full"] < 1
         assert metrics[f"area/needle_{mode}/snap"] == pytest.approx((1 + metrics[f"needle_{mode}/full"]) / 2)
+
+
+def test_methods_are_those_that_the_model_can_have(model):
+    plain = language.create("transformer-debug", vocab_size=97, max_length=64).eval()
+    mixed = language.create("diff-debug", vocab_size=97, max_length=64, variant_by_layer="v1+standard").eval()
+    for one, expected in ((model, list(METHODS)), (plain, plain_methods()), (mixed, plain_methods())):
+        metrics = cache_pruning(one, ROWS, continuation=10, ratios=(0.5,))
+        assert [key.split("/")[1] for key in metrics if key.startswith("largest_ratio")] == expected
+    with pytest.raises(ValueError, match="diff reads the two maps of"):
+        cache_pruning(plain, ROWS, continuation=10, methods=("snap", "diff"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.language.generations import continued, stop_at
+from diffvision.evaluation.language.generations import continued, room_for, stop_at
 from diffvision.models import language
 from diffvision.opening import Model
 
@@ -60,3 +60,9 @@ def test_outputs_are_the_likeliest_tokens_up_to_what_ends_them(host, request):
         assert decode(row)[: stop_at(decode(row), (stop,))] == text.partition(stop)[0]
         assert (len(row) < len(free)) if stop in text[:-4] else (len(row) <= len(free))
     assert model.module.generation_config.temperature == 5 if host == "llama" else True
+
+
+def test_room_for_new_tokens_and_the_first_stop(model):
+    assert room_for(model, 24) == 40
+    assert stop_at("one\nQ: two #D", ("#D", "Q:")) == 4
+    assert stop_at("one", ("Q:",)) is None

@@ -5,7 +5,7 @@ import torch
 from language_fixtures import make_llama
 
 from diffvision.evaluation.language.cache_pruning import cache_pruning
-from diffvision.evaluation.language.low_bit import low_bit_attention
+from diffvision.evaluation.language.low_bit import low_bit, low_bit_attention
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.pruning import Compress, pruned_attention
 from diffvision.models.convert.transformers import from_hugging_face
@@ -44,3 +44,13 @@ def test_pruned_as_ours(name, method):
     torch.testing.assert_close(pruned["theirs"], pruned["ours"], rtol=0, atol=1e-3)
     assert not torch.allclose(pruned["ours"][0, 20:], ours(tokens)[0, 20:], atol=0.1)
     assert cache_pruning(theirs, tokens, continuation=9, ratios=(0.5,))
+
+
+@torch.no_grad()
+def test_values_are_rounded_too_and_halves_of_them_refused(llama):
+    """All but DiffLlama, whose attention is asked for twice, with half of the values each time."""
+    if llama.config.model_type == "diffllama":
+        with pytest.raises(ValueError, match="DiffLlamaAttention"):
+            low_bit(llama, ROWS)
+    else:
+        assert low_bit(llama, ROWS, schemes=["pv_fp8"])["relative_l1/pv_fp8"] > 0

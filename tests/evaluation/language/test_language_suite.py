@@ -15,7 +15,7 @@ from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language.evaluate_language_command import run
 from diffvision.evaluation.language.language_options import LanguageOptions
-from diffvision.evaluation.language.language_suite import evaluate_language
+from diffvision.evaluation.language.language_suite import evaluate_language, write_numbers
 from diffvision.evaluation.language.read_documents import (
     Reading,
     read_documents,
@@ -69,6 +69,24 @@ def test_every_task_writes_numbers(results, home):
     check_written(results, home, TASKS)
 
 
+def test_windows_and_haystacks_are_those_of_model_and_options(home, tmp_path):
+    (tmp_path / "hay.txt").write_text("Straw is dry. Straw is light! Straw is gold.")
+    work = Work(open_model(str(home / "diff-debug")), LanguageOptions(haystack=str(tmp_path / "hay.txt")))
+    assert (work.window, work.lengths) == (128, (128,))
+    stream = work.form.haystack(random.Random(0))
+    read = [next(stream) for _ in range(6)]
+    assert read[:3] == read[3:]
+    assert set(read) == {"Straw is dry.", "Straw is light!", "Straw is gold."}
+    assert FORMS["text"].needle == work.form.needle
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    metrics = {"perplexity/nll": 800.0, "perplexity/perplexity": math.inf}
+    write_numbers("perplexity", {"a": metrics, "b": {}}, SMALL, tmp_path)
+    written = json.loads((tmp_path / "perplexity.json").read_text())
+    assert written["models"] == {"a": {"nll": 800.0, "perplexity": None}}
+
+
 def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
     texts = list(read_texts([home / "texts"]))
     assert len(texts) == 9
@@ -92,6 +110,16 @@ def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"no \.txt, \.jsonl or \.tar in"):
         list(read_texts([tmp_path / "none"]))
+
+
+def test_lines_of_json_end_at_line_feeds_alone_and_hold_text(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('\ufeff{"text": "one\u2028line\x85"}\r\n{"text": "", "body": "b"}\n', encoding="utf-8")
+    assert list(read_texts([file])) == ["one\u2028line\x85", ""]
+    for value in ("null", "5", '["a"]', '"abc \\ud800 def"'):
+        file.write_text('{"text": "a"}\n{"text": ' + value + "}\n")
+        with pytest.raises(ValueError, match=r"line 2 of .*a\.jsonl"):
+            list(read_texts([file]))
 
 
 @pytest.fixture
@@ -162,3 +190,23 @@ def test_bad_commands_are_refused_before_anything_runs(home):
     assert open_model(str(home / "small")).tokenizer is None
     with pytest.raises(ValueError, match="diff-debug came without a tokenizer"):
         evaluate_language(Work(open_model(str(home / "small"))), ["needle"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lengths", (64, 64)),
+        ("facts", (4, 4)),
+        ("needles", ("2x4",)),
+        ("depths", ()),
+        ("samples", 0),
+        ("pruning_ratios", (0.5, 1.0)),
+        ("pruning_methods", ("best",)),
+        ("schemes", ("fp4",)),
+        ("template", "no place"),
+        ("max_bad_fraction", 2.0),
+    ],
+)
+def test_options_that_would_count_twice_or_never_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        LanguageOptions(**{name: value})

@@ -125,6 +125,15 @@ def test_texts_end_before_what_ends_them(opened):
     assert lm.generate_until(requests(("One", settings | {"do_sample": False}))) == [whole]
 
 
+def test_a_start_token_precedes_each_context(opened):
+    start = TOKENIZER.decode([5])
+    lm, model = opened(start=start)
+    expected = by_hand(model, [5, *TOKENIZER.encode("One")], TOKENIZER.encode(" model"))[0]
+    assert lm.loglikelihood(requests(("One", " model")))[0][0] == pytest.approx(expected, abs=1e-4)
+    expected = by_hand(model, [5], TOKENIZER.encode("One"))[0]
+    assert lm.loglikelihood_rolling(requests(("One",))) == [pytest.approx(expected, abs=1e-4)]
+
+
 def test_what_cannot_be_scored(opened, adapter, tmp_path):
     lm, _ = opened()
     for continuation in ("", TEXT * 5):

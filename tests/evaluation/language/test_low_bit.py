@@ -13,6 +13,8 @@ from diffvision.evaluation.language.low_bit import (
     low_bit,
 )
 
+ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))
+
 
 def head(length=100, maps=2, key_maps=2):
     """Return one causal head's call with lambda 0.7."""
@@ -53,6 +55,21 @@ def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps, monkeypatc
     torch.testing.assert_close(kept, (full.scores().applied() @ full.values(torch.float32))[0, 0])
 
 
+def test_probabilities_and_values_as_a_kernel_sums_them():
+    """Unnormalised probabilities in 0..127 times values in -127..127, divided by the sum before rounding."""
+    call = head(maps=1, key_maps=1)
+    logits, v = call.scores().logits[0, 0, 0], call.v[0, 0]
+    scale = v.abs().amax(0) / 127
+    integers = torch.floor((v / scale).abs() + 0.5) * v.sign()
+    expected = []
+    for query in range(100):
+        row = (logits[query, : query + 1] - logits[query, : query + 1].max()).exp()
+        expected.append((torch.floor(row * 127 + 0.5) / 127) @ (integers[: query + 1] * scale) / row.sum())
+    torch.testing.assert_close(output(call, "pv_int8"), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    eight, floats = (output(head(maps=1, key_maps=1), name) for name in ("pv_int8", "pv_fp8"))
+    assert 0 < (floats - eight).norm() / eight.norm() < 0.1
+
+
 @pytest.mark.parametrize("variant", ["standard", "v1", "v2"])
 def test_loss_and_errors_of_each_scheme(tiny_of, variant, monkeypatch):
     model = tiny_of(variant)
@@ -77,3 +94,11 @@ def test_loss_and_errors_of_each_scheme(tiny_of, variant, monkeypatch):
     assert error["pv_int8"] < error["pv_fp8"]
     assert all(0.5 < metrics[f"cosine/{name}"] < 1 for name in SCHEMES)
     assert metrics["cosine/qk_int8"] == pytest.approx((metrics["cosine/qk_int8/0"] + metrics["cosine/qk_int8/1"]) / 2)
+    assert (metrics["cancellation"] == pytest.approx(1)) if variant == "standard" else (metrics["cancellation"] > 1)
+
+
+def test_dint_has_no_cache_to_round(tiny_of):
+    rows = torch.randint(512, (2, 20))
+    assert low_bit(tiny_of("v1_dint"), rows, schemes=["qk_int8"])
+    with pytest.raises(ValueError, match="DintAttention"):
+        low_bit(tiny_of("v1_dint"), rows)

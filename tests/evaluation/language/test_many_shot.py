@@ -5,10 +5,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from diffvision.data.datasets import mapping_text
 from diffvision.evaluation.language.many_shot import (
     Example,
     Task,
+    alternating,
+    constrained_choices,
+    draw_demonstrations,
     encode_prompts,
+    label_mapping_tasks,
     label_tokens,
     many_shot,
     order_robustness,
@@ -57,6 +62,34 @@ def test_a_model_that_minds_the_order_has_a_spread(task, words):
     assert metrics["random/worst"] == pytest.approx(1 / 3)
     assert metrics["random/spread"] == pytest.approx(1 / 3)
     assert metrics["random/worst"] < metrics["random/mean"] < metrics["random/best"]
+
+
+def test_mappings_are_one_to_one_and_anew_for_each_task_and_ask_for_unseen_words():
+    tasks = label_mapping_tasks(4, classes=4, queries=16)
+    kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
+    for task in tasks:
+        mapping = {(kind_of[example.text], example.label) for example in [*task.demonstrations, *task.queries]}
+        assert len(mapping) == len(dict(mapping)) == len(set(task.labels)) == 4
+        asked = {query.text for query in task.queries}
+        assert len(asked) == 16
+        assert not asked & {example.text for example in task.demonstrations}
+    assert len({tuple(task.labels) for task in tasks}) > 1
+
+
+def test_orders_and_draws_are_even_among_classes(task, draw):
+    order = alternating([*PAIRS, Example("ja10", "ja")], draw)
+    labels = [example.label for example in order]
+    assert sorted(order) == sorted([*PAIRS, Example("ja10", "ja")])
+    assert all(set(labels[place : place + 2]) == {"ja", "nein"} for place in (0, 2, 4, 6))
+    drawn = draw_demonstrations(task, 4, seed=0)
+    assert sorted(example.label for example in drawn) == ["ja", "ja", "nein", "nein"]
+
+
+def test_a_constrained_choice_takes_the_likeliest_step_by_step(table):
+    model = table([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.7, 0.2, 0.1]])  # 0 -> 1 -> 2 -> 0
+    # from 0: 1 is likelier than 2; after 1 only 0 and 1 lead on, and 1 is likelier
+    choices = [[2, 0], [1, 0, 2], [1, 1, 2]]
+    assert constrained_choices(model, [[0], [1], [2, 0]], choices, batch_size=2) == [2, 0, 2]
 
 
 def test_a_prompt_ends_where_the_label_begins(task, words):

@@ -60,6 +60,13 @@ def test_a_model_answers(opened, tmp_path):
     assert [one["at_limit"] for one in answers] == results["at_limit"].values.tolist()
 
 
+def test_questions_are_drawn_by_the_seed(tmp_path):
+    path = write(tmp_path / "a.jsonl", *({"question": f"q {n}", "answer": n} for n in range(9)))
+    first, again, other = (read_questions([path], count=3, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {one.id for one in first} < {f"{path}:{n}" for n in range(1, 10)}
+
+
 @pytest.mark.parametrize("row", ['{"question": "q"}', '{"answer": "1"}', "[]", "x", '{"question": "q", "answer": " "}'])
 def test_a_line_without_question_and_answer_is_named(row, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "1"}\n' + row)

@@ -140,3 +140,13 @@ def test_window_keeps_sinks_and_the_last(ratio, expected):
     """Of three the last is one; a single one is the first, the sink."""
     [kept, *_] = kept_of(small_model("diff-debug"), Compress("window", ratio), torch.tensor(prompts_of(20)))
     assert kept[0, 0].nonzero().flatten().tolist() == expected
+
+
+def test_as_many_as_the_ratio_says_and_random_ones_by_their_seed():
+    """1 - 0.29 of 100 are 71, although 0.29 * 100 is below 29 in floating point."""
+    model, tokens = small_model("diff-debug"), torch.tensor(prompts_of(100))
+    for ratio, count in ((0.29, 71), (0.95, 5), (0.999, 1)):
+        assert {count} == {int(n) for kept in kept_of(model, Compress("diff", ratio), tokens) for n in kept.sum(-1)}
+    first, again, other = (kept_of(model, Compress("random", seed=seed), tokens)[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

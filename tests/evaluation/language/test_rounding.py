@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffvision.evaluation.language.low_bit import by_block, by_group, smoothed, to_integers
+from diffvision.evaluation.language.low_bit import by_block, by_group, smoothed, to_float8, to_integers
 
 SEED = torch.Generator().manual_seed(0)
 
@@ -13,6 +13,12 @@ def test_integers_by_hand():
     x = torch.tensor([[7.0, 2.5, -2.5, 0.4], [-14.0, 1.0, 0.9, 13.0]])
     assert to_integers(x, 4, -1).tolist() == [[7, 3, -3, 0], [-14, 2, 0, 14]]
     assert to_integers(torch.zeros(3, 2), 8, -1).abs().max() == 0
+
+
+def test_float8_has_three_bits_of_mantissa():
+    x = torch.tensor([448.0, 17.0, 19.1, -0.3, 0.0])
+    assert to_float8(x, -1).tolist() == pytest.approx([448, 16, 20, -0.3125, 0])
+    torch.testing.assert_close(to_float8(x / 7, -1), to_float8(x, -1) / 7)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
