@@ -43,7 +43,15 @@ def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
             last.text += output.text
         else:
             whole.append(output)
-    return whole
+    for output in whole:
+        if output.output_type == "stream":
+            output.text = final_lines(output.text)
+    return [output for output in whole if output.output_type != "stream" or output.text.strip()]
+
+
+def final_lines(text: str) -> str:
+    """Return what a terminal shows in the end: of a progress bar, the last state of its line."""
+    return "\n".join(line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
 
 
 def main() -> None:
