@@ -25,7 +25,7 @@ from diffvision.export.describe import PLAIN, attention_layers, describe, text, 
 from diffvision.models import language
 from diffvision.models.language import LanguageModel
 from diffvision.opening import Model
-from diffvision.training.fault_tolerance import step_of
+from diffvision.training.fault_tolerance import read_step
 
 HUB_LIBRARY = {"open_clip": "open_clip", "timm": "timm", "language": "transformers"}
 TASK = {"open_clip": "zero-shot-image-classification", "timm": "image-classification", "language": "text-generation"}
@@ -60,7 +60,7 @@ def write_card(folder: Path, model: Model, license: str | None = None) -> None:
         curves = {} if model.run is None else read_metrics(model.run)
     if model.library == "language" and not (folder / "tokenizer.json").is_file():
         model = dataclasses.replace(model, tokenizer=None)
-    results = last_results(curves, step_of(Path(model.weights or "")) or None)
+    results = last_results(curves, read_step(Path(model.weights or "")) or None)
     ModelCard(model_card(model, *results, license=license)).save(folder / "README.md")
 
 

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from diffvision.data.shards.report import Report
-from diffvision.training.fault_tolerance import gather
+from diffvision.training.fault_tolerance import gather_from_ranks
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
 from diffvision.training.sharding import gather_weights, release_weights
 
@@ -198,7 +198,7 @@ class DataReport(pl.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         report: Report | None = getattr(trainer.train_dataloader, "report", None)
-        trained = [] if self.trained is None else gather(trainer, self.trained)
+        trained = [] if self.trained is None else gather_from_ranks(trainer, self.trained)
         if report is not None and (reports := [*self._earlier(report.epoch), *trained]):
             total = add_reports(reports)
             fields = {name: getattr(total, name) for name in KEPT}
@@ -246,7 +246,7 @@ class DataReport(pl.Callback):
 def _reports(trainer: pl.Trainer) -> list[Report]:
     """Return each rank's report of the current epoch; an empty list for a loader without reports."""
     report = getattr(trainer.train_dataloader, "report", None)
-    return [] if report is None else gather(trainer, report)
+    return [] if report is None else gather_from_ranks(trainer, report)
 
 
 def add_reports(reports: Sequence[Report]) -> Report:

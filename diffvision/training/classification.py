@@ -34,8 +34,8 @@ class ClassificationModule(TrainingModule):
         eval_transform: the same without augmentation.
     """
 
-    keys: ClassVar = ("image", "label")
-    needed: ClassVar = ("image", "label")
+    batch_keys: ClassVar = ("image", "label")
+    required_keys: ClassVar = ("image", "label")
     adamw: ClassVar = {"betas": (0.9, 0.999), "eps": 1e-8}
 
     def __init__(
@@ -105,9 +105,9 @@ class ClassificationModule(TrainingModule):
         """Return logits [B, num_classes]."""
         return self.model(image)
 
-    def as_read(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a loader's batch as a dictionary, its labels checked."""
-        batch = super().as_read(batch)
+        batch = super().prepare_batch(batch)
         self.check_labels(batch["label"])
         return batch
 
@@ -129,7 +129,7 @@ class ClassificationModule(TrainingModule):
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
-        self.log_step(self.rate, loss=self.mean_if_read(loss.detach()))
+        self.log_step(self.highest_lr, loss=self.mean_if_logged(loss.detach()))
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:
@@ -162,7 +162,7 @@ class ClassificationModule(TrainingModule):
     def on_validation_epoch_end(self) -> None:
         """Log accuracies and loss, from sums over all samples and ranks; no acc5 with fewer than five classes."""
         release_weights(self.model)
-        for stage, loader, (samples, top1, top5, loss) in self.all_sums():
+        for stage, loader, (samples, top1, top5, loss) in self.reduce_sums():
             if not samples:
                 raise ValueError(f"the data for {stage}acc1{loader} is empty: give some, or no such split")
             means = {"acc1": top1 / samples, "acc5": top5 / samples, "loss": loss / samples}

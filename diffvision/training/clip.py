@@ -55,8 +55,8 @@ class ContrastiveModule(TrainingModule):
         prompts: one line of text per zero-shot evaluation of a fit.
     """
 
-    keys: ClassVar = ("image", "text")
-    needed: ClassVar = ("image", "text")
+    batch_keys: ClassVar = ("image", "text")
+    required_keys: ClassVar = ("image", "text")
 
     def __init__(
         self,
@@ -162,11 +162,11 @@ class ContrastiveModule(TrainingModule):
             text = self.tokenizer(list(text)).to(self.device)
         return {name: value for name, value in self.model(image, text).items() if value is not None}
 
-    def as_read(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a loader's batch as a dictionary, its captions as token ids."""
         if isinstance(batch, EvaluationFolder):
             return batch
-        batch = super().as_read(batch)
+        batch = super().prepare_batch(batch)
         if is_captions(batch["text"]):
             batch["text"] = self.tokenizer(list(batch["text"]))
         if batch["text"].ndim != 2:
@@ -178,9 +178,9 @@ class ContrastiveModule(TrainingModule):
         """Make an optimizer step; return the batch's loss on this rank."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        rate = self.rate
+        rate = self.highest_lr
         loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
-        mean = self.mean_if_read(loss)
+        mean = self.mean_if_logged(loss)
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:  # a subclass may have none
@@ -193,7 +193,7 @@ class ContrastiveModule(TrainingModule):
 
     def backward_whole(self, batch: ImageTextBatch) -> Tensor:
         """Compute the gradients of the batch in one pass; return the loss of this rank, detached."""
-        loss = self.loss_of(self.model(batch["image"], batch["text"]))
+        loss = self.compute_loss(self.model(batch["image"], batch["text"]))
         self.manual_backward(loss)
         return loss.detach()
 
@@ -213,7 +213,7 @@ class ContrastiveModule(TrainingModule):
                 outputs.append(self.model(image, text))
         whole = {k: torch.cat([out[k] for out in outputs]) if k in FEATURES else v for k, v in outputs[0].items()}
         whole = {k: widen(v.detach()).requires_grad_() for k, v in whole.items()}
-        loss = self.loss_of(whole)
+        loss = self.compute_loss(whole)
         spread_nan(loss)
         gradients = dict(zip(whole, torch.autograd.grad(loss, list(whole.values())), strict=True))
         chunk_gradients = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
@@ -231,7 +231,7 @@ class ContrastiveModule(TrainingModule):
                     self.manual_backward(sum((widen(out[k]) * g).sum() for k, g in chunk_gradients[i].items()))
         return loss.detach()
 
-    def loss_of(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
+    def compute_loss(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
         """Return the loss of features and scale, in float32: bfloat16 has no fractional digits for logits near 100."""
         with torch.autocast(self.device.type, enabled=False):
             whole = {k: widen(v) for k, v in out.items()}
@@ -254,10 +254,10 @@ class ContrastiveModule(TrainingModule):
 
         It is the earliest hook in which the module has its trainer.
         """
-        if self.fitting and self.trainer.gradient_clip_val:
+        if self.is_fitting and self.trainer.gradient_clip_val:
             value = self.trainer.gradient_clip_val
             raise ValueError(f"trainer.gradient_clip_val must be null, got {value}: set optimizer.clip_norm")
-        if self.fitting and (batches := self.trainer.accumulate_grad_batches) != 1:
+        if self.is_fitting and (batches := self.trainer.accumulate_grad_batches) != 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches must be 1, as negatives would be lost, got {batches}: set accum_freq"
             )
@@ -297,7 +297,7 @@ class ContrastiveModule(TrainingModule):
         """
         if not isinstance(batch, EvaluationFolder):
             inputs = mark_batch_dynamic(batch["image"]), mark_batch_dynamic(batch["text"])
-            loss = self.loss_of(self.model(*inputs), self.batch_loss)
+            loss = self.compute_loss(self.model(*inputs), self.batch_loss)
             self.add_sums(dataloader_idx, pairs := len(batch["image"]), loss * pairs)
             return
         metrics = evaluate(
@@ -316,7 +316,7 @@ class ContrastiveModule(TrainingModule):
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss of the pairs, if there were any."""
         release_weights(self.model)
-        for stage, loader, (pairs, loss) in self.all_sums():
+        for stage, loader, (pairs, loss) in self.reduce_sums():
             if pairs:
                 self.log_means({f"{stage}loss{loader}": loss / pairs})
 

@@ -43,7 +43,7 @@ class EMA(EMAWeightAveraging):
             super().setup(trainer, pl_module, stage)
         if stage == "fit":
             (averages,) = (value for value in vars(self).values() if isinstance(value, AveragedModel))
-            Averages.take_over(averages, self.decay)
+            Averages.convert(averages, self.decay)
             averages.module.to(trainer.strategy.root_device)
 
     def on_load_checkpoint(
@@ -58,7 +58,7 @@ class Averages(AveragedModel):
     """torch's AveragedModel with its count of updates on the CPU, so that an update does not wait for the device."""
 
     @classmethod
-    def take_over(cls, model: AveragedModel, decay: float) -> None:
+    def convert(cls, model: AveragedModel, decay: float) -> None:
         """Make a model of this class from one that Lightning has made."""
         model.__class__ = cls
         model.multi_avg_fn, model.n_averaged = get_ema_multi_avg_fn(decay), torch.tensor(0)
@@ -68,7 +68,7 @@ class Averages(AveragedModel):
         """Update the averages of parameters and buffers, by a few kernels for each dtype; the first update copies."""
         assert self.multi_avg_fn is not None
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for average, current in zip(tensors_of(self.module), tensors_of(model), strict=True):
+        for average, current in zip(parameters_and_buffers(self.module), parameters_and_buffers(model), strict=True):
             if not self.n_averaged:
                 average.copy_(current)
             pairs.setdefault(average.dtype, []).append((average.detach(), current.detach().to(average.device)))
@@ -78,6 +78,6 @@ class Averages(AveragedModel):
         self.n_averaged += 1
 
 
-def tensors_of(module: nn.Module) -> chain[torch.Tensor]:
+def parameters_and_buffers(module: nn.Module) -> chain[torch.Tensor]:
     """Return the parameters and buffers of a module."""
     return chain(module.parameters(), module.buffers())

@@ -46,8 +46,8 @@ class LanguageModule(NextTokenModule):
         tokenizer: the argument; the command line hands it to the data.
     """
 
-    keys: ClassVar = ("tokens", "documents", "learned")
-    needed: ClassVar = ("tokens",)
+    batch_keys: ClassVar = ("tokens", "documents", "learned")
+    required_keys: ClassVar = ("tokens",)
     adamw: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     def __init__(
@@ -151,15 +151,15 @@ class LanguageModule(NextTokenModule):
         """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
         return self.model(tokens)
 
-    def as_read(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a batch with where its documents end, if it is on its way to a device: there it would wait."""
-        batch = super().as_read(batch)
+        batch = super().prepare_batch(batch)
         numbers = batch.get("documents")
         if numbers is not None and numbers.device.type == "cpu" != self.device.type:
             batch["ends"] = ops.document_ends(numbers[:, :-1])
         return batch
 
-    def read(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    def compute_states(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return final hidden states [B, N, dim] and their targets [B, N]; attention stays inside documents."""
         inputs, targets, documents = shift(batch)
         ends = batch.get("ends")
@@ -170,7 +170,7 @@ class LanguageModule(NextTokenModule):
         """Return the teacher's distributions, in training."""
         return None if self._teacher is None or not self.training else self._teacher.soft_targets(*shift(batch))
 
-    def log_excess(self, nats: Tensor, excess: Tensor) -> None:
+    def log_penalty(self, nats: Tensor, excess: Tensor) -> None:
         """Log the objective with a teacher, or the penalty."""
         if self.distill is not None:
             self.log("train/objective", nats + excess)
@@ -178,7 +178,7 @@ class LanguageModule(NextTokenModule):
             self.log("train/z_loss", excess)
 
     @property
-    def _share(self) -> int:
+    def _divisor(self) -> int:
         return self.model.config.max_length
 
     def validation_metrics(self, data: Any) -> list[str] | None:

@@ -66,9 +66,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         sources: where the weights that a run starts from were read: files, folders, tags; empty for new weights.
     """
 
-    keys: ClassVar[tuple[str, ...]]  # of a batch, in the order of a tuple
-    needed: ClassVar[tuple[str, ...]]  # the keys that a step cannot do without
-    computing: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that compute with its weights
+    batch_keys: ClassVar[tuple[str, ...]]  # in the order of a tuple
+    required_keys: ClassVar[tuple[str, ...]]  # those without which a batch is refused
+    weight_methods: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that use its weights
     adamw: ClassVar[dict[str, Any]] = ADAMW  # AdamW's betas and eps where they are not set
     model: Any
     sources: Sequence[str] = ()
@@ -104,7 +104,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             raise ValueError(
                 f"tensor_parallel_size must be 1, got {size}: set data_parallel_size to {mesh.size()} in its place"
             )
-        shard(self.model, mesh["data_parallel"], self.computing)
+        shard(self.model, mesh["data_parallel"], self.weight_methods)
 
     @property
     def attached_trainer(self) -> pl.Trainer | None:
@@ -152,18 +152,18 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         for message in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         data = getattr(self.trainer, "datamodule", None)
-        if self.fitting:
+        if self.is_fitting:
             self.set_monitors(lightning_internals.find_callbacks(self.trainer, pl.Callback), data)
         if getattr(data, "evaluation", None) or getattr(data, "evaluations", None):
             warnings.filterwarnings("ignore", message=NOT_YET_EVALUATED)
         guards = lightning_internals.find_callbacks(self.trainer, StepGuard)
-        if guards and not self.fitting:
+        if guards and not self.is_fitting:
             return []
         for guard in guards:
-            if guard.of_module:  # from an earlier fit: Lightning would replace it too, with a message
+            if guard.is_from_module:  # from an earlier fit: Lightning would replace it too, with a message
                 self.trainer.callbacks.remove(guard)  # type: ignore[attr-defined]
         guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
-        guard.of_module = True
+        guard.is_from_module = True
         return [guard]
 
     def validation_metrics(self, data: Any) -> list[str] | None:
@@ -195,13 +195,13 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
                     f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: set {remedy}"
                 )
 
-    def as_read(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a loader's batch as the steps read it, or raise ValueError if a key is missing."""
-        batch = named(batch, self.keys)
-        if missing := [key for key in self.needed if key not in batch]:
+        batch = named(batch, self.batch_keys)
+        if missing := [key for key in self.required_keys if key not in batch]:
             raise ValueError(
                 f"a batch has no {', '.join(missing)} (only {', '.join(batch)}): give {type(self).__name__} a "
-                f"dictionary with {', '.join(self.keys)}, or a tuple of these"
+                f"dictionary with {', '.join(self.batch_keys)}, or a tuple of these"
             )
         return batch
 
@@ -223,7 +223,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         """Add the sums of a batch."""
         self._sums[loader] += torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in sums])
 
-    def all_sums(self) -> Iterator[tuple[str, str, list[float]]]:
+    def reduce_sums(self) -> Iterator[tuple[str, str, list[float]]]:
         """Yield for each loader the prefix and suffix of its metrics' names, and its sums over all ranks.
 
         Ranks need not have equal batches, so sums come before any division.
@@ -234,20 +234,20 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             yield f"{stage}/", f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
 
     @property
-    def rate(self) -> float:
-        """The highest learning rate of this step."""
+    def highest_lr(self) -> float:
+        """The highest learning rate of the parameter groups at this step."""
         return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
-    def sum_if_read(self, sums: Tensor) -> Tensor:
+    def sum_if_logged(self, sums: Tensor) -> Tensor:
         """Sum numbers of this step in place over ranks, if they are read; otherwise no rank waits for another."""
         trainer = self.trainer
-        if self._is_read_at_every_step or lightning_internals.is_shared_step(trainer, trainer.global_step + 1):
+        if self._is_read_at_every_step or lightning_internals.is_synced_step(trainer, trainer.global_step + 1):
             return self._sum_over_ranks(sums)
         return sums
 
-    def mean_if_read(self, value: Tensor) -> Tensor:
+    def mean_if_logged(self, value: Tensor) -> Tensor:
         """Return the mean over ranks of a number of this step if it is read, otherwise this rank's."""
-        total, ranks = self.sum_if_read(torch.stack([value, torch.ones_like(value)]))
+        total, ranks = self.sum_if_logged(torch.stack([value, torch.ones_like(value)]))
         return total / ranks
 
     def _sum_over_ranks(self, sums: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         self.log_dict(values, prog_bar=prog_bar, sync_dist=True, add_dataloader_idx=False)
 
     @property
-    def fitting(self) -> bool:
+    def is_fitting(self) -> bool:
         """Whether the trainer fits, rather than validates or tests."""
         return self.trainer.state.fn == TrainerFn.FITTING
 
@@ -288,7 +288,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         """Save what rebuilds the model, and hyperparameters that need no other file of weights."""
         if (trainer := self.attached_trainer) is not None:
             for guard in lightning_internals.find_callbacks(trainer, StepGuard):
-                guard.read()  # also where only weights are saved, without the callbacks' states
+                guard.report_skipped()  # also where only weights are saved, without the callbacks' states
         checkpoint["diffvision"] = self.describe()
         checkpoint["hyper_parameters"] = dict(self.hparams) | self.arguments_without_weights()
 

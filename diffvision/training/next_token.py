@@ -28,17 +28,17 @@ class NextTokenModule(TrainingModule):
 
     Attributes:
         model: has `hidden`, the input of the output projection, and `head_weight`, the weight of that projection.
-        reads_logits: whether `read` returns logits, as the model's are more than hidden states times `head_weight`.
+        returns_logits: whether `compute_states` returns logits, because the model's head is more than `head_weight`.
         z_loss: weight of the penalty log(Z)^2, for training only.
     """
 
-    computing: ClassVar = ("hidden",)
+    weight_methods: ClassVar = ("hidden",)
     loss_chunk = 1024  # tokens whose logits are in memory together
-    reads_logits = False
+    returns_logits = False
     z_loss = 0.0
     _predictions: Tensor | None = None  # of this rank, in the batches of a step
 
-    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def compute_states(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the final hidden states [B, N, dim] or logits of a batch, and their targets [B, N] or IGNORED."""
         raise NotImplementedError
 
@@ -52,13 +52,13 @@ class NextTokenModule(TrainingModule):
         """Return soft targets, learned in addition to the targets; None by default."""
         return None
 
-    def log_excess(self, nats: Tensor, excess: Tensor) -> None:
+    def log_penalty(self, nats: Tensor, excess: Tensor) -> None:
         """Log the excess of the loss over its cross entropy `nats`, both per prediction; nothing by default."""
 
-    def sums(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def sum_losses(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
-        states, targets = self.read(batch)
-        if self.reads_logits:
+        states, targets = self.compute_states(batch)
+        if self.returns_logits:
             logits = states.flatten(0, 1).to(torch.promote_types(states.dtype, torch.float32))
             loss = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORED)
             return loss, loss.detach(), (targets != IGNORED).sum()
@@ -79,17 +79,17 @@ class NextTokenModule(TrainingModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
-        loss, nll, count = self.sums(batch)
-        nats, excess, predictions = self.sum_if_read(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
-        self.log_step(self.rate, loss=nats / predictions.clamp(min=1))
-        self.log_excess(nats / predictions.clamp(min=1), excess / predictions.clamp(min=1))
+        loss, nll, count = self.sum_losses(batch)
+        nats, excess, predictions = self.sum_if_logged(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
+        self.log_step(self.highest_lr, loss=nats / predictions.clamp(min=1))
+        self.log_penalty(nats / predictions.clamp(min=1), excess / predictions.clamp(min=1))
         if "documents" not in batch and "learned" not in batch:
             return loss / count
         self._predictions = count if self._predictions is None else self._predictions + count
-        return loss / self._share
+        return loss / self._divisor
 
     @property
-    def _share(self) -> int:
+    def _divisor(self) -> int:
         """What a batch's sum is divided by before its backward pass: the same for all, near their predictions."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class NextTokenModule(TrainingModule):
         if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
             return
         total = self._sum_over_ranks(self._predictions).clamp(min=1)
-        divided = self._share * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divided = self._divisor * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(divided / total)
@@ -111,17 +111,17 @@ class NextTokenModule(TrainingModule):
         self.begin_sums(2)  # nats, predictions
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._in_step(working=True)
-        with self._plain_tensors():
-            _, nll, count = self.sums(batch)
+        self._any_rank_has_batch(working=True)
+        with self._disable_gradients():
+            _, nll, count = self.sum_losses(batch)
         self.add_sums(dataloader_idx, nll, count)
 
     def on_validation_epoch_end(self) -> None:
         """Log loss and perplexity, from sums over all ranks."""
-        while self._in_step(working=False):
-            with self._plain_tensors():
+        while self._any_rank_has_batch(working=False):
+            with self._disable_gradients():
                 self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        for stage, loader, (nats, predictions) in self.all_sums():
+        for stage, loader, (nats, predictions) in self.reduce_sums():
             if not predictions:
                 raise ValueError(f"the data for {stage}loss{loader} is empty: give some, or no such split")
             loss = nats / predictions
@@ -129,7 +129,7 @@ class NextTokenModule(TrainingModule):
             self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
             self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
 
-    def _in_step(self, working: bool) -> bool:
+    def _any_rank_has_batch(self, working: bool) -> bool:
         """Return whether any rank has a batch to validate.
 
         Sharded layers are gathered by all ranks together, so a rank with fewer batches than others takes part until all
@@ -141,7 +141,7 @@ class NextTokenModule(TrainingModule):
         return bool(self.trainer.strategy.reduce(flag, reduce_op="sum"))
 
     @contextmanager
-    def _plain_tensors(self) -> Iterator[None]:
+    def _disable_gradients(self) -> Iterator[None]:
         """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
         with torch.inference_mode(False), torch.no_grad():
             yield

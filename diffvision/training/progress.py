@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from diffvision.progress import in_notebook, track
 from diffvision.training.fault_tolerance import watch_signals
-from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_shared_step
+from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_synced_step
 from diffvision.training.schedule import total_steps
 
 REDRAWN, PRINTED = 0.25, 10.0  # seconds between two drawings of the bar, and between two lines in a file
@@ -83,7 +83,7 @@ class ProgressLine(TQDMProgressBar):
 
     def _read(self, trainer: pl.Trainer) -> None:
         logged = trainer.callback_metrics
-        if is_shared_step(trainer, trainer.global_step):
+        if is_synced_step(trainer, trainer.global_step):
             self._of_step = {name: logged[name] for name in ON_DEVICE if name in logged}
         shown = self._of_step | trainer.progress_bar_metrics
         if trainer.is_global_zero:

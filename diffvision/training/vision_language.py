@@ -60,8 +60,8 @@ class VisionLanguageModule(NextTokenModule):
         trained: the parts of the model that are trained.
     """
 
-    keys: ClassVar = ("image", "tokens", "lengths", "learned")
-    needed: ClassVar = ("image", "tokens", "learned")
+    batch_keys: ClassVar = ("image", "tokens", "lengths", "learned")
+    required_keys: ClassVar = ("image", "tokens", "learned")
     adamw: ClassVar = {"betas": (0.9, 0.999), "eps": 1e-8}
 
     def __init__(
@@ -134,7 +134,7 @@ class VisionLanguageModule(NextTokenModule):
             self._start_from(pretrained)
             self.sources = [pretrained]
         self._set_trained_parts(grad_checkpointing)
-        self.reads_logits = self.model.language_model.config.model_type not in BARE_HEADS
+        self.returns_logits = self.model.language_model.config.model_type not in BARE_HEADS
         if compile:
             compile_in_place(self.model.vision_tower, dynamic=True)  # images and tokens differ from batch to batch
             compile_in_place(self.model.language_model.base_model, dynamic=True)
@@ -202,7 +202,7 @@ class VisionLanguageModule(NextTokenModule):
         return self.model.image_tokens
 
     @property
-    def _share(self) -> int:
+    def _divisor(self) -> int:
         return 1024
 
     def setup(self, stage: str) -> None:
@@ -223,7 +223,7 @@ class VisionLanguageModule(NextTokenModule):
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
 
-    def read(self, batch: VisionLanguageBatch) -> tuple[Tensor, Tensor]:
+    def compute_states(self, batch: VisionLanguageBatch) -> tuple[Tensor, Tensor]:
         """Return final hidden states [B, N, dim], or logits, and their targets [B, N].
 
         The padding follows the text, which therefore does not attend to it: no mask is needed.
@@ -237,7 +237,7 @@ class VisionLanguageModule(NextTokenModule):
             embeds = self.model.embed(inputs, images)
         else:
             embeds = self.model.embed(inputs) + 0 * images.sum()
-        if self.reads_logits:
+        if self.returns_logits:
             return words(inputs_embeds=embeds, use_cache=False).logits, targets
         return words.base_model(inputs_embeds=embeds, use_cache=False).last_hidden_state, targets
 

@@ -103,8 +103,8 @@ def make_step(kind, variant, fakes, **settings):
     if kind == "vit":
         return lambda: F.cross_entropy(module.model(image).float(), label)
     if kind == "clip":
-        return lambda: module.loss_of(module.model(image, text))
-    return lambda: module.sums(tokens)[0]
+        return lambda: module.compute_loss(module.model(image, text))
+    return lambda: module.sum_losses(tokens)[0]
 
 
 def clip_of_one_block(variant):

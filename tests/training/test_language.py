@@ -200,14 +200,14 @@ def test_settings_reach_the_optimizer_and_the_norm_before_clipping_is_logged():
 def test_documents_ends_are_found_before_a_batch_goes_to_a_device(monkeypatch):
     module, row = make(), Tokens(documents=True).rows[1]
     batch = {name: value[None] for name, value in row.items()}
-    assert "ends" not in module.as_read(batch)
+    assert "ends" not in module.prepare_batch(batch)
     given = []
     monkeypatch.setattr(module.model, "hidden", lambda tokens, documents: given.append(documents) or tokens)
     monkeypatch.setattr(LanguageModule, "device", torch.device("meta"))
-    batch = module.as_read(batch)
+    batch = module.prepare_batch(batch)
     assert batch["ends"].tolist() == [0, 3, 6, 9, 12]
     monkeypatch.setattr("diffvision.training.next_token.linear_cross_entropy", lambda *args, **settings: (0, 0))
-    module.sums(batch)
+    module.sum_losses(batch)
     assert torch.equal(given[0].numbers, batch["documents"][:, :-1])
     assert given[0].ends is batch["ends"]
 

@@ -141,11 +141,11 @@ def hugging_face(folder, kind, **settings):
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     module = make(language=hugging_face(tmp_path, kind, **HEADS[kind]), language_args=None).eval()
-    assert module.reads_logits is (kind not in BARE_HEADS)
+    assert module.returns_logits is (kind not in BARE_HEADS)
     assert any(layer.training for layer in make(language=f"hf:{tmp_path}", language_args=None).modules())
     batch = Rows.collate(Rows().rows)
     with torch.no_grad():
-        _, nats, count = module.sums(batch)
+        _, nats, count = module.sum_losses(batch)
         logits, targets = module.model(batch["tokens"][:, :-1], batch["image"]).logits, batch["tokens"][:, 1:]
     learned = batch["learned"][:, 1:]
     expected = F.cross_entropy(logits[learned], targets[learned], reduction="sum")
@@ -157,7 +157,7 @@ def test_validation_weighs_tokens():
     module = make()
     trainer = train(module, limit_val_batches=1.0, max_steps=1)
     with torch.no_grad():
-        _, nats, count = module.eval().sums(Rows.collate(Rows().rows))
+        _, nats, count = module.eval().sum_losses(Rows.collate(Rows().rows))
     torch.testing.assert_close(
         trainer.callback_metrics["val/loss"].double(), (nats / count).double(), rtol=1e-5, atol=0
     )

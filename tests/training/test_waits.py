@@ -136,14 +136,14 @@ def test_a_forward_pass_on_a_fake_gpu_meets_no_tensor_of_the_cpu(case):
         as_fake_cuda(module)
         batch = {name: torch.empty((4, *value.shape), dtype=value.dtype, device="cuda") for name, value in row.items()}
         if isinstance(module, ContrastiveModule):
-            loss = module.loss_of(
+            loss = module.compute_loss(
                 module.model(batch["image"], batch["text"]), create_loss(module.loss_name, rank=0, world_size=1)
             )
         elif isinstance(module, ClassificationModule):
             loss = nn.functional.cross_entropy(module.model(batch["image"]).float(), batch["label"])
         else:
             batch["ends"] = torch.empty(9, dtype=torch.int32, device="cuda")
-            loss = module.sums(batch)[0]
+            loss = module.sum_losses(batch)[0]
     assert loss.device.type == "cuda"
     assert loss.dtype == torch.float32
 
@@ -297,7 +297,7 @@ class Loader(DataLoader):
 def train(root, bad, monkeypatch, *, steps=10, **guard):
     """Fit as on a GPU, where steps are read when every fifth is logged."""
     monkeypatch.setattr(
-        fault_tolerance.lightning_internals, "may_read", fault_tolerance.lightning_internals.is_logging_step
+        fault_tolerance.lightning_internals, "may_wait_for_device", fault_tolerance.lightning_internals.is_logging_step
     )
     rows = torch.randn(steps, 4, 3, generator=torch.Generator().manual_seed(0))
     for number in bad:

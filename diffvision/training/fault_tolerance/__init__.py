@@ -6,9 +6,9 @@
 Other packages import from here, and nothing from the modules inside but `lightning_internals`.
 """
 
-from diffvision.training.fault_tolerance.checkpoints import refuse_link, step_of
+from diffvision.training.fault_tolerance.checkpoints import read_step, refuse_link
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
-from diffvision.training.fault_tolerance.finite import StepGuard, gather, spread_nan
+from diffvision.training.fault_tolerance.finite import StepGuard, gather_from_ranks, spread_nan
 from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
 from diffvision.training.fault_tolerance.protection import protect
 from diffvision.training.fault_tolerance.resume import Ranks, Resume
@@ -19,10 +19,10 @@ __all__ = [
     "Ranks",
     "Resume",
     "StepGuard",
-    "gather",
+    "gather_from_ranks",
     "protect",
+    "read_step",
     "refuse_link",
     "spread_nan",
-    "step_of",
     "watch_signals",
 ]

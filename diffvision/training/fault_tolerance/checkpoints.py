@@ -139,12 +139,12 @@ def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Pat
     return newest, step, faults
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
+def find_checkpoints(directory: Path) -> list[Path]:
     """List the checkpoints of a directory, and of those below it, by name."""
     return sorted(directory.rglob(f"*{SUFFIX}"))
 
 
-def step_of(path: Path) -> int:
+def read_step(path: Path) -> int:
     """Return the step of a checkpoint; 0 for a file that is none."""
     try:
         return int(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["global_step"])

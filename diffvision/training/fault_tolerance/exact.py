@@ -26,17 +26,17 @@ from diffvision.training.fault_tolerance.checkpoints import (
     FINAL,
     LAST,
     RUN_KEY,
-    checkpoints_in,
+    find_checkpoints,
     is_remote,
+    read_step,
     set_aside,
-    step_of,
 )
-from diffvision.training.fault_tolerance.finite import StepGuard, gather
+from diffvision.training.fault_tolerance.finite import StepGuard, gather_from_ranks
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.fault_tolerance.random_state import capture, restore
 
 # Settings of a configuration that make no difference to weights or samples.
-HARMLESS = (
+IGNORED_SETTINGS = (
     "config",
     "ckpt_path",
     "resume",
@@ -110,7 +110,7 @@ class LastCheckpoint(Checkpoint):
         ended = lightning_internals.is_last_batch(trainer)
         next_batch = 0 if ended else trainer.fit_loop.batch_idx + 1
         if self._late or self._is_due(trainer, trainer.current_epoch + ended, next_batch):
-            self.keep_position(trainer)
+            self.record_position(trainer)
 
     def _is_due(self, trainer: pl.Trainer, epoch: int, first: int) -> bool:
         """Return whether to save before the step that begins with this batch of the epoch."""
@@ -125,7 +125,7 @@ class LastCheckpoint(Checkpoint):
             return True
         return any(validates_after(trainer, epoch, batch) for batch in range(first, int(stop)))
 
-    def keep_position(self, trainer: pl.Trainer) -> None:
+    def record_position(self, trainer: pl.Trainer) -> None:
         """Note where the loaders are between two steps: at the next batch's start, when it is saved, they are ahead."""
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._positions = [loader.state_dict() for loader in loaders if hasattr(loader, "load_state_dict")]
@@ -136,7 +136,7 @@ class LastCheckpoint(Checkpoint):
             self._run = None
             if run.get("exact"):
                 restore(run["random"][trainer.global_rank % len(run["random"])], trainer.strategy.root_device)
-                lightning_internals.set_counts(trainer, run["counts"])
+                lightning_internals.set_loop_counts(trainer, run["counts"])
         if self._positions is not None:
             self.save(trainer, LAST)
 
@@ -144,7 +144,7 @@ class LastCheckpoint(Checkpoint):
         """Save the state before this batch under a name; return its path, or None where nothing is saved."""
         guards = find_callbacks(trainer, StepGuard)
         for guard in guards:
-            guard.read()
+            guard.report_skipped()
         self._late = name == LAST and any(guard.in_a_row for guard in guards)
         if self.directory is None or self._positions is None or self._late:
             self._positions = None
@@ -161,7 +161,7 @@ class LastCheckpoint(Checkpoint):
         checkpoint[RUN_KEY] = {
             "exact": self._saving,
             "world_size": trainer.world_size,
-            "optimizers": names_of(trainer.optimizers),
+            "optimizers": class_names(trainer.optimizers),
         }
         if self._ending:
             for name in ("optimizer_states", "lr_schedulers", "current_model_state"):
@@ -175,8 +175,8 @@ class LastCheckpoint(Checkpoint):
         if "combined_loader" in loop["state_dict"]:
             loop["state_dict"]["combined_loader"] = self._positions
         checkpoint[RUN_KEY] |= {
-            "random": gather(trainer, capture(trainer.strategy.root_device)),
-            "counts": lightning_internals.counts(trainer),
+            "random": gather_from_ranks(trainer, capture(trainer.strategy.root_device)),
+            "counts": lightning_internals.get_loop_counts(trainer),
             "metrics": {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
             "settings": self._describe_settings(trainer),
         }
@@ -221,7 +221,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that optimizers are of the kinds whose states will be loaded."""
-        if self.optimizers not in (None, current := names_of(trainer.optimizers)):
+        if self.optimizers not in (None, current := class_names(trainer.optimizers)):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its optimizer is {', '.join(self.optimizers)} and here it is "
                 f"{', '.join(current)}: set the same optimizer, or begin a new run"
@@ -259,8 +259,8 @@ class LastCheckpoint(Checkpoint):
         savers = find_callbacks(trainer, ModelCheckpoint)
         known = {str(path) for s in savers for path in (s.best_model_path, s.last_model_path, *s.best_k_models)}
         for directory in run_directories(trainer):
-            for path in checkpoints_in(directory):
-                if path.name not in EXACT and str(path) not in known and step_of(path) > trainer.global_step:
+            for path in find_checkpoints(directory):
+                if path.name not in EXACT and str(path) not in known and read_step(path) > trainer.global_step:
                     set_aside(path)
 
     def _describe_settings(self, trainer: pl.Trainer) -> dict[str, str]:
@@ -311,8 +311,8 @@ def run_directories(trainer: pl.Trainer) -> list[Path]:
 
 
 def flatten(settings: Any, name: str = "") -> dict[str, str]:
-    """Return nested settings as {"model.init_args.lr": "0.1"}, without those of `HARMLESS`."""
-    if name.startswith(HARMLESS):
+    """Return nested settings as {"model.init_args.lr": "0.1"}, without those of `IGNORED_SETTINGS`."""
+    if name.startswith(IGNORED_SETTINGS):
         return {}
     if not isinstance(settings, dict):
         return {name: str(settings)}
@@ -336,7 +336,7 @@ def _comparable(value: str) -> str:
     return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
 
 
-def names_of(optimizers: list[Any]) -> list[str]:
+def class_names(optimizers: list[Any]) -> list[str]:
     """Return the names of the classes of optimizers."""
     return [type(optimizer).__name__ for optimizer in optimizers]
 

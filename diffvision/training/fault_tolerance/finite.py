@@ -53,10 +53,10 @@ class StepGuard(pl.Callback):
     Attributes:
         skipped: steps that were skipped in this run, also before it was resumed.
         in_a_row: steps that were skipped since the last step that was made.
-        of_module: whether a TrainingModule made it, for one fit.
+        is_from_module: whether a TrainingModule made it, for one fit.
     """
 
-    of_module = False
+    is_from_module = False
 
     def __init__(self, clip_norm: float | None = None, max_skipped: int = 10) -> None:
         """Set the limits.
@@ -74,7 +74,7 @@ class StepGuard(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, of all steps so far: a checkpoint holds no step that is not reported."""
-        self.read()
+        self.report_skipped()
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -113,9 +113,10 @@ class StepGuard(pl.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if skips := scaler is None and lightning_internals.takes_found_inf(optimizer):
             optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]  # as a gradient scaler does
-        if not skips or lightning_internals.may_read(trainer, trainer.global_step + 1) or len(self._unread) >= UNREAD:
+        may_wait = lightning_internals.may_wait_for_device(trainer, trainer.global_step + 1)
+        if not skips or may_wait or len(self._unread) >= UNREAD:
             skipped = self.skipped
-            self.read()
+            self.report_skipped()
             if not skips and self.skipped > skipped:
                 for parameter in parameters:
                     parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
@@ -124,7 +125,7 @@ class StepGuard(pl.Callback):
         pl_module.log("train/skipped_steps", torch.tensor(float(self.skipped)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.read()
+        self.report_skipped()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave optimizers as they were."""
@@ -132,7 +133,7 @@ class StepGuard(pl.Callback):
             vars(optimizer).pop("found_inf", None)
         self._trainer, self._unread = None, []
 
-    def read(self) -> None:
+    def report_skipped(self) -> None:
         """Read from the device which steps were finite, and report the others; all ranks call it together.
 
         Raises:
@@ -171,7 +172,7 @@ def is_overflow(trainer: pl.Trainer, step: Step) -> bool:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or scaler.get_scale() < LEAST_SCALE:
         return False
-    return all(gather(trainer, all(bool(loss.isfinite().all()) for loss in step.losses)))
+    return all(gather_from_ranks(trainer, all(bool(loss.isfinite().all()) for loss in step.losses)))
 
 
 def keep_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -207,7 +208,7 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds a part of the norm
 
 
-def gather(trainer: pl.Trainer, value: Any) -> list[Any]:
+def gather_from_ranks(trainer: pl.Trainer, value: Any) -> list[Any]:
     """Return each rank's value, by rank."""
     if trainer.world_size == 1:
         return [value]

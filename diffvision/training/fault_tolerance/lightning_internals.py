@@ -82,7 +82,7 @@ def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def may_read(trainer: pl.Trainer, step: int) -> bool:
+def may_wait_for_device(trainer: pl.Trainer, step: int) -> bool:
     """Return whether numbers are read from the device after so many steps.
 
     Each such number waits for all that the device has to do. On logging steps Lightning waits anyway, and a CPU is
@@ -91,7 +91,7 @@ def may_read(trainer: pl.Trainer, step: int) -> bool:
     return trainer.strategy.root_device.type == "cpu" or is_logging_step(trainer, step)
 
 
-def is_shared_step(trainer: pl.Trainer, step: int) -> bool:
+def is_synced_step(trainer: pl.Trainer, step: int) -> bool:
     """Return whether the numbers logged after so many steps are of all ranks together.
 
     Ranks wait for each other to sum them, so that is on logging steps and at the ends of an epoch and of the run. On
@@ -126,13 +126,13 @@ def is_last_batch(trainer: pl.Trainer) -> bool:
     return loop.epoch_loop.batch_progress.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches
 
 
-def counts(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what `set_counts` takes: how many steps the loggers count, and what was validated."""
+def get_loop_counts(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what `set_loop_counts` takes: how many steps the loggers count, and what was validated."""
     loop = trainer.fit_loop.epoch_loop
     return {"logged": loop._batches_that_stepped, "validated": loop.val_loop.batch_progress.state_dict()}
 
 
-def set_counts(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+def set_loop_counts(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
     """Set what Lightning counts once more when a resumed epoch begins."""
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = saved["logged"]
@@ -157,7 +157,7 @@ def refuse_sharded_checkpoints(strategy: Any) -> None:
         raise ValueError(f"{name} must save one file: set state_dict_type to full")
 
 
-def renumbers_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
+def would_misplace_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
     """Return whether a strategy would give the moments of a run without sharding to other parameters.
 
     FSDP2's numbers are the parameters' places in the module, and those of an optimizer are in the order of its groups.
@@ -203,16 +203,16 @@ def forget_started_ranks(launcher: Any) -> None:
 
 
 class BatchHook:
-    """A base for LightningModules: `as_read` changes each batch of a loader before any public hook sees it.
+    """A base for LightningModules: `prepare_batch` changes each batch of a loader before any public hook sees it.
 
     The public hook on_before_batch_transfer would replace a data module's if a module overrode it.
     """
 
-    def as_read(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """Return a loader's batch as the steps read it."""
         return batch
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int | None = None) -> Any:
         # None: no loader's batch, but an input of `forward` in Lightning's summary and exports.
         batch = super()._on_before_batch_transfer(batch, dataloader_idx or 0)  # type: ignore[misc]
-        return batch if dataloader_idx is None else self.as_read(batch)
+        return batch if dataloader_idx is None else self.prepare_batch(batch)

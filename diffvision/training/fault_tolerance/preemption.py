@@ -153,7 +153,7 @@ class Preemption(pl.Callback):
             return
         self._agreed = self._agree_on_signal()
         if self._agreed and self.last is not None:
-            self.last.keep_position(trainer)
+            self.last.record_position(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Save on a signal, requeue the job and stop."""

@@ -4,7 +4,7 @@ A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the 
 then that of the module; a hook that is not named here is empty.
 
     the loader's next batch
-    as_read                     TrainingModule    a dictionary, checked
+    prepare_batch               TrainingModule    a dictionary, checked
     on_train_batch_start        Preemption        on a signal: save preempted.ckpt, end
                                 StepGuard         note the batch
                                 LastCheckpoint    save last.ckpt, where the step is one to save at
@@ -106,7 +106,7 @@ def protect(
     lightning_internals.refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
-    last = own_last(trainer)
+    last = get_last_checkpoint(trainer)
     last.settings = settings or {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not isinstance(callback, (*_OURS, Checkpoint))]
@@ -117,7 +117,7 @@ def protect(
         yield path
 
 
-def own_last(trainer: pl.Trainer) -> LastCheckpoint:
+def get_last_checkpoint(trainer: pl.Trainer) -> LastCheckpoint:
     """Return the trainer's LastCheckpoint, or a new one; no ModelCheckpoint may write the same file.
 
     Raises:

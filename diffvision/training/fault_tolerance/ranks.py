@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from diffvision.training.fault_tolerance.finite import gather
+from diffvision.training.fault_tolerance.finite import gather_from_ranks
 
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
 INIT = Path("/proc/1/exe")
@@ -41,7 +41,7 @@ class SameShards(pl.Callback):
         Raises:
             ValueError: ranks read different shards.
         """
-        check_shards(gather(trainer, describe_shards(trainer)))
+        check_shards(gather_from_ranks(trainer, describe_shards(trainer)))
 
 
 def describe_shards(trainer: pl.Trainer) -> str:

@@ -28,9 +28,9 @@ from diffvision.training.fault_tolerance.checkpoints import (
     REPLACED,
     RUN_KEY,
     SUFFIX,
-    checkpoints_in,
     clean,
     explain_unwritable,
+    find_checkpoints,
     find_newest,
     read_checkpoint,
     set_aside,
@@ -66,7 +66,7 @@ def prepare(
             path = _find_checkpoint(trainer, how)
         directories = run_directories(trainer) if last.enabled else []
         for directory in directories if how == "never" and not ckpt_path else ():
-            if earlier := checkpoints_in(directory):
+            if earlier := find_checkpoints(directory):
                 raise ValueError(
                     f"{directory} already holds checkpoints: resume with --resume auto, or give this run {SEPARATE} "
                     f"({len(earlier)}: {list_few(p.name for p in earlier)})"
@@ -75,7 +75,7 @@ def prepare(
         if path:
             content = check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
             last.optimizers = content.get(RUN_KEY, {}).get("optimizers")
-            if lightning_internals.renumbers_moments(trainer.strategy, content["optimizer_states"]):
+            if lightning_internals.would_misplace_moments(trainer.strategy, content["optimizer_states"]):
                 raise ValueError(
                     f"{path} is of a run without sharding, whose moments {type(trainer.strategy).__name__} would mix "
                     "up: resume with the strategy that wrote it"

@@ -22,10 +22,10 @@ from diffvision.training.fault_tolerance.checkpoints import (
     PREEMPTED,
     RUN_KEY,
     DurableCheckpointIO,
-    checkpoints_in,
     clean,
+    find_checkpoints,
     find_newest,
-    step_of,
+    read_step,
 )
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
@@ -88,7 +88,7 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(number,
     clean(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {LAST}
     save(last, 3)  # and a run continues from there
-    assert step_of(last) == 3
+    assert read_step(last) == 3
 
 
 # --- damaged ---
@@ -185,7 +185,7 @@ def test_an_error_at_any_call_leaves_no_temporary(name, tmp_path, monkeypatch):
     monkeypatch.setattr(os, name, failing)
     with pytest.raises(OSError, match="no checkpoint can be written"):
         save(path, 2)
-    assert step_of(path) == 1
+    assert read_step(path) == 1
     assert not list(tmp_path.glob(".saving*"))
 
 
@@ -193,7 +193,7 @@ def test_objects_are_refused_before_they_replace_anything(tmp_path):
     path = save(tmp_path / LAST, 1)
     with pytest.raises(ValueError, match=r"would hold objects of pathlib\.\w+"):
         IO.save_checkpoint(content(2) | {"here": Path(".")}, path)
-    assert step_of(path) == 1
+    assert read_step(path) == 1
     torch.save({"here": Path(".")}, tmp_path / "other.ckpt")
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         IO.load_checkpoint(tmp_path / "other.ckpt")
@@ -248,9 +248,9 @@ def test_every_checkpoint_of_our_modules_is_plain(name, tmp_path):
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=Rows(row_of(module)))
-    names = {path.name for path in checkpoints_in(tmp_path)}
+    names = {path.name for path in find_checkpoints(tmp_path)}
     assert len(names) == 4  # the best two, the last exact one and the final weights
-    for path in checkpoints_in(tmp_path):
+    for path in find_checkpoints(tmp_path):
         stored = torch.load(path, weights_only=True)
         assert stored["state_dict"].keys() == module.state_dict().keys()
         if path.name == "final.ckpt":

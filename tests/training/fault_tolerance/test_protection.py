@@ -22,7 +22,7 @@ from diffvision.training import (
     Throughput,
 )
 from diffvision.training.fault_tolerance import protect, protection
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, step_of
+from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, read_step
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import RunSummary
 
@@ -66,7 +66,7 @@ def train(root, steps, resume):
 def test_a_script_resumes_from_whole_checkpoints(tmp_path):
     _, _, checkpoint = train(tmp_path, 2, "never")
     assert checkpoint is None
-    assert step_of(tmp_path / "kept" / "final.ckpt") == 2
+    assert read_step(tmp_path / "kept" / "final.ckpt") == 2
     again, _, checkpoint = train(tmp_path, 4, "auto")
     assert checkpoint == str(tmp_path / "kept" / "last.ckpt")
     assert again.steps == [1, 2, 3]
@@ -121,7 +121,7 @@ def test_a_run_that_ends_before_its_first_validation_leaves_its_last_state(tmp_p
     with protect(trainer, module):
         trainer.fit(module, loader, loader)
     final, last = sorted((tmp_path / "kept").glob("*.ckpt"))
-    assert (step_of(final), step_of(last)) == (trainer.global_step, trainer.global_step - 1)
+    assert (read_step(final), read_step(last)) == (trainer.global_step, trainer.global_step - 1)
     assert str(final) in [saver.last_model_path for saver in trainer.checkpoint_callbacks]
     weights = torch.load(final, weights_only=True)["state_dict"]
     assert torch.equal(weights["layer.weight"], module.layer.weight)
@@ -190,5 +190,5 @@ def test_what_happens_between_two_batches_is_as_written_down(tmp_path):
         if match := re.match(r" {4}(\w*) +([A-Z]\w+) {2,}", line):
             hook = match[1] or hook
             written[hook].append(match[2])
-    del written["as_read"], written["training_step"], written["validation_step"], written["on_after_backward"]
+    del written["prepare_batch"], written["training_step"], written["validation_step"], written["on_after_backward"]
     assert hooks_between_two_batches(trainer, module, recorder.calls) == written
