@@ -17,6 +17,7 @@ from diffvision.evaluation import evaluate
 from diffvision.evaluation.cache import files_digest, model_digest
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import InferenceSettings
+from diffvision.evaluation.output_files import write_bytes
 
 TASKS = ("zero_shot", "retrieval", "composition")
 
@@ -110,6 +111,10 @@ def test_a_full_disk_is_a_warning(loaded, data, expected, tmp_path, monkeypatch)
     assert len(warned) == 1
 
 
+def test_batches_and_workers_change_no_metric(loaded, data, expected):
+    assert metrics(loaded, data, batch_size=7, num_workers=2) == expected
+
+
 def test_skipped_samples_are_told_each_time(data, tmp_path, monkeypatch):
     broken = shutil.copytree(data / "zero_shot", tmp_path / "digits")
     monkeypatch.setattr("diffvision.data.shards.loader.BatchReader._item", one_bad(monkeypatch), raising=True)
@@ -135,3 +140,11 @@ def one_bad(monkeypatch):
         return plain(self, sample, epoch)
 
     return item
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_bytes(tmp_path / "a.json", b"old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        write_bytes(tmp_path / "a.json", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.json", b"old")]

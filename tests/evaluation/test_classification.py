@@ -33,6 +33,12 @@ def test_is_the_accuracy_of_the_model_s_logits(model, memory_folder):
     assert plan([folder], None, Options()) == [(folder, ["zero_shot"])]
 
 
+def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_folder):
+    folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=["a", "b"])
+    with pytest.warns(UserWarning, match="model has 3 outputs"):
+        evaluate(model, folder, ["classification"], transform=transform)
+
+
 def test_what_has_no_such_classifier(model, memory_folder):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 3)]})
     with pytest.raises(ValueError, match="has label 3, but the model has 3"):

@@ -36,3 +36,9 @@ def test_kinds_weigh_the_same_whatever_their_number():
     assert list(by_kind("acc", right, [""] * 5)) == ["acc"]
     many = by_kind("acc", torch.ones(65, dtype=torch.bool), [f"pair {number}" for number in range(65)])
     assert list(many) == ["acc", "mean_per_kind_acc"]
+
+
+def test_an_image_without_a_wrong_caption(circle, to_tensor, numbers, swapped):
+    swapped.rows["test"][1][1].pop()
+    with pytest.raises(ValueError, match="image 1 of split 'test' has fewer"):
+        evaluate(circle, swapped, transform=to_tensor, tokenizer=numbers)

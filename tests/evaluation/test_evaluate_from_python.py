@@ -1,6 +1,9 @@
 """`diffvision.evaluate`: a spec, a path, an open model, several; and the same numbers as the command as JSON."""
 
 import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +12,9 @@ import torch
 import diffvision
 from diffvision import cli
 from diffvision.data.datasets.digits import png
+from diffvision.data.images.folders import ImageEvaluationFolder
 from diffvision.data.shards.writer import write_evaluation_split, write_lines
+from diffvision.evaluation import evaluate_command as command
 from diffvision.models.architecture import architecture
 
 
@@ -44,6 +49,14 @@ def test_a_spec_a_path_and_an_open_model_are_the_same(data, opened, tmp_path, mo
     assert (record["dataset"], record["model"], record["pretrained"]) == ("colours", "CLIP-debug", "weights.pt")
 
 
+def test_weights_of_a_tag_are_recorded_beside_a_file_of_its_name(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("digits").write_text("no weights")
+    diffvision.evaluate(diffvision.open_model("CLIP-nano.digits"), data, output="out.json", num_workers=0)
+    (record,) = json.loads(Path("out.json").read_text())
+    assert (record["model"], record["pretrained"]) == ("CLIP-nano", "digits")
+
+
 def test_labels_are_kept_in_json_and_of_one_model(data, capsys):
     assert cli.main(["evaluate", "CLIP-debug", "twin=CLIP-debug", f"--data={data}", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)
@@ -68,6 +81,20 @@ def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warne
     assert out.startswith("zero_shot/colours: 2 classes, ")
     assert "\nCLIP-debug, " in out  # and the file
     assert measured == diffvision.evaluate(opened, data, num_workers=0)
+
+
+def test_pictures_that_were_trained_on_are_warned_of_unless_they_are_divided(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for n in range(2):
+        for folder in ("all", "divided/train", "divided/val"):
+            file = tmp_path / folder / "ab"[n] / f"{n}.png"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(png(np.zeros((8, 8, 3))))
+    for name in ("all", "divided"):
+        (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: {name}}}}}")
+        planned = [(ImageEvaluationFolder(name), ["zero_shot"])]
+        with pytest.warns(UserWarning, match="all is what x was") if name == "all" else nullcontext():
+            command._warn_of_training(SimpleNamespace(name="x", run=tmp_path), planned, "test")
 
 
 def test_a_module_with_what_belongs_to_it(data, opened):

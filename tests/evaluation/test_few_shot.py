@@ -77,6 +77,13 @@ def test_chance_and_certainty():
     assert episodes(noise, labels, torch.randn(600, 6), shuffled, options).mean().item() == pytest.approx(0.2, abs=0.03)
 
 
+def test_interval_of_the_mean(circle, to_tensor, classified):
+    options = Options(ways=3, shots=2, episodes=50)
+    metrics = evaluate(circle, classified, ["fewshot_episodes"], transform=to_tensor, options=options)
+    assert 0.8 < metrics["fewshot_episodes/memory/acc"] <= 1.0
+    assert 0 <= metrics["fewshot_episodes/memory/acc_ci95"] < 0.05
+
+
 def test_what_episodes_cannot_be_made_of():
     x, labels = torch.randn(20, 3), torch.arange(20) % 4
     with pytest.raises(ValueError, match="5-way episodes need as many classes"):

@@ -1,10 +1,14 @@
 """Intervals and tests against hand-computed cases, scipy's bootstrap and Welch's test, and their coverage."""
 
+import json
+
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
+from diffvision.comparison.comparison_page import write
+from diffvision.comparison.result import Comparison, Row
 from diffvision.evaluation.intervals import (
     Difference,
     bootstrap_interval,
@@ -160,6 +164,11 @@ def test_seeds_that_are_few_or_equal_have_no_verdict(first, other, method):
     assert (one.word, one.low, one.method) == ("", None, method)
 
 
+def test_an_interval_of_shares_ends_at_one():
+    one = difference([0.9, 0.95, 1.0], [0.1, 0.9, 0.05], largest=1.0)
+    assert -1.0 == one.low < one.value < one.high
+
+
 def test_where_no_interval_can_be_given():
     assert difference([0.1, 0.2], [0.3]).method == "one of the two has a single seed"
     assert difference([0.1], [0.3]).method == "no result by sample"
@@ -168,6 +177,15 @@ def test_where_no_interval_can_be_given():
     seeds = difference([0.1, 0.2, 0.3], [0.3, 0.35, 0.4])
     assert seeds.method == "seeds"
     assert seeds.value == pytest.approx(0.15)
+
+
+def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
+    first, other = [0.5, 0.6, 0.7], [0.7, 0.8, float("nan")]
+    one = difference(first, other)
+    assert one.word == ""
+    row = Row("perplexity/text/nll", None, {"a": first, "b": other}, {"b": one})
+    write(Comparison("a language model", [], [row], "tokens"), tmp_path / "nan.json")
+    assert json.loads((tmp_path / "nan.json").read_text())["metrics"][0]["values"]["b"] == [0.7, 0.8, None]
 
 
 def test_a_mean_has_the_interval_of_its_units():

@@ -65,6 +65,12 @@ def test_probe_of_a_known_model(circle, to_tensor, classified):
     assert metrics["linear_probe/memory/cost"] > 0
 
 
+def test_a_validation_split_is_used_and_then_fitted_on(circle, to_tensor, classified):
+    classified.rows["val"] = [(60, 0)] * 4
+    evaluate(circle, classified, ["linear_probe"], transform=to_tensor)
+    assert sorted(classified.reads) == ["test", "train", "val"]
+
+
 def test_features_are_read_once_for_all_tasks(circle, to_tensor, numbers, classified):
     tasks = ["zero_shot", "linear_probe", "fewshot_k", "fewshot_episodes"]
     options = Options(ways=3, episodes=10, fewshot_k=2)

@@ -73,3 +73,9 @@ def test_a_known_model(circle, to_tensor, numbers, memory_folder):
     folder.templates = ["a photo"]
     with pytest.raises(ValueError, match=r"the template 'a photo' has no \{c\}"):
         evaluate(circle, folder, transform=to_tensor, tokenizer=numbers)
+
+
+def test_one_image_has_no_other_half(circle, to_tensor, numbers, memory_folder):
+    folder = memory_folder("objects", {"test": [(10, ["15", "100"])]}, templates=[])
+    with pytest.raises(ValueError, match="'memory' has 1 image in split"):
+        evaluate(circle, folder, transform=to_tensor, tokenizer=numbers)

@@ -21,6 +21,7 @@ def test_by_hand():
     assert right["image_score"].tolist() == [True, False, True, False, True]
     assert right["group_score"].tolist() == [True, False, False, False, False]
     assert right["ties"].tolist() == [False, False, False, False, True]
+    assert not pair_scores(torch.tensor([[[0.5, 0.1], [0.1, 0.5]]]))["ties"].any()  # which are not compared
 
 
 def test_scores_have_captions_in_rows():

@@ -9,7 +9,9 @@ import torch
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from diffvision.data.images.folders import find_folders
+from diffvision.data.images.folders import EvaluationFolder, find_folders
+from diffvision.data.images.pack_images import make_evaluation
+from diffvision.evaluation import evaluate
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
 
@@ -54,6 +56,20 @@ def test_other_folders_need_names_and_templates(memory_folder):
     folder.classnames, folder.templates = ["wren"], None
     with pytest.raises(ValueError, match=r"zeroshot_classification_templates"):
         prompts_of(folder)
+
+
+def test_zero_shot_over_a_subset(circle, to_tensor, memory_folder):
+    """A model that tells ImageNet's classes apart, on a folder whose labels are numbered among all 1000."""
+    indices = imagenet("imagenet-a").indices
+    rows = {"test": [(5, indices[5]), (250, indices[50])]}
+    folder = memory_folder("zero_shot", rows, name="imagenet-a", templates=["a {c}"])
+    folder.classnames = [f"c{i:04}" for i in range(1000)]
+
+    def grey_of_class(texts):
+        return torch.tensor([[indices.index(int(text[-4:]))] for text in texts])
+
+    metrics = evaluate(circle, folder, transform=to_tensor, tokenizer=grey_of_class)
+    assert metrics["zero_shot/imagenet-a/acc1"] == 0.5
 
 
 def test_a_template_s_place_is_replaced_and_nothing_is_evaluated():
@@ -138,6 +154,18 @@ def test_numbers_are_imagenet_s_only_if_asked(memory_folder):
     assert prompts.classnames == [open_clip.IMAGENET_CLASSNAMES[int(number)] for number in numbers]
     folder.classnames = ["10", "9", "101"]
     assert prompts_of(folder, Options(classnames="imagenet")).classnames == ["brambling", "ostrich", "tusker"]
+
+
+def test_own_names_are_in_the_order_of_numbers_or_of_the_classes(tmp_path):
+    pictures(tmp_path, ["1", "10", "2"])
+    (tmp_path / "classnames.txt").write_text("one\ntwo\nten\n")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("the {c}\n")
+    (folder,) = find_folders(tmp_path)
+    make_evaluation(tmp_path / "packed", tmp_path, num_workers=0)
+    for one in (folder, EvaluationFolder(tmp_path / "packed")):
+        assert prompts_of(one).texts() == [["the one"], ["the ten"], ["the two"]]
+    options = Options(classnames=["un", "deux", "dix"], templates=["le {c}", "la {c}"])
+    assert prompts_of(folder, options).texts()[1] == ["le dix", "la dix"]
 
 
 @pytest.mark.parametrize(

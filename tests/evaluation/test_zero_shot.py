@@ -21,6 +21,11 @@ def test_metrics_of_a_small_matrix():
     assert metrics["mean_per_class_recall"] == pytest.approx((1 + 0 + 1 / 2) / 3)
 
 
+def test_top_five_needs_five_classes():
+    assert math.isnan(classification_metrics(torch.eye(4), torch.arange(4))["acc5"])
+    assert classification_metrics(torch.eye(5), torch.arange(5))["acc5"] == 1.0
+
+
 def test_metrics_equal_scikit_learns():
     logits, labels = torch.randn(300, 12), torch.randint(0, 11, (300,))  # class 11 has no sample
     metrics = classification_metrics(logits, labels)
@@ -63,6 +68,12 @@ def test_every_module_keeps_its_own_mode(circle, to_tensor, numbers, classified)
     with pytest.raises(TypeError):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers)
     assert circle.training  # after an error too
+
+
+def test_labels_that_are_no_class(circle, to_tensor, numbers, classified):
+    classified.classnames = ["10", "100"]
+    with pytest.raises(ValueError, match="'memory': sample 5 has the label 2"):
+        evaluate(circle, classified, transform=to_tensor, tokenizer=numbers)
 
 
 def test_empty_and_missing_splits(circle, to_tensor, numbers, classified):

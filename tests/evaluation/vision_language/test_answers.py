@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from diffvision.evaluation.vision_language import answers as module
-from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, read_answers
+from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
 from diffvision.evaluation.vision_language.questions import read_sets
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
@@ -92,3 +92,18 @@ def test_answers_that_do_not_fit_are_refused(questions, tmp_path, lines, named):
     (tmp_path / "a.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=named):
         read_answers(tmp_path / "a.jsonl", set_of(questions, "vqa"))
+
+
+def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, questions, tmp_path):
+    (questions / "images" / "2.png").write_bytes(b"no image")
+    asked, file = set_of(questions, "pope"), tmp_path / "answers.jsonl"
+    with pytest.raises(ValueError, match="not a JPEG, PNG or WebP"):
+        answer_set(vlm, asked, **SHORT, file=file)
+    assert len(file.read_text().splitlines()) == 8
+
+
+def test_images_go_before_a_question_wherever_its_placeholder_stands(vlm):
+    texts = ["Which?", "<image>\nWhich?", "Which?\n<image>"]
+    given = [generate_tokens(vlm.model, vlm.processor, [(text, images("red"))], 4)[0]["input_ids"] for text in texts]
+    assert torch.equal(given[0], given[1])
+    assert torch.equal(given[0], given[2])

@@ -1,5 +1,7 @@
 """CHAIR on captions whose objects are known, and the names that captions are searched for."""
 
+import math
+
 import pytest
 
 from diffvision.evaluation.intervals import differences
@@ -81,6 +83,13 @@ def test_plurals_are_of_the_right_object_alone():
         assert not [word for word in strange if ObjectNames([name]).find(word)], name
 
 
+def test_plurals_of_names_in_a_file(tmp_path):
+    (tmp_path / "names.txt").write_text("skis, ski\ncar, van\nperson, man, gentleman, grandchild\ndog, doberman\n")
+    names = ObjectNames.read(tmp_path / "names.txt")
+    assert names.find("blue skies, a man who cares, weather vanes, manes, one who mans it, dogmen") == ["person"]
+    assert names.find("gentlemen, grandchildren, skis, dobermans, vans") == ["person", "person", "skis", "dog", "car"]
+
+
 def test_metrics_of_known_captions():
     captions = ["a dog and a dog and a cat", "a bus", "nothing at all"]
     names = ObjectNames(["dog", "cat", "bus"])
@@ -90,6 +99,14 @@ def test_metrics_of_known_captions():
     assert metrics["recall"] == pytest.approx(2 / 4)
     assert metrics["objects"] == pytest.approx(4 / 3)
     assert metrics["words"] == pytest.approx(13 / 3)
+
+
+def test_captions_without_objects_have_no_chair_i_and_objects_a_name():
+    metrics = means(chair(["nothing"], [["dog"]], ObjectNames(["dog"])))
+    assert math.isnan(metrics["chair_i"])
+    assert (metrics["chair_s"], metrics["recall"]) == (0, 0)
+    with pytest.raises(ValueError, match="'sofa'"):
+        chair(["a dog"], [["dog", "sofa"]], COCO)
 
 
 def test_the_difference_of_two_models_weighs_each_by_what_it_named():

@@ -52,6 +52,15 @@ def test_answers_of_others_are_scored_without_a_model(questions, answered, tmp_p
     assert [one["questions"] for one in written["sets"]] == ["2 questions", "12 questions", "3 questions"]
 
 
+def test_synonyms_come_from_a_file_and_pope_has_a_mean_of_its_sets(questions, answered, tmp_path):
+    (tmp_path / "synonyms.txt").write_text("star, sun\n")
+    for folder, ending in ((questions, "json"), (answered, "jsonl")):
+        shutil.copy(folder / f"pope_random.{ending}", folder / f"pope_popular.{ending}")
+    results = run(data=str(questions), answers=str(answered), synonyms=str(tmp_path / "synonyms.txt"))["right"]
+    assert results["captions/objects"] == 1
+    assert results["pope/f1"] == results["pope/llava/f1"] == 1
+
+
 def test_answers_of_a_model_are_kept_and_scored_again(vlm, questions, tmp_path):
     folder, out = tmp_path / "tiny", tmp_path / "out"
     vlm.model.save_pretrained(folder)

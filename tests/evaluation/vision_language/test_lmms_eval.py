@@ -43,3 +43,10 @@ def test_answers_are_those_of_evaluate_vlm_up_to_what_ends_them(vlm, adapter):
     assert adapter.generate_until(requests()) == answers
     end = answers[1][2:4]
     assert adapter.generate_until(requests(until=end, temperature=0, do_sample=True))[1] == answers[1].partition(end)[0]
+
+
+def test_what_a_task_cannot_ask(adapter):
+    with pytest.raises(ValueError, match="do_sample"):
+        adapter.generate_until(requests(do_sample=True, temperature=0.7))
+    with pytest.raises(NotImplementedError, match="generate_until"):
+        adapter.loglikelihood([])

@@ -67,3 +67,19 @@ def test_every_form_of_a_label_is_scored(tmp_path, label, answer):
     (tmp_path / "q.json").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (one,) = read_sets([str(tmp_path / "q.json")], has_images=False)
     assert score(one, [answer, "another"])["q/exact_match"].mean() == 0.5
+
+
+@pytest.mark.parametrize(("label", "task"), [(["Yes"], "pope"), (["no"] + ["yes"] * 9, "vqa")], ids=["pope", "vqa"])
+def test_annotators_who_disagree_make_no_question_of_pope(label, task, tmp_path):
+    (tmp_path / "q.json").write_text(json.dumps({"question_id": 1, "image": "a.png", "text": "?", "label": label}))
+    (one,) = read_sets([str(tmp_path / "q.json")], has_images=False)
+    assert one.task == task
+    if task == "pope":
+        assert score(one, ["yes"])["q/accuracy"].mean() == 1
+
+
+def test_sets_that_are_missing_or_named_alike_are_refused(questions):
+    with pytest.raises(ValueError, match="no questions of chair"):
+        read_sets([str(questions / "vqa.json")], tasks=["chair"])
+    with pytest.raises(ValueError, match="the name 'vqa'"):
+        read_sets([str(questions / "vqa.json"), str(questions)])
