@@ -20,7 +20,7 @@ from diffvision.models.names import unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
 from diffvision.opening.image_models import refuse_misfit
 from diffvision.training.compilation import compile_in_place
-from diffvision.training.module import TrainingModule, mark_batch_dynamic, plain
+from diffvision.training.module import TrainingModule, mark_batch_dynamic, tuples_to_lists
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups
 from diffvision.training.sharding import gather_weights, release_weights
 
@@ -62,7 +62,7 @@ class ClassificationModule(TrainingModule):
             augmentation: arguments of timm.data.create_transform (scale, auto_augment, re_prob, ...).
             mixup: arguments of timm.data.Mixup (mixup_alpha, cutmix_alpha, prob, switch_prob, mode); null: no mixup.
             label_smoothing: share of a target spread over all classes, with or without mixup.
-            optimizer: it and its schedule, or a dictionary of settings that differ from the defaults.
+            optimizer: settings of the optimizer and schedule, or a dictionary of those that differ from the defaults.
             layer_decay: ratio of each layer's learning rate to that of the next layer; null: one rate for all layers.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the forward pass, in place.
@@ -112,7 +112,7 @@ class ClassificationModule(TrainingModule):
         return batch
 
     def check_labels(self, label: Any) -> None:
-        """Raise ValueError for a label that is not a class of the model; labels on a GPU are not checked."""
+        """Raise ValueError unless labels are 0 to num_classes - 1; labels on a GPU are not checked."""
         if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
             return
         outside = label[(label < 0) | (label >= self.num_classes)]
@@ -125,7 +125,7 @@ class ClassificationModule(TrainingModule):
         smoothing = self.label_smoothing
         if self.mixup is not None:
             if len(image) % 2:
-                raise ValueError(f"mixup pairs samples, and {len(image)} a rank is odd: change batch_size")
+                raise ValueError(f"mixup needs an even number of samples per rank, got {len(image)}: change batch_size")
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
@@ -133,14 +133,14 @@ class ClassificationModule(TrainingModule):
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of ImageLabelData's evaluation, if it has one."""
+        """Return the names of the metrics that validation on `ImageLabelData` logs; none without evaluation data."""
         if not isinstance(data, ImageLabelData):
             return None
         names = ["acc1", *(["acc5"] if self.num_classes >= 5 else []), "loss", "samples"]
         return [] if data.evaluation is None else [f"val/{name}" for name in names]
 
     def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
-        """In a run without evaluation, warn that a recipe's ModelCheckpoint saves nothing."""
+        """Set monitors; without evaluation data, warn that ModelCheckpoint saves nothing."""
         if isinstance(data, ImageLabelData) and data.evaluation is None:
             idle = [one for one in callbacks if isinstance(one, ModelCheckpoint) and (one.monitor or "")[:4] == "val/"]
             callbacks = [one for one in callbacks if one not in idle]
@@ -164,7 +164,7 @@ class ClassificationModule(TrainingModule):
         release_weights(self.model)
         for stage, loader, (samples, top1, top5, loss) in self.reduce_sums():
             if not samples:
-                raise ValueError(f"the data for {stage}acc1{loader} is empty: give some, or no such split")
+                raise ValueError(f"{stage}acc1{loader} has no samples: check its data, or leave them out")
             means = {"acc1": top1 / samples, "acc5": top5 / samples, "loss": loss / samples}
             if self.num_classes < 5:
                 del means["acc5"]
@@ -185,7 +185,7 @@ class ClassificationModule(TrainingModule):
         return param_groups(self.model, self.settings.weight_decay, undecayed, scales, self.settings.is_muon)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError where a checkpoint is of another architecture; `fit` calls it before it reads data."""
+        """Raise ValueError if a checkpoint is of another architecture. `fit` calls this before reading data."""
         check(checkpoint.get("diffvision", {}), self.model, "the checkpoint")
 
     def describe(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class ClassificationModule(TrainingModule):
         return {
             "model": self.name,
             "model_args": {**self.model_args, "num_classes": self.num_classes},
-            "preprocess": plain(self.data_config),
+            "preprocess": tuples_to_lists(self.data_config),
             KEY: architecture(self.model),
         }
 

@@ -28,7 +28,7 @@ from diffvision.opening.image_models import refuse_code, refuse_misfit, without_
 from diffvision.opening.weights import PREPROCESS
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan
-from diffvision.training.module import TrainingModule, mark_batch_dynamic, plain
+from diffvision.training.module import TrainingModule, mark_batch_dynamic, tuples_to_lists
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
 from diffvision.training.progress import follow
 from diffvision.training.sharding import gather_weights, release_weights, to_whole
@@ -85,7 +85,7 @@ class ContrastiveModule(TrainingModule):
             lock_image: freeze the image tower except this many of its last layer groups (0: the whole tower).
             lock_text: the same for the text tower.
             loss: "clip" (softmax over the global batch) or "siglip" (a sigmoid for each pair, with a bias).
-            optimizer: it and its schedule, or a dictionary of settings that differ from the defaults.
+            optimizer: settings of the optimizer and schedule, or a dictionary of those that differ from the defaults.
             image_layer_decay: ratio of a layer's learning rate to the next one's in the image tower; null: no decay.
             text_layer_decay: the same for the text tower.
             accum_freq: split a rank's batch into this many chunks to save memory; the gradients are the same.
@@ -264,7 +264,7 @@ class ContrastiveModule(TrainingModule):
         return super().configure_callbacks()
 
     def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of the evaluation folders, in the order of the folders.
+        """Return the names of the metrics of the evaluation folders, in the order of the folders.
 
         Raises:
             ValueError: a folder cannot be evaluated.
@@ -321,15 +321,15 @@ class ContrastiveModule(TrainingModule):
                 self.log_means({f"{stage}loss{loader}": loss / pairs})
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
+        """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""
         trained = checkpoint.get("diffvision", {}).get("model", self.name)
         if trained != self.name:
-            raise ValueError(f"the checkpoint is of the model {trained!r}, not {self.name!r}: set model.model to it")
+            raise ValueError(f"model.model must be {trained!r}, the checkpoint's, got {self.name!r}")
         check(checkpoint.get("diffvision", {}), self.model, "the checkpoint")
 
     def describe(self) -> dict[str, Any]:
         """Return the model's name, preprocessing and architecture."""
-        preprocess = plain(self.model.visual.preprocess_cfg)
+        preprocess = tuples_to_lists(self.model.visual.preprocess_cfg)
         return {"model": self.name, "preprocess": preprocess, KEY: architecture(self.model)}
 
     def arguments_without_weights(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True, dynamic: bool
     """Compile a module's forward pass in place; the keys of its state_dict stay.
 
     There is one graph for each batch size, with and without gradients, in training and in evaluation; batches that
-    `mark_batch_dynamic` marked share one. Because no size becomes a variable on the way, a resumed run makes the same
-    graphs as the run that was interrupted.
+    `mark_batch_dynamic` marked share one. Sizes never become dynamic by themselves, so a resumed run compiles the same
+    graphs as the interrupted one.
 
     Under DDP gradients are reduced after a graph's backward pass. `optimize_ddp`, which splits graphs at DDP's buckets
     so that both overlap, is off because it cannot split graphs with checkpointed blocks.
@@ -31,7 +31,7 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True, dynamic: bool
     Args:
         module: a model, or a part of it.
         fullgraph: refuse graph breaks; False for FSDP2's blocks, whose hooks run between graphs.
-        dynamic: one graph for all sizes of a batch, where they differ from batch to batch.
+        dynamic: compile one graph for all batch sizes.
     """
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -44,11 +44,11 @@ def compile_in_place(module: nn.Module, *, fullgraph: bool = True, dynamic: bool
 
 
 class SeparateGradients:
-    """A hook of parameters that copies a gradient which shares its memory with another one, or is part of a larger one.
+    """Hook of parameters that copies a gradient whose memory is shared with, or part of, another tensor.
 
     For a batch of one a graph returns the gradient of a ViT's class token as a view of that of its positions, and
-    autograd keeps both as they are. What is done in place then, accumulating or clipping, is done to one of them twice.
-    The copy lies in memory as its parameter does; DDP warns of a gradient that does not.
+    autograd keeps both. In-place operations (accumulation, clipping) would then change one of them twice. The copy has
+    its parameter's strides, as DDP expects.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def _address(parameter: nn.Parameter) -> int:
 
 
 def inductor_options() -> dict[str, bool] | None:
-    """Return the options with which the installed version of torch computes right gradients on CUDA.
+    """Return the inductor options that the installed torch needs for correct gradients on CUDA; None if none.
 
     From 2.10 to 2.14, where a norm's backward pass and a sum over the batch are one kernel, some gradients are never
     written (pytorch issue 193061; in 2.10 those of a convolution's bias too, 190796). In 2.13 and 2.14 the backward
@@ -100,7 +100,7 @@ def inductor_options() -> dict[str, bool] | None:
 
 @contextmanager
 def explain_failures() -> Iterator[None]:
-    """Raise a ValueError that names the setting where torch.compile fails.
+    """Turn an error of torch.compile into a ValueError that names `model.compile`.
 
     Raises:
         ValueError: torch.compile failed.

@@ -17,12 +17,12 @@ IGNORED = -100  # target of a token that is left out of the loss, as in torch
 
 
 class SoftTargets(NamedTuple):
-    """A distribution over K tokens, such as a teacher's, that each prediction is trained on besides its target.
+    """Distributions over K tokens, such as a teacher's, to train on in addition to the targets.
 
     Attributes:
-        ids: the tokens.
-        probabilities: of the tokens; each row sums to 1.
-        weight: weight of the cross entropy with the distribution; the target's is 1 - weight.
+        ids: token ids.
+        probabilities: of these tokens; each row sums to 1.
+        weight: weight of the cross entropy with the distributions; that with the targets has 1 - weight.
     """
 
     ids: Int[Tensor, "T K"]
@@ -56,8 +56,8 @@ def linear_cross_entropy(
     Returns:
         Both in float32 or better; only the first has a gradient, and only once.
     """
-    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, nll = _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk, soft, wanted)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, nll = _LinearCrossEntropy.apply(hidden, weight, targets, z_loss, chunk, soft, needs_grad)
     return loss, nll
 
 
@@ -65,14 +65,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         """Compute the loss in chunks of rows, and its gradients at once, so that all logits never exist."""
-        hidden, weight, targets, z_loss, chunk, soft, wanted = args
+        hidden, weight, targets, z_loss, chunk, soft, needs_grad = args
         device, dtype = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
         product = product_dtype(hidden)
         narrow = weight.to(product)  # once, rather than for every chunk
         loss, nll = torch.zeros(2, dtype=dtype, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if wanted else None
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
         # None for a frozen projection, as where a vision-language model's projector is trained alone.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted and weight.requires_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad and weight.requires_grad else None
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
@@ -106,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _join_targets(labels: Tensor, soft: SoftTargets, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the tokens of targets and distributions [C, 1 + K], and their target probabilities, which sum to 1."""
+    """Return targets and soft targets as one distribution: token ids and probabilities, both [C, 1 + K]."""
     probabilities = soft.probabilities[rows]
     hard = torch.full_like(probabilities[:, :1], 1 - soft.weight)
     return torch.cat([labels, soft.ids[rows]], dim=1), torch.cat([hard, soft.weight * probabilities], dim=1)

@@ -16,10 +16,10 @@ from diffvision.training.cross_entropy import IGNORED, SoftTargets
 
 @dataclass(frozen=True)
 class Distillation:
-    """Settings for learning from a teacher's logits besides the tokens of the data.
+    """Settings of distillation from a teacher's next-token distributions.
 
     Attributes:
-        teacher: a language model with the same tokenizer: `hf:PATH` or `hf:ID` of transformers', or one of ours.
+        teacher: a language model with the same tokenizer: any spec of `open_model`, such as `hf:ID` or a run.
         top_k: number of the teacher's likeliest tokens to use, renormalised to sum to 1.
         weight: weight of the cross entropy with the teacher; the data's tokens have 1 - weight.
     """
@@ -36,9 +36,9 @@ class Distillation:
 
 
 class Teacher:
-    """The teacher, run without gradients; it is not a submodule of the trained module, nor in its checkpoints.
+    """A frozen teacher. It is neither a submodule of the trained module nor in its checkpoints.
 
-    It must have the data's tokenizer, and read sequences of `length` tokens.
+    Its tokenizer must be the data's, and its context at least `length` tokens.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Teacher:
 
     @torch.no_grad()
     def soft_targets(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> SoftTargets:
-        """Return the distribution for each position [B * N, K]; zeros where the target is IGNORED.
+        """Return the teacher's distribution at each position [B * N, K]; zeros where the target is IGNORED.
 
-        Each document is a row of its own, so that any causal model can be the teacher.
+        The teacher reads each document separately, so any causal model can be the teacher.
 
         Args:
-            inputs: ids [B, N].
-            targets: of each, or IGNORED [B, N].
-            documents: the number of each token's document [B, N]; None where a row is one.
+            inputs: token ids [B, N].
+            targets: ids of the next tokens, or IGNORED [B, N].
+            documents: document number of each token [B, N]; None if each row is one document.
         """
         k = min(self.settings.top_k, self.size)
         ids = inputs.new_zeros(*inputs.shape, k)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: Lightning's, without a wait for the device."""
+"""Exponential moving average (EMA) of the weights: Lightning's, without device synchronisation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EMA(EMAWeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        """Set how long the average remembers.
+        """Set the decay.
 
         Args:
             decay: weight of the previous average, from 0 to 1.
@@ -37,7 +37,7 @@ class EMA(EMAWeightAveraging):
         """Create the averages before a fit; raise ValueError if the strategy shards the weights."""
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             name = type(trainer.strategy).__name__
-            raise ValueError(f"{name} shards the weights, which EMA cannot average: use ddp, or leave EMA out")
+            raise ValueError(f"EMA cannot average the sharded weights of {name}: use ddp, or remove EMA")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
             super().setup(trainer, pl_module, stage)
@@ -49,7 +49,7 @@ class EMA(EMAWeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore the averages for a fit; otherwise the module loads them itself, from the checkpoint's state_dict."""
+        """Restore the averages for a fit; in other stages the module loads them, as the checkpoint's state_dict."""
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
@@ -59,13 +59,13 @@ class Averages(AveragedModel):
 
     @classmethod
     def convert(cls, model: AveragedModel, decay: float) -> None:
-        """Make a model of this class from one that Lightning has made."""
+        """Change the AveragedModel that Lightning created into this class, in place."""
         model.__class__ = cls
         model.multi_avg_fn, model.n_averaged = get_ema_multi_avg_fn(decay), torch.tensor(0)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Update the averages of parameters and buffers, by a few kernels for each dtype; the first update copies."""
+        """Update the averages of parameters and buffers with a few kernels per dtype; the first update copies."""
         assert self.multi_avg_fn is not None
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for average, current in zip(parameters_and_buffers(self.module), parameters_and_buffers(model), strict=True):

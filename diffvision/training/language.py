@@ -33,9 +33,9 @@ PAPER_3B = OptimizerSettings(lr=3.2e-4, end_lr=1.28e-5, weight_decay=0.1, defaul
 class LanguageModule(NextTokenModule):
     """A model of `diffvision.models.language` that learns to predict the next token.
 
-    A step's loss is the mean over its predictions, of all its batches and on all ranks together; that of a batch is
-    logged. Where the batch numbers its documents, attention stays inside them, and the first token of a document is not
-    predicted from the one before. Where it says which tokens are learned, the others are not predicted.
+    The loss of an optimizer step is the mean over all predictions of its batches on all ranks; the logged loss is that
+    of one batch. If a batch has document numbers, attention is masked to each document, and a document's first token is
+    not predicted. If it has a mask of learned tokens, only those are predicted.
 
     It runs on one device, under DDP, or sharded with FSDP2 (Lightning's ModelParallelStrategy with data_parallel_size
     the number of devices and tensor_parallel_size 1; each process makes the whole weights, and then shards them).
@@ -70,17 +70,17 @@ class LanguageModule(NextTokenModule):
                 start from, such as `diffvision adapt` writes.
             model_args: fields of `LanguageConfig` that replace the named model's (vocab_size, max_length, ...); for a
                 saved one only max_length and rotary_theta.
-            tokenizer: of the text to train on, as `TextData` takes it; null where its shards hold tokens already.
+            tokenizer: of the text to train on, as `TextData` takes it; null if the data are token ids already.
             pretrained: checkpoint to start from, as `language.load` reads it, or a tag of the model's weights; it may
                 differ only in max_length and rotary_theta.
-            optimizer: it and its schedule; or a dictionary of what differs from the defaults.
+            optimizer: settings of the optimizer and schedule, or a dictionary of those that differ from the defaults.
             z_loss: weight of the penalty log(Z)^2 on the logits' normaliser, for training only; 0: no penalty.
-            distill: a teacher whose logits are learned besides the data's tokens, for training only; or a dictionary.
+            distill: settings of distillation from a teacher, for training only; or a dictionary of them.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the blocks, in place.
 
         Raises:
-            ValueError: settings that no model has; weights of another model.
+            ValueError: a setting is unknown or out of range, or the weights are of another model.
         """
         distill = Distillation(**distill) if isinstance(distill, dict) else distill
         super().__init__(locals() | {"distill": asdict(distill) if distill else None}, PAPER_3B)
@@ -116,11 +116,11 @@ class LanguageModule(NextTokenModule):
         self.model.load_state_dict(loaded.state_dict())
 
     def _check_configuration(self, saved: dict[str, Any], checkpoint: str, ignored: tuple[str, ...] = ()) -> None:
-        """Raise ValueError where a checkpoint's configuration is not this model's, except for some fields."""
+        """Raise ValueError if a checkpoint's configuration differs from this model's, except in ignored fields."""
         current = asdict(self.model.config)
         if not saved.keys() >= {"variant", "depth"}:
-            raise ValueError(f"{checkpoint} is no checkpoint of our language training: give one of LanguageModule")
-        # Checkpoints of earlier versions lack the fields that are newer, and have what are now their defaults.
+            raise ValueError(f"{checkpoint} must be a checkpoint of LanguageModule")
+        # Checkpoints of earlier versions lack newer fields: their defaults apply.
         saved = {
             field.name: field.default for field in fields(language.LanguageConfig) if field.default is not MISSING
         } | saved
@@ -152,7 +152,7 @@ class LanguageModule(NextTokenModule):
         return self.model(tokens)
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a batch with where its documents end, if it is on its way to a device: there it would wait."""
+        """Add the ends of documents to a batch that is on the CPU; on a device this would synchronise."""
         batch = super().prepare_batch(batch)
         numbers = batch.get("documents")
         if numbers is not None and numbers.device.type == "cpu" != self.device.type:
@@ -160,7 +160,7 @@ class LanguageModule(NextTokenModule):
         return batch
 
     def compute_states(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Return final hidden states [B, N, dim] and their targets [B, N]; attention stays inside documents."""
+        """Return final hidden states [B, N, dim] and targets [B, N]; attention is masked to each document."""
         inputs, targets, documents = shift(batch)
         ends = batch.get("ends")
         packed = documents if documents is None or ends is None else ops.Documents(documents, mark_batch_dynamic(ends))
@@ -171,7 +171,7 @@ class LanguageModule(NextTokenModule):
         return None if self._teacher is None or not self.training else self._teacher.soft_targets(*shift(batch))
 
     def log_penalty(self, nats: Tensor, excess: Tensor) -> None:
-        """Log the objective with a teacher, or the penalty."""
+        """Log the z-loss, or with a teacher the whole objective."""
         if self.distill is not None:
             self.log("train/objective", nats + excess)
         elif self.z_loss:
@@ -182,13 +182,13 @@ class LanguageModule(NextTokenModule):
         return self.model.config.max_length
 
     def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of TextData's evaluation, if it has one."""
+        """Return the names of the metrics that validation on `TextData` logs; none without evaluation data."""
         if not isinstance(data, TextData):
             return None
         return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError, with what to set, where a checkpoint is of another model; `fit` calls it before data."""
+        """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""
         path = getattr(self.attached_trainer, "ckpt_path", None)
         name = str(path or "the checkpoint")
         self._check_configuration(checkpoint.get("hyper_parameters", {}).get("config", {}), name)
@@ -204,10 +204,7 @@ class LanguageModule(NextTokenModule):
         return {"model": self.name, "tokenizer": tokenizer, KEY: architecture(self.model)}
 
     def arguments_without_weights(self) -> dict[str, Any]:
-        """Return `pretrained`, left out, and the configuration, which `language.load` reads.
-
-        A saved model is rebuilt from all fields of its configuration, with which a model of any name is the same.
-        """
+        """Return `pretrained: None`, and all fields of the configuration as `model_args`."""
         config = asdict(self.model.config)
         if not self.name.startswith(FOLDER):
             return {"pretrained": None, "config": config}

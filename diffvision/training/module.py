@@ -63,7 +63,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     Attributes:
         settings: the optimizer and its schedule.
-        sources: where the weights that a run starts from were read: files, folders, tags; empty for new weights.
+        sources: files, folders or tags of the initial weights; empty if they are randomly initialised.
     """
 
     batch_keys: ClassVar[tuple[str, ...]]  # in the order of a tuple
@@ -88,7 +88,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             settings = replace(settings, **{k: v for k, v in self.adamw.items() if getattr(settings, k) is None})
         self.settings = settings
         hyperparameters = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
-        self.save_hyperparameters(hyperparameters | {"optimizer": plain(asdict(self.settings))})
+        self.save_hyperparameters(hyperparameters | {"optimizer": tuples_to_lists(asdict(self.settings))})
 
     def setup(self, stage: str) -> None:
         """Check Lightning's version before a fit."""
@@ -167,11 +167,14 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         return [guard]
 
     def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics that validation on a DataModule logs, its headline first; None where it is not ours."""
+        """Return the names of the metrics that validation logs, the headline first; None for an unknown DataModule."""
         return None
 
     def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
-        """Set monitors that are `HEADLINE`, and refuse what validation will not log: it would fail after an epoch."""
+        """Replace the monitor "headline" by its metric; refuse monitors that validation will not log.
+
+        Lightning would raise only after the first epoch.
+        """
         metrics = self.validation_metrics(data)
         stages = {*EVALUATIONS}
         if all(type(part).__module__.partition(".")[0] in ("diffvision", "lightning") for part in (self, *callbacks)):
@@ -196,11 +199,11 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
                 )
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a loader's batch as the steps read it, or raise ValueError if a key is missing."""
+        """Return a loader's batch as a dictionary; raise ValueError if a required key is missing."""
         batch = named(batch, self.batch_keys)
         if missing := [key for key in self.required_keys if key not in batch]:
             raise ValueError(
-                f"a batch has no {', '.join(missing)} (only {', '.join(batch)}): give {type(self).__name__} a "
+                f"a batch must have {', '.join(missing)}, got only {', '.join(batch)}: give {type(self).__name__} a "
                 f"dictionary with {', '.join(self.batch_keys)}, or a tuple of these"
             )
         return batch
@@ -215,7 +218,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         self.on_validation_epoch_end()
 
     def begin_sums(self, size: int) -> None:
-        """Begin an evaluation with `size` sums for each of its loaders."""
+        """Set `size` sums to 0 for each loader of the evaluation."""
         loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
         self._sums = torch.zeros(len(loaders), size, dtype=torch.float64, device=self.device)
 
@@ -226,7 +229,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def reduce_sums(self) -> Iterator[tuple[str, str, list[float]]]:
         """Yield for each loader the prefix and suffix of its metrics' names, and its sums over all ranks.
 
-        Ranks need not have equal batches, so sums come before any division.
+        Means are taken after the reduction, because ranks may have different numbers of samples.
         """
         stage = "test" if self.trainer.testing else "val"
         rows = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
@@ -239,28 +242,28 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
     def sum_if_logged(self, sums: Tensor) -> Tensor:
-        """Sum numbers of this step in place over ranks, if they are read; otherwise no rank waits for another."""
+        """Sum values over ranks in place if they are logged on this step; otherwise return this rank's."""
         trainer = self.trainer
         if self._is_read_at_every_step or lightning_internals.is_synced_step(trainer, trainer.global_step + 1):
             return self._sum_over_ranks(sums)
         return sums
 
     def mean_if_logged(self, value: Tensor) -> Tensor:
-        """Return the mean over ranks of a number of this step if it is read, otherwise this rank's."""
+        """Return the mean of a value over ranks if it is logged on this step, otherwise this rank's value."""
         total, ranks = self.sum_if_logged(torch.stack([value, torch.ones_like(value)]))
         return total / ranks
 
     def _sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Sum in place; a strategy's `reduce` has a barrier before it, which waits for the device."""
+        """Sum over ranks in place, without the barrier of a strategy's `reduce`, which synchronises the device."""
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
         return sums
 
     def log_step(self, rate: float, **values: Tensor) -> None:
-        """Log a step's learning rate, from the CPU, and numbers from the device, with no wait for these.
+        """Log the learning rate, and values that stay on the device, without synchronising.
 
-        Lightning reads what is logged for a progress bar at every step. Ours needs nothing for it: it takes the
-        numbers from the logs.
+        Lightning reads values logged with `prog_bar` at every step, so they are logged without it for `ProgressLine`,
+        which takes them from the logs.
         """
         self.log("train/lr", torch.tensor(rate), prog_bar=True)
         read = not isinstance(self.trainer.progress_bar_callback, ProgressLine)
@@ -268,7 +271,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             self.log(f"train/{name}", value, prog_bar=read)
 
     def log_means(self, values: dict[str, float], prog_bar: bool = True) -> None:
-        """Log values that are equal on all ranks, by names that say which loader they are of."""
+        """Log values that are equal on all ranks and whose names already include the loader."""
         self.log_dict(values, prog_bar=prog_bar, sync_dist=True, add_dataloader_idx=False)
 
     @property
@@ -277,7 +280,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         return self.trainer.state.fn == TrainerFn.FITTING
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
+        """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""
         raise NotImplementedError
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -285,7 +288,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         self.check_checkpoint(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save what rebuilds the model, and hyperparameters that need no other file of weights."""
+        """Save what rebuilds the model, with hyperparameters that refer to no other file of weights."""
         if (trainer := self.attached_trainer) is not None:
             for guard in lightning_internals.find_callbacks(trainer, StepGuard):
                 guard.report_skipped()  # also where only weights are saved, without the callbacks' states
@@ -293,16 +296,16 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         checkpoint["hyper_parameters"] = dict(self.hparams) | self.arguments_without_weights()
 
     def describe(self) -> dict[str, Any]:
-        """Return what rebuilds the model, as plain values."""
+        """Return plain values from which the model can be rebuilt."""
         raise NotImplementedError
 
     def arguments_without_weights(self) -> dict[str, Any]:
-        """Return arguments that replace the module's where it gets its weights from a checkpoint."""
+        """Return the arguments that a checkpoint stores instead of those that load initial weights."""
         raise NotImplementedError
 
 
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as values that a checkpoint may hold: lists in place of tuples."""
+def tuples_to_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with lists in place of tuples, as checkpoints hold them."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""What modules that predict the next token share: the loss over the predictions of a step, and validation.
+"""Base class of the modules that predict the next token: their training loss and validation.
 
 The loss itself is in `cross_entropy`; the modules are in `language` and `vision_language`.
 """
@@ -23,8 +23,8 @@ from diffvision.training.sharding import is_sharded
 class NextTokenModule(TrainingModule):
     """A module that learns to predict the next token.
 
-    A step's loss is the mean over its predictions, of all its batches and on all ranks together; that of a batch is
-    logged.
+    The loss of an optimizer step is the mean over all predictions of its batches on all ranks; the logged loss is that
+    of one batch.
 
     Attributes:
         model: has `hidden`, the input of the output projection, and `head_weight`, the weight of that projection.
@@ -49,14 +49,14 @@ class NextTokenModule(TrainingModule):
         return weight
 
     def soft_targets(self, batch: Any) -> SoftTargets | None:
-        """Return soft targets, learned in addition to the targets; None by default."""
+        """Return distributions to train on in addition to the targets; None by default."""
         return None
 
     def log_penalty(self, nats: Tensor, excess: Tensor) -> None:
-        """Log the excess of the loss over its cross entropy `nats`, both per prediction; nothing by default."""
+        """Log what the loss adds to the cross entropy `nats`, both per prediction; logs nothing by default."""
 
     def sum_losses(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss with its penalty, the cross entropy in nats, and the number of predictions, each summed."""
+        """Return sums over a batch: loss with its penalty, cross entropy in nats, and number of predictions."""
         states, targets = self.compute_states(batch)
         if self.returns_logits:
             logits = states.flatten(0, 1).to(torch.promote_types(states.dtype, torch.float32))
@@ -78,7 +78,7 @@ class NextTokenModule(TrainingModule):
         self._predictions = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch's predictions; where batches differ in their number, a share of the sum."""
+        """Return the batch's mean loss; if batches differ in their number of predictions, its sum over `_divisor`."""
         loss, nll, count = self.sum_losses(batch)
         nats, excess, predictions = self.sum_if_logged(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
         self.log_step(self.highest_lr, loss=nats / predictions.clamp(min=1))
@@ -90,13 +90,13 @@ class NextTokenModule(TrainingModule):
 
     @property
     def _divisor(self) -> int:
-        """What a batch's sum is divided by before its backward pass: the same for all, near their predictions."""
+        """Constant that every batch's loss sum is divided by before backward; near its number of predictions."""
         raise NotImplementedError
 
     def on_after_backward(self) -> None:
         """Divide the gradients by the predictions of the step's batches on all ranks, once it has them all.
 
-        The mean of the batches' means would weigh a token by how few are learned in its batch.
+        A mean of batch means would give tokens of batches with few predictions more weight.
         """
         if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
             return
@@ -123,7 +123,7 @@ class NextTokenModule(TrainingModule):
                 self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         for stage, loader, (nats, predictions) in self.reduce_sums():
             if not predictions:
-                raise ValueError(f"the data for {stage}loss{loader} is empty: give some, or no such split")
+                raise ValueError(f"{stage}loss{loader} has no samples: check its data, or leave them out")
             loss = nats / predictions
             perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
             self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
@@ -132,8 +132,8 @@ class NextTokenModule(TrainingModule):
     def _any_rank_has_batch(self, working: bool) -> bool:
         """Return whether any rank has a batch to validate.
 
-        Sharded layers are gathered by all ranks together, so a rank with fewer batches than others takes part until all
-        are done. Without sharding, ranks need not know of each other.
+        All ranks gather sharded layers together, so a rank that has run out of batches takes part until all are done.
+        Without sharding, ranks do not communicate.
         """
         if not is_sharded(self.model):
             return working
@@ -142,7 +142,7 @@ class NextTokenModule(TrainingModule):
 
     @contextmanager
     def _disable_gradients(self) -> Iterator[None]:
-        """Disable gradients without inference mode, because the next training step uses what FSDP2 gathers."""
+        """Disable gradients, but without inference mode: the next training step reuses what FSDP2 gathers."""
         with torch.inference_mode(False), torch.no_grad():
             yield
 
