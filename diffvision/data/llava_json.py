@@ -45,9 +45,8 @@ def make_llava(
             f"{faults.total():,} of {len(records):,} rows of {source} cannot be used: give the folder of its images as "
             f"images, or a larger max_bad_fraction than {max_bad_fraction}\n{listed}"
         )
-    return pack_as(
-        records, Path(directory), "{:06d}.tar", per_shard, num_workers, shuffle=True, members=_Records.members
-    ).summary()
+    packed = pack_as(records, Path(directory), per_shard, num_workers, shuffle=True, members=_Records.members)
+    return packed.summary()
 
 
 class _Records:

@@ -24,7 +24,6 @@ DATASETS = {
     "stdlib": "diffvision.data.datasets.stdlib:make_stdlib",
     "folder": "diffvision.data.images.pack_images:make_folder",
     "llava": "diffvision.data.llava_json:make_llava",
-    "evaluation": "diffvision.data.images.pack_images:make_evaluation",
     "mmvp": "diffvision.data.datasets.mmvp:make_mmvp",
     "sugarcrepe": "diffvision.data.datasets.sugarcrepe:make_sugarcrepe",
     "winoground": "diffvision.data.datasets.winoground:make_winoground",

@@ -19,12 +19,11 @@ _KARPATHY = {"val": "validation", "restval": "train"}
 """Our names of his splits. `restval` is what he left over of COCO's val2014; everyone trains on it."""
 
 
-def read_caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCollection]]:
+def read_caption_file(table: Path) -> dict[str, Callable[[], ImageCollection]]:
     """Return {split: its images} of a file of captions; COCO's own has only one, "".
 
     Args:
-        root: the folder of the images.
-        table: the file. Where it lies in `root`, its images may also be in the folders that are usual for it.
+        table: the file. Its images are looked for in the folders that are usual for it.
 
     Raises:
         ValueError: it is neither COCO's nor Karpathy's.
@@ -33,10 +32,10 @@ def read_caption_file(root: Path, table: Path) -> dict[str, Callable[[], ImageCo
     try:
         content = json.loads(text)
         if "annotations" in content:
-            return {"": partial(_collection, root, table, "", _read_coco(content))}
+            return {"": partial(_collection, table, "", _read_coco(content))}
         if not (splits := _read_karpathy(content)):
             raise ValueError("no images")
-        return {split: partial(_collection, root, table, split, images) for split, images in splits.items()}
+        return {split: partial(_collection, table, split, images) for split, images in splits.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{table} is neither COCO's captions nor Karpathy's splits ({type(error).__name__} {error}): give one "
@@ -67,8 +66,8 @@ def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
     return splits
 
 
-def _collection(root: Path, table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
-    folder = _find_folder(root, table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
+def _collection(table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
+    folder = _find_folder(table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
     resolved = folder.resolve()
     names = [check_path(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
     source = f"{table}, split {split}" if split else str(table)
@@ -76,15 +75,15 @@ def _collection(root: Path, table: Path, split: str, captions: dict[Any, Caption
     return ImageCollection(source, names, read, captions=list(captions.values()))
 
 
-def _find_folder(root: Path, table: Path, names: list[str]) -> Path:
-    """Return the folder that the paths in a table are relative to: `root`, or one near the table that has some of them.
+def _find_folder(table: Path, names: list[str]) -> Path:
+    """Return the folder that the paths in a table are relative to: one near it that has some of them.
 
     COCO's captions are in `annotations`, and its images in `train2017` next to that; Karpathy's files do not say where
     the images are.
     """
+    root = table.parent
     near = [root, *sorted(root.glob("*/")), *sorted(root.glob("*/*/"))]
-    if root == table.parent:
-        near += [root.parent, root.parent / "images", *sorted(root.parent.glob("*20[0-9][0-9]/"))]
+    near += [root.parent, root.parent / "images", *sorted(root.parent.glob("*20[0-9][0-9]/"))]
     for folder in near:
         if any((folder / name).is_file() for name in names):
             return folder

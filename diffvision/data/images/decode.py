@@ -209,8 +209,7 @@ def json_label(data: bytes, field: str) -> int:
         raise BadSample(f"no class number in JSON field {field!r}")
     if not value.strip().isdecimal():
         raise BadSample(
-            f"JSON field {field!r} is not a class number: write numbers, or pack with `diffvision data make folder "
-            "--captions`"
+            f"JSON field {field!r} is not a class number: write numbers, or names of classes into a table of images"
         )
     return decode_label(value.encode())
 

@@ -33,7 +33,6 @@ from diffvision.data.images.image_sources import (
     is_shard_source,
     name_classes,
     open_source,
-    split_root,
 )
 from diffvision.data.images.samples import (
     CaptionMember,
@@ -45,7 +44,7 @@ from diffvision.data.images.samples import (
     Retrieval,
     Transform,
 )
-from diffvision.data.images.shard_images import every_caption, read_shards
+from diffvision.data.images.shard_images import read_shards
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.remote import is_remote
 from diffvision.data.shards.report import Limits
@@ -201,7 +200,7 @@ class ImageEvaluationFolder(EvaluationFolder):
         return open_source(location, columns, reads)
 
     def _own_name(self, location: str) -> str:
-        return Path(os.path.abspath(split_root(location)[0])).stem
+        return Path(os.path.abspath(location)).stem
 
     def samples(self, split: str) -> ImageSet:
         """Return the samples of a split."""
@@ -209,9 +208,6 @@ class ImageEvaluationFolder(EvaluationFolder):
 
     def files(self, split: str) -> list[Path]:
         """Return the files and folders whose content decides what a split is."""
-        named, root = split_root(str(self.path))
-        if root is not None:
-            return [Path(named), Path(root)]
         is_table = self.path.is_file() and self.path.suffix.lower() != ARCHIVE  # its images lie beside it
         return [self.path.parent if is_table else self.path]
 
@@ -253,7 +249,7 @@ class ShardEvaluationFolder(ImageEvaluationFolder):
         source = f"{location}, split {split}" if split else location
         shards = ShardSet(self._shards[split or "test"])
         names = packed_names(location)
-        images = read_shards(source, shards, names, every_caption, wants_labels=task == "zero_shot" or bool(names))
+        images = read_shards(source, shards, names, wants_labels=task == "zero_shot" or bool(names))
         is_labelled = images.labels is not None and bool(images.classnames or images.captions is None)
         if task in ("zero_shot", "retrieval"):
             is_labelled = task == "zero_shot"
@@ -284,15 +280,14 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
         ValueError: there are none, or no such path; several for one name.
     """
     name, location = None, str(path)
-    if not Path(split_root(location)[0]).exists() and (match := _NAMED.fullmatch(location)):
+    if not Path(location).exists() and (match := _NAMED.fullmatch(location)):
         name, location = match[1], match[2]
     is_shards = is_shard(location) and not is_remote(location)
-    exists = Path(split_root(location)[0]).exists()
-    if not location.strip() or not (is_shards or exists):
+    if not location.strip() or not (is_shards or Path(location).exists()):
         raise ValueError(f"there is no {location!r}: give an evaluation folder, or a folder that holds some")
     folders = list(_walk(Path(location), _MAX_DEPTH))
     if not folders and (is_shard_source(location) or is_image_source(location)):
-        return [open_images(location, name, task)]
+        return [_open_images(location, name, task)]
     if not folders:
         raise ValueError(
             f"{location} must be a folder, a .tar, a .zip or a table of images ({', '.join(NAMED_TABLES)})"
@@ -305,24 +300,17 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
     return folders
 
 
-def open_images(
-    source: str | Path, name: str | None = None, task: str | None = None, columns: dict[str, str] | None = None
-) -> ImageEvaluationFolder:
-    """Return images for a task if they have what it needs; else for what they have, best with a split to evaluate.
-
-    Args:
-        source, name, task: as `find_folders` takes them.
-        columns: as `ImageEvaluationFolder` takes them.
-    """
-    kind = ShardEvaluationFolder if columns is None and is_shard_source(source) else ImageEvaluationFolder
+def _open_images(source: str, name: str | None, task: str | None) -> ImageEvaluationFolder:
+    """Return images for a task if they have what it needs; else for what they have, best with a split to evaluate."""
+    kind = ShardEvaluationFolder if is_shard_source(source) else ImageEvaluationFolder
     if task in ("zero_shot", "retrieval"):
         with suppress(ValueError):
-            return kind(source, name, task=task, columns=columns)
-    folder = kind(source, name, columns=columns)
+            return kind(source, name, task=task)
+    folder = kind(source, name)
     if "test" not in folder.splits:  # a table of captions for training may lie beside class folders
         with suppress(ValueError):
-            labelled = kind(source, name, task="zero_shot", columns=columns)
-            return labelled if "test" in labelled.splits else folder
+            classified = kind(source, name, task="zero_shot")
+            return classified if "test" in classified.splits else folder
     return folder
 
 

@@ -7,7 +7,6 @@ read is in `library_datasets`.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -53,7 +52,6 @@ _ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
 Reads = Literal["labels", "captions"]
 _SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
 _SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
-_ROOTED = re.compile(rf"(.+(?:{'|'.join(map(re.escape, NAMED_TABLES))}))@(.+)", re.DOTALL | re.IGNORECASE)
 _INDEX_TABLES = ("metadata", "captions", "labels")  # the name of a table inside a folder of images
 
 
@@ -96,7 +94,7 @@ def is_image_source(source: Any) -> bool:
     if not isinstance(source, str | Path):
         return False
     location = str(source)
-    path = Path(split_root(location)[0])
+    path = Path(location)
     if is_remote(location) or not location.strip() or not path.exists():
         return False
     if path.is_file():
@@ -110,12 +108,6 @@ def _has_images(path: Path) -> bool:
         return False
     images = walk(path, IMAGE_SUFFIXES)
     return any(image.parent != path or image.with_suffix(".txt").is_file() for image in images)
-
-
-def split_root(location: str) -> tuple[str, str | None]:
-    """Return a source, and the folder of its images where it is TABLE@FOLDER."""
-    match = None if Path(location).exists() else _ROOTED.fullmatch(location)
-    return (location, None) if match is None else (match[1], match[2])
 
 
 def is_shard_source(source: Any) -> bool:
@@ -141,8 +133,7 @@ def find_images(
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
             or .parquet in it; splits are folders called train, val, test, ... above that, or tables that are called so;
             a table (.csv, .tsv, .jsonl, .parquet, Flickr8k's captions.txt, COCO's captions_*.json, Karpathy's
-            dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder, or as TABLE@FOLDER to
-            another one;
+            dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders.
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
@@ -161,8 +152,7 @@ def open_source(source: str | Path, columns: dict[str, str] | None = None, reads
     location, columns = str(source), columns or {}
     if unknown := sorted(columns.keys() - COLUMNS.keys()):
         raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
-    named, root = split_root(location)
-    return ImageSource(location, _find_parts(root or location, None if root is None else Path(named), columns, reads))
+    return ImageSource(location, _find_parts(location, columns, reads))
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
@@ -177,15 +167,15 @@ def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollec
     return replace(images, labels=np.array([known[name] for name in names]), classnames=tuple(classnames))
 
 
-def _find_parts(location: str, table: Path | None, columns: dict[str, str], reads: Reads | None) -> Parts:
+def _find_parts(location: str, columns: dict[str, str], reads: Reads | None) -> Parts:
     """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
     path = Path(location)
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
     if path.suffix.lower() == ARCHIVE and path.is_file():
-        return _find_parts(str(unpack_archive(path)), table, columns, reads)
-    if table is not None or path.is_file():
-        return _open_table(path.parent if table is None else path, table or path, columns)
+        return _find_parts(str(unpack_archive(path)), columns, reads)
+    if path.is_file():
+        return _open_table(path, columns)
     if (path / "dataset_dict.json").is_file():
         return _number_together(read_saved(path, columns))
     is_classes = reads == "labels" and _has_classes(path, columns)
@@ -206,7 +196,7 @@ def _find_parts(location: str, table: Path | None, columns: dict[str, str], read
         }
         return _number_together(parts, classes)
     if index is not None:
-        return _open_table(path, index, columns)
+        return _open_table(index, columns)
     nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
     if splits := by_split(nested, path):
         return _open_tables(path, splits, columns)
@@ -221,12 +211,11 @@ def _has_classes(path: Path, columns: dict[str, str]) -> bool:
     return not any(has_labels(p, columns) for p in path.iterdir() if p.suffix.lower() in TABLES)
 
 
-def _open_table(root: Path, table: Path, columns: dict[str, str]) -> Parts:
-    """Return split -> reader for a table of captions or labels."""
-    if not table.is_file() or not root.is_dir():
-        raise ValueError(f"{table} must be a table ({', '.join(NAMED_TABLES)}), and {root} the folder of its images")
+def _open_table(table: Path, columns: dict[str, str]) -> Parts:
+    """Return split -> reader for a table of captions or labels, whose paths are relative to its folder."""
+    root = table.parent
     if table.suffix.lower() == ".json":
-        return read_caption_file(root, table)
+        return read_caption_file(table)
     if table.suffix.lower() == ".parquet":
         return read_parquet(table, {"": [table]}, columns, root)
     return {"": partial(_read_tables, str(table), root, [table], columns)}
@@ -280,7 +269,7 @@ def _read_folder(
         return read_saved(path, columns)[""]()
     is_classes = reads == "labels" and _has_classes(path, columns)
     if not is_classes and (index := _find_index_table(path)) is not None:
-        return _open_table(path, index, columns)[""]()
+        return _open_table(index, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))
     has_texts = any(image.with_suffix(".txt").is_file() for image in images) or (
         not images and any(walk(path, (".txt",)))
@@ -291,9 +280,9 @@ def _read_folder(
         texts = [f"{stem}.txt" for stem in _INDEX_TABLES if has_columns(path / f"{stem}.txt", columns)]
         others = sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES or p.name in texts)
         if others and not is_classes:
-            table = f"{others[0]}@{folders[0].name}" if len(folders := _class_folders(path)) == 1 else others[0]
             raise ValueError(
-                f"{path} must have no table next to its images, got {others[0]}: give {table} as the source"
+                f"{path} must have no table next to its images: give {others[0]} as the source, with paths from its "
+                "folder on"
             )
         return _read_classes(path, images, classes)
     if parquet := sorted(walk(path, (".parquet",))):

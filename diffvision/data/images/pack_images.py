@@ -4,9 +4,8 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
-from diffvision.data.images.folders import (
-    in_order,
-    open_images,
-    packed_names,
-)
-from diffvision.data.images.image_set import Captions, ImageCollection
+from diffvision.data.images.image_set import ImageCollection
 from diffvision.data.images.image_sources import find_images, is_shard_source
-from diffvision.data.images.samples import digest
-from diffvision.data.images.shard_images import read_shards, whole_caption
 from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
-from diffvision.data.shards.sources import MANIFEST, split_shards
-from diffvision.data.shards.storage import ShardSet
+from diffvision.data.shards.sources import MANIFEST
 from diffvision.data.shards.writer import (
     Sample,
     begin_manifest,
     check_per_shard,
     refuse_existing,
-    write_evaluation_texts,
     write_lines,
     write_manifest,
     write_tar,
 )
-from diffvision.progress import bar, track
+from diffvision.progress import bar
 
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 
@@ -94,54 +84,17 @@ def pack(
         ValueError: no images, or none that can be used; the directory has shards.
     """
     directory = Path(directory)
-    total = pack_as(images, directory, "{:06d}.tar", per_shard, num_workers, shuffle)
+    total = pack_as(images, directory, per_shard, num_workers, shuffle)
     if images.classnames:
         write_lines(directory / "classnames.txt", images.classnames)
     return total
 
 
-class FilteredCaptions(Sequence):
-    """Captions of images; to read those of an image none of which passes raises BadSample with the reason.
-
-    The arguments are those of `make_folder`.
-    """
-
-    def __init__(self, captions: Sequence[Captions], words: Sequence[int] | None, max_repeats: int | None) -> None:
-        if words is not None and (len(words) != 2 or not 0 <= words[0] <= words[1]):
-            raise ValueError(f"words must be the least and the most, such as [3, 50], got {words}")
-        if max_repeats is not None and max_repeats < 1:
-            raise ValueError(f"max_repeats must be at least 1, got {max_repeats}")
-        self.captions, self.words = captions, words
-        self.repeated = np.zeros(len(captions), dtype=bool)
-        seen = Counter[tuple[int, ...]]()
-        for row in track(range(len(captions) if max_repeats else 0), "comparing captions"):
-            with suppress(BadSample):  # it is counted when it is packed
-                key = tuple(map(digest, captions[row]))
-                self.repeated[row] = seen[key] >= (max_repeats or 0)
-                seen[key] += 1
-
-    def __len__(self) -> int:
-        return len(self.captions)
-
-    def __getitem__(self, row: Any) -> Any:
-        captions = self.captions[row]
-        counts = [len(caption.split()) for caption in captions] if self.words is not None else []
-        least, most = self.words or (0, 0)
-        if counts and not any(least <= count <= most for count in counts):
-            raise BadSample("caption too short" if counts[0] < least else "caption too long")
-        if self.repeated[row]:
-            raise BadSample("caption repeated")
-        return captions
-
-
 def make_folder(
     directory: str | Path,
     source: str | Path,
-    captions: str | None = None,
     columns: dict[str, str] | None = None,
     split: str | None = None,
-    words: list[int] | None = None,
-    max_repeats: int | None = None,
     per_shard: int = 10_000,
     num_workers: int = 2,
 ) -> str:
@@ -150,80 +103,23 @@ def make_folder(
     Args:
         directory: the folder to write; it must have no shards yet.
         source: a folder of images (with x.txt next to x.jpg, or with a folder for each class), a table (.csv, .tsv,
-            .txt, .jsonl, .parquet, COCO's or Karpathy's .json; TABLE@FOLDER for images in another folder), a folder
-            that Hugging Face datasets saved, a .zip of any of these folders, or shards of images with captions or
-            class numbers.
-        captions: the table of a folder of images, with captions or labels.
-        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
+            .txt, .jsonl, .parquet, COCO's or Karpathy's .json), a folder that Hugging Face datasets saved, or a .zip of
+            any of these folders.
+        columns: of a table, its columns image, caption and label, where they have other names: {image: file}.
         split: train, validation or test, of a source that has splits; train by default.
-        words: the least and the most words of a caption; images with others are left out and counted.
-        max_repeats: images that may have the same caption; all by default, and 1 leaves duplicates out.
         per_shard: samples per shard.
         num_workers: processes.
     """
-    is_shards = captions is None and columns is None and is_shard_source(source)
-    if is_shards:
-        shards = ShardSet(split_shards(source, split or "train"))
-        images = read_shards(source, shards, packed_names(source), whole_caption)
-    else:
-        images = find_images(f"{captions}@{source}" if captions is not None else source, split, columns=columns)
-    if words is not None or max_repeats is not None:
-        if images.captions is None:
-            raise ValueError(f"{images.source} has no captions: leave words and max_repeats out")
-        images = replace(images, captions=FilteredCaptions(images.captions, words, max_repeats))
-    if images.captions is not None and not is_shards:
+    if is_shard_source(source):
+        raise ValueError(f"{source} must be images, got shards: train on them as they are")
+    images = find_images(source, split, columns=columns)
+    if images.captions is not None:
         images = images.by_image()
     packed = pack(images, directory, shuffle=images.labels is not None, per_shard=per_shard, num_workers=num_workers)
     summary = f"{packed.summary()}\n  of {images.described}"
     if packed.several:
         summary += "\nseveral captions an image: train with --data.init_args.caption_key json:caption"
     return summary
-
-
-def make_evaluation(
-    directory: str | Path,
-    source: str | Path,
-    captions: str | None = None,
-    columns: dict[str, str] | None = None,
-    templates: list[str] | None = None,
-    per_shard: int = 10_000,
-    num_workers: int = 2,
-) -> str:
-    """Pack your own images into an evaluation folder: zero-shot of those with labels, retrieval of those with captions.
-
-    Args:
-        directory: the folder to write.
-        source: images, as `diffvision data make folder` takes them.
-        captions: the file with captions or labels, of a folder of images.
-        columns: its columns image, caption and label, where they have other names: {image: file, label: kind}.
-        templates: zero-shot prompts with {c} where the class name belongs; by default "a photo of a {c}.".
-        per_shard: samples per shard.
-        num_workers: processes.
-
-    Raises:
-        ValueError: a template without {c}; classes without names; as `pack`.
-    """
-    folder = open_images(f"{captions}@{source}" if captions is not None else source, columns=columns)
-    templates = list(templates or folder.templates)
-    if wrong := [template for template in templates if "{c}" not in template]:
-        raise ValueError(f"template {wrong[0]!r} has no {{c}}, which is where the class name belongs: write it in")
-    if folder.task == "zero_shot" and not folder.classnames:
-        raise ValueError(
-            f"{folder.path} numbers its classes and does not name them: use names as labels, for zero-shot "
-            "classification is by the names"
-        )
-    texts: dict[str, Sequence[str]] = {"dataset_type": ["retrieval"]}
-    if folder.task == "zero_shot":
-        named = len(folder.own_names) == len(folder.classnames)
-        names = in_order(folder.classnames, folder.own_names) if named else folder.classnames
-        texts = {"classnames": names, "templates": templates}
-    lines = [folder.task]
-    for split in folder.splits:
-        target = Path(directory, split)
-        packed = pack_as(folder.images(split), target, "{}.tar", per_shard, num_workers, shuffle=False)
-        write_evaluation_texts(target, **texts)
-        lines.append(f"{split}: {packed.summary()}")
-    return "\n".join(lines)
 
 
 def _members(images: ImageCollection, row: int) -> dict[str, bytes]:
@@ -245,7 +141,6 @@ def image_suffix(data: bytes) -> str:
 def pack_as(
     images: Any,
     directory: Path,
-    pattern: str,
     per_shard: int,
     num_workers: int,
     shuffle: bool,
@@ -261,7 +156,7 @@ def pack_as(
         raise ValueError(f"no images in {images.source}: give a folder, table or archive with images")
     begin_manifest(directory)
     rows = np.random.default_rng(0).permutation(len(images)) if shuffle else np.arange(len(images))
-    shards = _Shards(images, rows, directory, pattern, per_shard, members)
+    shards = _Shards(images, rows, directory, per_shard, members)
     total = shards.write(num_workers)
     targets = [shards.target(number) for number in range(len(shards))]
     if not total.samples:
@@ -280,11 +175,9 @@ def pack_as(
 class _Shards(Dataset):
     """The number of a shard -> what became of its images, once the shard is written."""
 
-    def __init__(
-        self, images: Any, rows: np.ndarray, directory: Path, pattern: str, per_shard: int, members: Callable
-    ) -> None:
+    def __init__(self, images: Any, rows: np.ndarray, directory: Path, per_shard: int, members: Callable) -> None:
         self.images, self.rows, self.directory = images, rows, directory
-        self.pattern, self.per_shard, self.members = pattern, per_shard, members
+        self.per_shard, self.members = per_shard, members
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.per_shard)
@@ -295,7 +188,7 @@ class _Shards(Dataset):
         return packed
 
     def target(self, number: int) -> Path:
-        return self.directory / self.pattern.format(number)
+        return self.directory / f"{number:06d}.tar"
 
     def write(self, num_workers: int) -> Packed:
         """Write all shards in worker processes, each of which gets the images once."""

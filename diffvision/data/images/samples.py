@@ -3,7 +3,6 @@
 The bytes of a member are decoded in `decode`; the samples come from `shards` or `image_set`.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,6 @@ from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
 from diffvision.errors import did_you_mean
-from diffvision.words import fold, words
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -241,12 +239,6 @@ class ImageText(_ImageKind):
         images = default_collate([item["image"] for item in items])
         texts = [item["text"] for item in items]
         return {"image": images, "text": self.tokenizer(texts)}
-
-
-def digest(caption: str) -> int:
-    """Return a number that captions with the same `words` share, and without words those with the same text."""
-    text = (" ".join(words(caption)) or fold(caption).strip()).encode(errors="surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 class ImageLabel(_ImageKind):

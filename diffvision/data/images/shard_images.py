@@ -1,13 +1,11 @@
-"""Shards as images that are evaluated or packed again."""
+"""Shards as images that are evaluated."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
-from diffvision.data.images.image_set import Captions, ImageCollection, Reader
-from diffvision.data.images.image_tables import read_captions
+from diffvision.data.images.image_set import ImageCollection, Reader
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
     CaptionMember,
@@ -47,7 +45,6 @@ def read_shards(
     source: Any,
     shards: ShardSet,
     classnames: Sequence[str],
-    read_caption: Callable[[CaptionMember, Members], Captions],
     wants_labels: bool = False,
 ) -> ImageCollection:
     """Return the images in shards with what the first samples have: captions, class numbers in `cls`, else in JSON.
@@ -62,7 +59,7 @@ def read_shards(
     captions: Any = None
     labels: Any = None
     if any(map(caption_key, first)):
-        captions = _Values(images, partial(read_caption, CaptionMember(find_caption_key(shards))))
+        captions = _Values(images, CaptionMember(find_caption_key(shards)).all)
     if any("cls" in members or ((captions is None or wants_labels) and label_key(members)) for members in first):
         labels = _Values(images, ImageLabel(cast(Any, None), find_label_key(shards)).label)
     if captions is None and labels is None:
@@ -70,16 +67,6 @@ def read_shards(
         raise ValueError(f"samples of {source} must have captions or class numbers, got the members {having}")
     rows: Any = range(int(images.ends[-1]))
     return ImageCollection(str(source), rows, images, captions, labels, tuple(classnames))
-
-
-def whole_caption(caption: CaptionMember, members: Members) -> Captions:
-    """Return a text as one caption, as training takes it."""
-    return read_captions(caption.read(members))
-
-
-def every_caption(caption: CaptionMember, members: Members) -> Captions:
-    """Return each line of a text as a caption, as evaluation takes it."""
-    return tuple(caption.all(members))
 
 
 class _Values(Sequence):

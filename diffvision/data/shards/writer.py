@@ -25,7 +25,13 @@ def write_shards(directory: str | Path, samples: Iterable[Sample], per_shard: in
 
 
 def write_evaluation_split(
-    directory: str | Path, samples: Iterable[Sample], per_shard: int = 10_000, **texts: Iterable[str]
+    directory: str | Path,
+    samples: Iterable[Sample],
+    per_shard: int = 10_000,
+    *,
+    dataset_type: Iterable[str] = (),
+    classnames: Iterable[str] = (),
+    templates: Iterable[str] = (),
 ) -> int:
     """Write samples as 0.tar, 1.tar, ... with nshards.txt, as CLIP_benchmark wants a split; return how many there were.
 
@@ -33,28 +39,12 @@ def write_evaluation_split(
         directory: of the split, in the folder of the dataset.
         samples: to write.
         per_shard: samples in each shard.
-        texts: of the dataset, as `write_evaluation_texts` takes them.
-    """
-    written = _write(Path(directory), samples, per_shard, "{}.tar")
-    write_evaluation_texts(directory, **texts)
-    return written
-
-
-def write_evaluation_texts(
-    directory: str | Path,
-    dataset_type: Iterable[str] = (),
-    classnames: Iterable[str] = (),
-    templates: Iterable[str] = (),
-) -> None:
-    """Write nshards.txt of a split, and those text files of its dataset that have lines.
-
-    Args:
-        directory: of the split, in the folder of the dataset.
         dataset_type: what the samples are for, where it is not classification.
         classnames: by class number.
         templates: prompts, with {c} where the class name belongs.
     """
     split = Path(directory)
+    written = _write(split, samples, per_shard, "{}.tar")
     write_lines(split / "nshards.txt", [str(len(list(split.glob("*.tar"))))])
     texts = {
         "dataset_type.txt": dataset_type,
@@ -64,6 +54,7 @@ def write_evaluation_texts(
     for name, lines in texts.items():
         if lines:
             write_lines(split.parent / name, lines)
+    return written
 
 
 def _write(directory: Path, samples: Iterable[Sample], per_shard: int, pattern: str) -> int:

@@ -15,7 +15,6 @@ from diffvision.data import EvaluationFolder
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.image_sources import find_images
 from diffvision.data.images.pack_images import pack
-from diffvision.data.images.samples import digest
 from diffvision.data.shards.writer import write_evaluation_split
 
 
@@ -226,13 +225,6 @@ def test_fields_and_weights_that_cannot_be_are_refused(corpus, captioned):
             drawn(corpus, captioned, key, probs)
     with pytest.raises(ValueError, match="caption_key"):
         drawn(corpus, captioned, caption_key="txt")
-
-
-def test_captions_that_differ_in_case_punctuation_and_space_have_one_digest():
-    same = {digest(caption) for caption in ("A dog, running!", "a  dog running", " A DOG - running.\n")}
-    assert len(same) == 1
-    assert digest("a dog ran") not in same
-    assert len({digest(caption) for caption in (":)", " :)\n", ":(", "‼", "⁉", "\udcff")}) == 5
 
 
 def test_overfitting_repeats_one_batch_augmented_alike(corpus, tmp_path):

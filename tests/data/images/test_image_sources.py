@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffvision.data.images.folders import EvaluationFolder, ImageEvaluationFolder, find_folders
+from diffvision.data.images.folders import ImageEvaluationFolder, find_folders
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
 from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.image_sources import find_images, is_image_source
@@ -21,7 +21,6 @@ from diffvision.data.make import make
 from diffvision.data.shards.loader import ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.storage import ShardSet
-from diffvision.evaluation.cache import files_digest
 
 KINDS = ("cat", "dog", "red_fox")
 
@@ -121,8 +120,7 @@ def test_splits_number_their_classes_alike(tmp_path):
     assert (validation.classnames, sorted(set(validation.labels.tolist()))) == (KINDS, [1, 2])
     data = ImageLabelData(str(tmp_path / "pets"), 4, str(tmp_path / "pets/val"), num_workers=0, num_classes=3)
     assert [label for batch in data.val_dataloader() for label in batch["label"].tolist()] == [1] * 4 + [2] * 4
-    make("evaluation", str(tmp_path / "made"), source=str(tmp_path / "pets"))
-    folder = EvaluationFolder(tmp_path / "made")
+    (folder,) = find_folders(tmp_path / "pets")
     assert folder.classnames == ["cat", "dog", "red fox"]
     assert [n for _, n in read_in_order(folder, "test")] == [1] * 4 + [2] * 4
     write(tmp_path / "others/cow/1.png", 1)
@@ -176,7 +174,7 @@ REFUSED = {
     "a table of Flickr8k": (
         {"Images/1.png": None, "captions.txt": "image,caption\n1.png,a\n"},
         ".",
-        "captions.txt@Images",
+        "captions.txt as the source",
     ),
     "splits in names": (["cat/train_1.png", "cat/test_2.png"], ".", "test and train"),
     "several folders without images": ({**CLASSES, "a/b/.c": "", "fox/x.heic": "x"}, ".", "x.heic"),
@@ -296,10 +294,10 @@ def test_tables(captioned, ending):
     rows = [{"file": f"{n}.png", "what it shows": f"picture {n}", "kind": KINDS[n % 3]} for n in range(12)]
     table = write_rows(captioned, rows, ending)
     columns = {"caption": "what it shows", "label": "kind"}
-    for pictures in (find_images(table, columns=columns), find_images(f"{table}@{captioned}", columns=columns)):
-        assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
-        assert labels_read(pictures) == {n: n % 3 for n in range(12)}
-        assert pictures.classnames == KINDS
+    pictures = find_images(table, columns=columns)
+    assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
+    assert labels_read(pictures) == {n: n % 3 for n in range(12)}
+    assert pictures.classnames == KINDS
     with pytest.raises(ValueError, match="caption"):
         find_images(table)
     with pytest.raises(ValueError, match="'kin'"):
@@ -568,21 +566,12 @@ def test_a_resumed_epoch_goes_on_where_it_was(tree):
         loader().load_state_dict(state)
 
 
-def test_evaluation_where_they_lie_and_packed_are_the_same(tree, tmp_path, capsys):
+def test_images_are_evaluated_where_they_lie(tree):
     folder = find_folders(f"animals={tree}")[0]
     assert (folder.name, folder.task, folder.splits) == ("animals", "zero_shot", ["test", "train"])
     assert folder.classnames == ["cat", "dog", "red fox"]
     assert folder.templates == ["a photo of a {c}."]
-    assert make("evaluation", str(tmp_path / "made/zoo"), source=str(tree), templates=["a {c}"]) == 0
-    assert "test: 6 samples, left out 0" in capsys.readouterr().out
-    packed = EvaluationFolder(tmp_path / "made/zoo")
-    assert (packed.name, packed.task, packed.splits) == ("zoo", "zero_shot", ["test", "train"])
-    assert (packed.classnames, packed.templates) == (folder.classnames, ["a {c}"])
-    for split in folder.splits:
-        ours, theirs = (read_in_order(each, split) for each in (folder, packed))
-        assert ours == theirs
-    with pytest.raises(ValueError, match=r"template 'a cat' has no \{c\}"):
-        make("evaluation", str(tmp_path / "other"), source=str(tree), templates=["a cat"])
+    assert len(read_in_order(folder, "test")) == 6
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet", "embedded", "saved"])
@@ -594,8 +583,6 @@ def test_rows_of_an_image_are_one_image(captioned, tmp_path, ending):
     expected = {n: [f"one {n}", f"two {n}", f"three {n}"] for n in range(4)}
     assert captions_evaluated(find_folders(source)[0]) == (expected, 4)
     assert len(find_images(source)) == 12  # training takes a row at a time
-    make("evaluation", str(tmp_path / "made"), source=str(source), num_workers=1)
-    assert captions_evaluated(EvaluationFolder(tmp_path / "made")) == (expected, 4)
     make("folder", str(tmp_path / "shards"), source=str(source), num_workers=1)
     shards = ShardSet(tmp_path / "shards")
     packed = [shards.members((0, row)) for row in range(int(shards.counts.sum()))]
@@ -658,9 +645,8 @@ def test_packed_for_training_classes_are_mixed(tree, tmp_path):
 def test_captions_as_flickr_has_them(captioned, tmp_path, header):
     between = "," if "," in header else "| 0| "
     rows = [f"{n}.png{between}{word} {n} ." for n in range(12) for word in ("one", "two")]
-    table = tmp_path / "captions.txt"
-    table.write_text("\n".join([header, *rows]))
-    source = f"{table}@{captioned}"
+    source = captioned / "captions.txt"
+    source.write_text("\n".join([header, *rows]))
     expected = {n: [f"one {n} .", f"two {n} ."] for n in range(12)}
     assert captions_evaluated(find_folders(source)[0]) == (expected, 12)
     data = ImageTextData(str(source), 4, [str(source)], num_workers=0, tokenizer=lambda texts: torch.zeros(len(texts)))
@@ -690,8 +676,6 @@ def test_class_folders_with_captions_beside_them_are_classified(tree, beside, sp
         assert len(find_images(source, reads="captions").captions) == len(photos)
     if beside == "train.csv":  # which has no split to evaluate
         assert find_folders(source)[0].task == "zero_shot"
-        make("evaluation", str(tree / "made"), source=str(source), num_workers=1)
-        assert EvaluationFolder(tree / "made").task == "zero_shot"
 
 
 def test_a_table_of_labels_beside_folders_is_what_counts(captioned):
@@ -700,29 +684,6 @@ def test_a_table_of_labels_beside_folders_is_what_counts(captioned):
     rows = [f"{('left', 'right')[n % 2]}/{n}.png,{KINDS[n % 3]}" for n in range(4)]
     (captioned / "labels.csv").write_text("\n".join(["file,label", *rows]))
     assert find_images(captioned, reads="labels").classnames == KINDS
-
-
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-def test_a_table_may_have_its_images_in_another_folder(captioned, tmp_path, ending):
-    (tmp_path / "tables").mkdir()
-    rows = [{"file": f"{n}.png", "caption": f"picture {n}"} for n in range(4)]
-    rows[1]["file"] = str(captioned / "1.png")
-    source = f"{write_rows(tmp_path / 'tables', rows, ending)}@{captioned}"
-    expected = {n: [f"picture {n}"] for n in range(4)}
-    assert captions_read(find_images(source)) == expected
-    assert is_image_source(source)
-    for named in (source, f"mine={source}"):
-        (folder,) = find_folders(named)
-        assert (captions_evaluated(folder)[0], folder.name) == (expected, "mine" if "mine" in named else "t")
-    data = ImageTextData(source, 2, [source], num_workers=0, tokenizer=lambda texts: torch.zeros(len(texts), 1))
-    assert sorted(number(image) for batch in data.train_dataloader() for image in batch["image"]) == [0, 1, 2, 3]
-    before = files_digest(*folder.files("test"))
-    (captioned / "2.png").write_bytes((captioned / "1.png").read_bytes())
-    assert files_digest(*folder.files("test")) != before
-    with pytest.raises(ValueError, match=r"there is no .*none"):
-        find_images(f"{source}/none")
-    with pytest.raises(ValueError, match="is not a path inside"):
-        find_images(source.replace("photos", "tables"))
 
 
 def test_a_task_chooses_between_labels_and_captions(captioned):

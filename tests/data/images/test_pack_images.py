@@ -16,8 +16,8 @@ from diffvision.data.make import make
 from diffvision.data.shards.storage import ShardSet
 
 
-def pack_folder(source, directory, table=None, **settings):
-    return pack(find_images(source if table is None else f"{table}@{source}"), directory, **settings)
+def pack_folder(source, directory, **settings):
+    return pack(find_images(source), directory, **settings)
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_captions_next_to_the_images(images, tmp_path, corpus):
 
 @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
 def test_captions_from_a_table(images, tmp_path, corpus, ending, separator):
-    table = tmp_path / f"captions.{ending}"
+    table = images / f"captions.{ending}"
     rows = [f"{n}{separator}image.{n:02d}.png{separator}sample {n}" for n in (0, 2, 4, 8)]
     table.write_text("\n".join([f"id{separator}filepath{separator}title", *rows, f"9{separator}gone.png{separator}x"]))
-    packed = pack_folder(images, tmp_path / "out", table, num_workers=1)
+    packed = pack_folder(table, tmp_path / "out", num_workers=1)
     assert packed.samples == 3
     assert packed.skipped == {"missing image": 1, "not a JPEG, PNG or WebP image": 1}
     assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
@@ -88,8 +88,8 @@ TABLES = {
 def test_cells_of_tables(images, tmp_path, corpus, case):
     content, numbers, skipped = TABLES[case]
     name, _, rows = content.partition("\n")
-    (tmp_path / name).write_text(rows)
-    packed = pack_folder(images, tmp_path / "out", tmp_path / name, num_workers=1)
+    (images / name).write_text(rows)
+    packed = pack_folder(images / name, tmp_path / "out", num_workers=1)
     assert (packed.samples, packed.skipped) == (len(numbers), skipped)
     first = ShardSet(tmp_path / "out")
     assert [first.members((0, row))["png"] for row in range(len(numbers))] == [corpus.png(n) for n in numbers]
