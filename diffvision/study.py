@@ -414,7 +414,6 @@ def _check_separate(options: argparse.Namespace, settings: Sequence[str]) -> Non
     """Refuse test data that rates are chosen on."""
     import yaml
 
-    from diffvision.data.images.image_sources import split_root
     from diffvision.training.recipes import find_configuration, read_mapping
 
     data: dict[str, Any] = {}
@@ -433,7 +432,7 @@ def _check_separate(options: argparse.Namespace, settings: Sequence[str]) -> Non
         return
     for path in [chosen_on] if isinstance(chosen_on, str) else chosen_on:
         for test in options.test:
-            location = test if Path(test).exists() else split_root(test.rpartition("=")[2])[0]  # of NAME=TABLE@FOLDER
+            location = test if Path(test).exists() else test.rpartition("=")[2]  # of NAME=PATH
             first, second = Path(path).resolve(), Path(location).resolve()
             if first == second or first in second.parents or second in first.parents:
                 raise Mistake(f"--test must be data that no rate is chosen on, got {test}: rates are chosen on {path}")
