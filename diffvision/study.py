@@ -379,12 +379,10 @@ def _settings(words: Sequence[str]) -> list[str]:
 
 def _models(names: Sequence[str], twin: bool) -> list[str]:
     from diffvision.models.names import plain_twin
-    from diffvision.opening import check_spec
-    from diffvision.opening.specs import is_name, split_tag
+    from diffvision.opening.specs import find_model
 
     for name in names:
-        check_spec(name)
-        if not is_name(name) or split_tag(name)[1]:
+        if (spec := find_model(name)).kind != "name" or spec.tag:
             raise Mistake(f"models must be names without a tag, got {name}: a study trains them from the start")
     models = list(dict.fromkeys([*(plain_twin(name) for name in names), *names] if twin else names))
     if len(models) < 2:

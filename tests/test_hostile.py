@@ -410,9 +410,9 @@ def test_an_openclip_folder_cannot_ask_for_its_code(tmp_path, trace, monkeypatch
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = coded_openclip_folder(tmp_path / "model", trace)
-    for call in (open_model, ContrastiveModule):
+    for call in (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}")):
         with pytest.raises(ValueError, match="has trust_remote_code"):
-            call(f"local-dir:{folder}")
+            call(folder)
 
 
 def test_an_openclip_folder_s_pickles_are_not_run(tmp_path, trace):
@@ -421,9 +421,9 @@ def test_an_openclip_folder_s_pickles_are_not_run(tmp_path, trace):
     config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     hostile_weights(folder / "open_clip_pytorch_model.bin", trace, "zip")
-    for call in (open_model, ContrastiveModule):
+    for call in (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}")):
         with pytest.raises(ValueError, match="are damaged, or hold Python objects"):
-            call(f"local-dir:{folder}")
+            call(folder)
 
 
 @pytest.mark.parametrize("tokenizer", [False, True], ids=["model", "tokenizer"])
@@ -574,8 +574,8 @@ def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
     ("name", "command"),
     [
         ("config.json", ["export", "{0}", "{1}/out"]),
-        ("open_clip_config.json", ["adapt", "local-dir:{0}", "{1}/out"]),
-        ("config.json", ["inspect", "local-dir:{0}", "--output={1}/out"]),
+        ("open_clip_config.json", ["adapt", "{0}", "{1}/out"]),
+        ("config.json", ["inspect", "{0}", "--output={1}/out"]),
         ("config.json", ["evaluate-language", "hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"]),
         ("config.json", ["generate", "{0}", "--prompt=a"]),
     ],
@@ -647,11 +647,11 @@ def test_a_tar_of_old_in_a_folder(host, tmp_path):
         config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
         (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
         old_tar(tmp_path / "open_clip_pytorch_model.bin")
-        calls = (open_model, ContrastiveModule)
+        calls = (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}"))
     else:
         (tmp_path / "config.json").write_text(json.dumps({"architecture": "diff_vit_debug", "num_classes": 2}))
         old_tar(tmp_path / "pytorch_model.bin")
-        calls = (open_model, lambda name: ClassificationModule(name, num_classes=2))
+        calls = (open_model, lambda folder: ClassificationModule(f"local-dir:{folder}", num_classes=2))
     for call in calls:
         with pytest.raises(ValueError, match=r"damaged"):
-            call(f"local-dir:{tmp_path}")
+            call(tmp_path)

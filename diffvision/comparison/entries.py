@@ -13,9 +13,8 @@ from typing import Any
 
 from diffvision.models.architecture import flatten
 from diffvision.opening import best_checkpoint, find_run, split_label
-from diffvision.opening.run_folders import run_config, setting
+from diffvision.opening.run_folders import run_config, run_of, setting
 from diffvision.opening.specs import is_name
-from diffvision.opening.weights import run_of
 
 # Settings that do not change which model a run trains.
 _INCIDENTAL = ("seed_everything", "data.init_args.seed", "ckpt_path", "weights_only", "resume", "resume_ranks")

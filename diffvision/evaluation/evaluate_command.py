@@ -51,7 +51,7 @@ def evaluate(
             Several come one after the other, each with LABEL= before it if wanted. In Python also an opened
             diffvision.Model, such as Model("mine", "open_clip", module, transform=..., tokenizer=...).
         data: evaluation folders, folders that hold some, shards, or images (a list, or separated by commas).
-        checkpoint: of a name: a file of weights (OpenCLIP's, timm's or a training run's), or a tag of pretrained ones.
+        checkpoint: of a name without a tag: a file of weights (OpenCLIP's, timm's or a training run's).
         tasks: zero_shot, retrieval, composition, pairs, objects, classification (by its classifier), linear_probe,
             few_shot (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that
             it fits. By default the first five.

@@ -41,7 +41,7 @@ def write_adapted(
     chosen = _parse_heads(heads)
     opened = open_native(model, checkpoint)
     if opened.weights is None:
-        raise ValueError(f"{model} has new weights: give --checkpoint, a tag of pretrained ones or a file")
+        raise ValueError(f"{model} has new weights: give NAME.TAG, or a file of weights as --checkpoint")
     module: Any = opened.module
     inputs = _random_inputs(opened)
     before = copy.deepcopy(module)
@@ -49,7 +49,7 @@ def write_adapted(
     _compare(before, module, inputs, method)
     with written_whole(target) as made:
         _write(opened, method, made)
-        again = open_model(f"{FOLDER}{made}").module
+        again = open_model(made).module
         if (off := largest_difference(module, again, inputs)) > TOLERANCE:
             raise ValueError(
                 f"{type(module).__name__} cannot be saved, as its library builds another model ({off:.1e} off): "

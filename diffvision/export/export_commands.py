@@ -27,7 +27,7 @@ def export(
         destination: the folder or file to write; it must not exist yet.
         to: the format; by default the folder of the model's library: openclip, timm or (text) huggingface. Of
             images: program (torch.export) or onnx.
-        checkpoint: if model is a name: a file of weights, or a tag of pretrained ones.
+        checkpoint: if model is a name without a tag: a file of weights.
         tokenizer: for a language model: tokenizer.json or its directory; by default that of the checkpoint or its run.
         eos: for a language model: the token that ends a document; by default the one that its tokenizer names.
         license: of the weights, for the model card (apache-2.0, mit, cc-by-4.0, ...).
@@ -47,10 +47,9 @@ def export(
         check_installed(to)  # before PyTorch is imported and the model is loaded
     if tokenizer is not None and not Path(tokenizer).exists():
         raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
-    from diffvision.opening.specs import is_name
     from diffvision.opening.vlm import find_trained
 
-    if not is_name(model) and (file := find_trained(model)) is not None:
+    if (file := find_trained(model)) is not None:
         return _export_vision_language(file, target, to)
     from diffvision.export.finite_weights import open_for_export
 
@@ -94,11 +93,11 @@ def adapt_to_folder(
     """Make a pretrained model differential, and write it as a folder to train on from, once outputs are compared.
 
     Args:
-        model: a name of timm's or OpenCLIP's with `checkpoint` (timm's NAME.TAG needs none), a folder, a .ckpt of a
+        model: NAME.TAG of timm's or OpenCLIP's, or NAME with `checkpoint`, a folder, a .ckpt of a
             training run, or a model on the Hugging Face Hub (hf:ID); of text: ours, or transformers' Llama.
         destination: the folder to write; it must not exist yet.
         method: v2 or dex, which compute the same at first; v1, which does not.
-        checkpoint: if model is a name: a tag of pretrained weights, or a file.
+        checkpoint: if model is a name without a tag: a file of weights.
         heads: for dex: all, or numbers for every layer, as 0,3,5. The paper's choice, by entropy, is
             `diffvision.analysis.heads.highest_entropy` in Python.
 

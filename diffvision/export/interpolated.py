@@ -13,7 +13,7 @@ from diffvision.models.architecture import architecture, difference
 from diffvision.models.checkpoint import differences, few
 from diffvision.models.weight_files import check_free
 from diffvision.opening import Model
-from diffvision.opening.weights import PREPROCESS
+from diffvision.opening.image_models import PREPROCESS
 
 
 def write_interpolated(pretrained: str, finetuned: str, destination: str, alpha: float) -> None:

@@ -27,7 +27,7 @@ def inspect(
             timm's, ours or with differential attention of timm's (`diffvision.open_model` has the whole grammar);
             LABEL= before it names it on the page.
         output: the folder to write; it must not exist yet.
-        checkpoint: for a name without a second model: a file of weights or a tag of pretrained ones.
+        checkpoint: for a name without a second model: a file of weights.
         image: files (one, or a list in brackets); by default drawn digits.
         text: captions of an image-text model, shown on every image, or texts of a language model (one, or a list in
             brackets); by default those of the drawn images, or a number among words.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from diffvision.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from diffvision.opening.grammar import folder_library, open_model, open_native
     from diffvision.opening.model import Library, Model
+    from diffvision.opening.open_models import open_model, open_native
     from diffvision.opening.run_folders import best_checkpoint, find_run
     from diffvision.opening.specs import check_spec, split_label
 
@@ -19,23 +19,12 @@ _MODULES = {
     "Model": "model",
     "best_checkpoint": "run_folders",
     "check_spec": "specs",
-    "folder_library": "grammar",
     "split_label": "specs",
-    "open_model": "grammar",
-    "open_native": "grammar",
+    "open_model": "open_models",
+    "open_native": "open_models",
     "find_run": "run_folders",
 }
-__all__ = [
-    "Library",
-    "Model",
-    "best_checkpoint",
-    "check_spec",
-    "find_run",
-    "folder_library",
-    "open_model",
-    "open_native",
-    "split_label",
-]
+__all__ = ["Library", "Model", "best_checkpoint", "check_spec", "find_run", "open_model", "open_native", "split_label"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -14,11 +14,12 @@ from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.models.architecture import check
 from diffvision.models.checkpoint import Checkpoint, allow_plain_classes, read_checkpoint
 from diffvision.models.hub import HUB
-from diffvision.models.names import is_tag
 from diffvision.models.weight_files import FOLDER, is_unreadable, tensors_only
 from diffvision.opening.model import Model
-from diffvision.opening.specs import SUFFIXES, timm_tags
-from diffvision.opening.weights import PREPROCESS, check_name, folder_config, no_such_weights, run_of
+from diffvision.opening.run_folders import folder_config, run_of
+
+PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
+"""Settings of a model's transform that a user may set."""
 
 _REASON = 200  # characters of a library's error
 _NOT_BUILT = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
@@ -50,13 +51,14 @@ def refuse_code(name: str) -> None:
 
 
 def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open an OpenCLIP model by name, `local-dir:` or `hf-hub:`, with its weights."""
+    """Open an OpenCLIP model by name, `local-dir:` or `hf-hub:`, with the weights of a tag or a file (a Path)."""
     import open_clip
 
     refuse_code(name)
     check_preprocess(preprocess, _OPEN_CLIP_CHOICES)
-    path = _find_file(checkpoint, name, open_clip.list_pretrained_tags_by_model(name))
-    weights = _open_clip_weights(name, path)
+    path = check_file(checkpoint)
+    # OpenCLIP reads arrays of big_vision by itself.
+    weights = None if path is None or path.suffix in (".npz", ".npy") else read_weights(path, name)
     if weights is not None:
         preprocess = {**_recorded_preprocess(weights), **preprocess}
     # OpenCLIP does not know our layouts, and ignores a checkpoint that is passed with a folder.
@@ -68,7 +70,7 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         if bias.numel() != 1:
             raise ValueError(f"checkpoint {path} has a logit_bias of shape {[*bias.shape]}: it must be one number")
         config["init_logit_bias"] = bias.item()
-    module, transform = _create_open_clip(name, path or checkpoint, preprocess, config, has_state=state is not None)
+    module, transform = _create_open_clip(name, checkpoint, preprocess, config, has_state=state is not None)
     if state is not None:
         _load_state(module, state, path)
     if weights is not None:
@@ -85,15 +87,6 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         run=run_of(path),
         path=path or _folder(name),
     )
-
-
-def _open_clip_weights(name: str, path: Path | None) -> Checkpoint | None:
-    """Return the content of a file of weights; None for a tag, and for arrays of big_vision, which OpenCLIP reads."""
-    if path is None or path.suffix in (".npz", ".npy"):
-        return None
-    weights = read_checkpoint(path)
-    check_name(weights.about.get("model"), name, path)
-    return weights
 
 
 def _create_open_clip(
@@ -142,16 +135,14 @@ def without_warning_of_random_weights() -> Iterator[None]:
 
 
 def open_timm(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open a timm model by name or `local-dir:`, with its weights."""
+    """Open a timm model by name or `local-dir:`, with the weights of a tag or a file (a Path)."""
     import timm
 
     check_preprocess(preprocess, _TIMM_CHOICES)
-    tags = [] if name.startswith(FOLDER) else timm_tags(name)
-    path = _find_file(checkpoint, name, tags)
-    weights = None if path is None else read_checkpoint(path)
+    path = check_file(checkpoint)
+    weights = None if path is None else read_weights(path, name)
     args, trained_with = {}, {}
-    if weights is not None and path is not None:
-        check_name(weights.about.get("model"), name, path)
+    if weights is not None:
         trained_with = weights.about.get("preprocess", {})
         args = {key: value for key, value in weights.about.get("model_args", {}).items() if key not in _NOT_BUILT}
     with tensors_only(name):
@@ -224,16 +215,26 @@ def check_preprocess(preprocess: Mapping[str, Any], choices: Mapping[str, Sequen
             raise ValueError(f"preprocess.{key} is {value!r}: choose one of {', '.join(known)}")
 
 
-def _find_file(checkpoint: str | Path | None, name: str, tags: list[str]) -> Path | None:
-    """Return the checkpoint of a model as a file, None if it is a tag of its pretrained weights."""
-    if checkpoint is None or is_tag(checkpoint, tags):
+def check_file(checkpoint: str | Path | None) -> Path | None:
+    """Return a checkpoint that is a file, None for a tag; raise a FileNotFoundError where the file is not there."""
+    if not isinstance(checkpoint, Path):
         return None
-    path = Path(checkpoint)
-    if path.is_file():
-        return path
-    if isinstance(checkpoint, Path) or path.suffix in SUFFIXES or path.exists():
+    if not checkpoint.is_file():
         raise FileNotFoundError(f"no checkpoint file {str(checkpoint)!r}: give one that exists")
-    raise no_such_weights(checkpoint, name, tags)
+    return checkpoint
+
+
+def read_weights(path: Path, name: str) -> Checkpoint:
+    """Read a file of weights; raise a ValueError if it records the name of another model."""
+    weights = read_checkpoint(path)
+    check_name(weights.about.get("model"), name, path)
+    return weights
+
+
+def check_name(trained: Any, name: str, path: Path) -> None:
+    """Raise a ValueError if a file of weights records the name of another model."""
+    if trained is not None and trained != name:
+        raise ValueError(f"checkpoint {path} is of the model {trained!r}, not {name!r}: give the model {trained!r}")
 
 
 def _folder(name: str) -> Path | None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
-from diffvision.models.checkpoint import read_content
-from diffvision.opening.weights import CONFIG, OPEN_CLIP
+from diffvision.models.weight_files import read_json
 
+CONFIG, OPEN_CLIP = "config.json", "open_clip_config.json"
 RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 _MAX_DEPTH = 4
 
 
 def find_run(folder: str | Path) -> Path | None:
-    """Return the run that a folder stands for: the folder itself, the one whose checkpoints/ it is, or the one in it.
+    """Return the run that a folder stands for: the folder itself, or the one in it.
 
     Returns:
         The run's directory; None where there is no run, and for the folder of a model.
@@ -34,9 +34,6 @@ def find_run(folder: str | Path) -> Path | None:
         return None
     if _is_run(folder):
         return folder
-    if folder.absolute().name == CHECKPOINTS and _is_run(folder.absolute().parent):
-        # As it was written, where that names a parent.
-        return folder.parent if folder.name == CHECKPOINTS else folder.absolute().parent
     every = list(runs_below(folder))
     # An attempt that failed leaves a run without checkpoints.
     runs = [run for run in every if any((run / CHECKPOINTS).glob("*.ckpt"))] or every
@@ -58,15 +55,15 @@ def best_checkpoint(run: Path) -> tuple[Path, str]:
     if not files:
         raise ValueError(f"{run} has no checkpoint in {CHECKPOINTS}/: train it first, or name another run")
     # The newest one says which was the best.
-    last, content = files[-1], _content(files[-1])
-    for name, state in content.get("callbacks", {}).items():
-        if str(name).startswith("ModelCheckpoint") and state.get("monitor") and state.get("best_model_path"):
-            best = run / CHECKPOINTS / Path(state["best_model_path"]).name
-            if best.is_file():
-                score = state.get("best_model_score")
-                shown = "" if score is None else f" {float(score):.4f}"
-                return best, f"best {state['monitor']}{shown}"
-    return last, f"last, step {content.get('global_step', 0):,}"
+    last = files[-1]
+    _, watched = _watched(last)
+    if watched:
+        best = run / CHECKPOINTS / Path(watched["best_model_path"]).name
+        if best.is_file():
+            score = watched.get("best_model_score")
+            shown = "" if score is None else f" {float(score):.4f}"
+            return best, f"best {watched['monitor']}{shown}"
+    return last, f"last, step {_content(last).get('global_step', 0):,}"
 
 
 def best_score(run: Path) -> float:
@@ -75,15 +72,32 @@ def best_score(run: Path) -> float:
     Raises:
         ValueError: its ModelCheckpoint watched no metric, or a file is damaged.
     """
-    checkpoint, _ = best_checkpoint(run)
-    states = _content(checkpoint).get("callbacks", {}).items()
-    watched = [one for one in states if str(one[0]).startswith("ModelCheckpoint") and one[1].get("monitor")]
-    if not watched or watched[0][1].get("best_model_score") is None:
+    key, state = _watched(best_checkpoint(run)[0])
+    if state.get("best_model_score") is None:
         raise ValueError(f"{run} has no best checkpoint: give the recipe a ModelCheckpoint with a monitor")
-    key, state = watched[0]
     sign = 1 if "'mode': 'max'" in key else -1  # keys are as "ModelCheckpoint{'monitor': 'val/x', 'mode': 'min', ...}"
     score = float(state["best_model_score"])
     return -math.inf if math.isnan(score) else sign * score
+
+
+def _watched(file: Path) -> tuple[str, dict[str, Any]]:
+    """Return the key and the state of the ModelCheckpoint in a file that watched a metric, both empty without one."""
+    for key, state in _content(file).get("callbacks", {}).items():
+        if str(key).startswith("ModelCheckpoint") and state.get("monitor") and state.get("best_model_path"):
+            return str(key), state
+    return "", {}
+
+
+def run_of(path: Path | None) -> Path | None:
+    """Return the directory of the run that a checkpoint is in: its folder or the parent of it, or None."""
+    above = path.resolve().parents[:2] if path is not None and path.is_file() else ()
+    return next((folder for folder in above if (folder / RUN_CONFIG).is_file()), None)
+
+
+def folder_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json, empty if there is none."""
+    file = folder / CONFIG
+    return read_json(file) if file.is_file() else {}
 
 
 def run_config(run: Path | None) -> dict[str, Any]:
@@ -128,6 +142,8 @@ def runs_below(path: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
 
 def _content(file: Path) -> dict[str, Any]:
     """Return what a checkpoint holds besides its weights; the scores of its callbacks are small tensors."""
+    from diffvision.models.checkpoint import read_content  # imports PyTorch
+
     try:
         return read_content(file, mmap=True)[0]
     except ValueError as error:

@@ -1,17 +1,71 @@
-"""Checks of a model's name or path that need no PyTorch: its label, and whether the model exists.
+"""The grammar of models: `find_model` decides what a model's string or path stands for, without PyTorch.
 
-The whole grammar, and the opening of models, are in `grammar.py`.
+`open_model` lists the forms. A name wins over a path of the same spelling; `./` before it, or a `Path`, makes it one.
 """
 
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from diffvision.models.bundled import bundled
 from diffvision.models.hub import HUB, HUGGING_FACE
 from diffvision.models.names import names_by_library, unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls
+from diffvision.opening.run_folders import find_run
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 """Of files of weights."""
+
+
+class Spec(NamedTuple):
+    """What a model's string stands for.
+
+    Attributes:
+        kind: of name, run, file, folder, hf-hub and hf.
+        text: the name without its tag, the path as it was given, or what follows `hf-hub:` or `hf:`.
+        library: of a name: open_clip, timm or language.
+        tag: of a name: its pretrained weights, empty for new ones.
+    """
+
+    kind: Literal["name", "run", "file", "folder", "hf-hub", "hf"]
+    text: str
+    library: str = ""
+    tag: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The path of a run, file or folder."""
+        return Path(self.text)
+
+
+def find_model(spec: str | Path) -> Spec:
+    """Return what a model's string or path stands for.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: an unknown name or tag, a URL, or a folder with several runs.
+    """
+    text = str(spec)
+    if not text:
+        raise ValueError("the model is '': give a model's name, a file of weights or a folder")
+    if text.startswith(FOLDER):
+        raise ValueError(f"model must be a path without {FOLDER}, got {text!r}: give {text.removeprefix(FOLDER)}")
+    if not isinstance(spec, Path):
+        if "://" in text:
+            refuse_urls(text, "model")
+        if text.startswith(HUB):
+            return Spec("hf-hub", text.removeprefix(HUB))
+        if text.startswith(HUGGING_FACE):
+            return Spec("hf", text.removeprefix(HUGGING_FACE))
+        if name := _find_name(text):
+            return name
+        refuse_urls(text, "model")
+    if run := find_run(spec):
+        return Spec("run", str(run))
+    if Path(spec).is_dir():
+        return Spec("folder", text)
+    if Path(spec).is_file():
+        return Spec("file", text)
+    raise _no_path(text) if isinstance(spec, Path) else _unknown(text)
 
 
 def check_spec(spec: str | Path) -> None:
@@ -20,13 +74,13 @@ def check_spec(spec: str | Path) -> None:
     Raises:
         FileNotFoundError, ValueError: no such name, file or folder, or transformers is needed and not installed.
     """
-    text = str(spec)
-    if "://" in text or not text.startswith((FOLDER, HUB, HUGGING_FACE)):
-        refuse_urls(text, "model")
-    if text.startswith(HUGGING_FACE):
-        register_diffllama_v2(text)
-    elif not text.startswith((FOLDER, HUB)) and not Path(text).exists() and not is_name(text):
-        raise unknown(text)
+    if find_model(spec).kind == "hf":
+        register_diffllama_v2(str(spec))
+
+
+def is_name(spec: str | Path) -> bool:
+    """Return whether a string is the name of a model, with or without a tag, or an id of the Hub after `hf-hub:`."""
+    return not isinstance(spec, Path) and (spec.startswith(HUB) or _find_name(spec) is not None)
 
 
 def split_label(spec: str) -> tuple[str, str]:
@@ -45,31 +99,10 @@ def split_label(spec: str) -> tuple[str, str]:
             raise ValueError(f"label {label!r} before '=' is not a name: use LABEL={rest} or just {rest}")
         if not wrong:
             return label, rest
-        if Path(rest).exists() or rest.startswith((FOLDER, HUB, HUGGING_FACE)) or is_name(rest):
+        if Path(rest).exists() or rest.startswith((HUB, HUGGING_FACE)) or is_name(rest):
             raise ValueError(f"the label {label!r} of {rest} has a {wrong[0]!r} in it: write it without / and :")
     last = Path(spec.removeprefix(FOLDER).removeprefix(HUB).removeprefix(HUGGING_FACE))
     return (last.stem if last.suffix == ".ckpt" else last.name) or "model", spec
-
-
-def is_name(text: str | Path) -> bool:
-    """Return whether a string is a name of OpenCLIP's, timm's (with or without a tag) or of our language models.
-
-    A name wins over a file or folder of the same spelling; `./` before it, or a `Path`, makes it a path.
-    """
-    if isinstance(text, Path):
-        return False
-    known = names_by_library()
-    if text.startswith(HUB) or text in known["open_clip"] or text in known["language"]:
-        return True
-    if split_tag(text)[1]:
-        return True
-    name, dot, _ = text.partition(".")
-    # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag, and "adapted_vit." is followed by a model's name.
-    if name not in known["timm"] or not dot or name == "adapted_vit":
-        return name in known["timm"]
-    import timm
-
-    return timm.models.is_model_pretrained(text)
 
 
 def as_text(spec: str | Path) -> str:
@@ -78,59 +111,64 @@ def as_text(spec: str | Path) -> str:
     return f"./{spec}" if is_bare else str(spec)
 
 
-def unknown(text: str) -> Exception:
-    """Return the error for a string that is neither a known name nor an existing path."""
-    path, (name, _, tag) = Path(text), text.partition(".")
-    if "/" in text or text.startswith(".") or path.suffix in SUFFIXES:
-        return no_path(text)
-    known = names_by_library()
-    base, dot, last = text.rpartition(".")
-    if dot and base in (*known["open_clip"], *known["language"]):
-        from diffvision.opening.weights import no_such_weights
-
-        return no_such_weights(last, base, tags_of(base))
-    if name in known["timm"]:
-        from diffvision.opening.weights import no_such_weights
-
-        return no_such_weights(tag, name, timm_tags(name))
-    every = [one for names in known.values() for one in names]
-    return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", every)
-
-
-def no_path(text: str) -> FileNotFoundError:
-    """Return the error for a path that does not exist."""
-    return FileNotFoundError(
-        f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
-        f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
-    )
-
-
-def split_tag(name: str) -> tuple[str, str]:
-    """Return the name and the tag of NAME.TAG, for OpenCLIP and language models; other names whole, with no tag."""
-    base, _, tag = name.rpartition(".")
-    return (base, tag) if name not in names_by_library()["open_clip"] and tag in tags_of(base) else (name, "")
-
-
-def tags_of(name: str) -> list[str]:
-    """Return the tags of an OpenCLIP or language model's pretrained weights; none for other names."""
-    known = names_by_library()
-    if name in known["open_clip"]:
-        import open_clip
-
-        return open_clip.list_pretrained_tags_by_model(name)
-    return [*bundled(name)] if name in known["language"] else []
-
-
-def timm_tags(name: str) -> list[str]:
-    """Return the tags of a model's pretrained weights."""
-    import timm
-
-    return [full.partition(".")[2] for full in timm.list_models(f"{name}.*", pretrained=True)]
-
-
 def register_diffllama_v2(path: str) -> None:
     """Register DIFF V2 with transformers' Auto classes; raise a ValueError where the package is missing."""
     try:
         import diffvision.models.language.modeling_diffllama_v2  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{path} needs transformers 5.12 or later: pip install 'diffvision[hf]' ({error})") from error
+
+
+def _find_name(text: str) -> Spec | None:
+    """Return the model that a name with or without a tag stands for, None for other strings."""
+    known = names_by_library()
+    for library, names in known.items():
+        if text in names or (library == "timm" and text.startswith("adapted_vit.")):  # a model's name follows it
+            return Spec("name", text, library)
+    # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag; OpenCLIP's names have points in them.
+    for library, (name, _, tag) in (
+        ("open_clip", text.rpartition(".")),
+        ("language", text.rpartition(".")),
+        ("timm", text.partition(".")),
+    ):
+        if name in known[library] and tag in _tags_of(library, name):
+            return Spec("name", name, library, tag)
+    return None
+
+
+def _tags_of(library: str, name: str) -> list[str]:
+    """Return the tags of a model's pretrained weights."""
+    if library == "open_clip":
+        import open_clip
+
+        return open_clip.list_pretrained_tags_by_model(name)
+    if library == "timm":
+        import timm
+
+        return [full.partition(".")[2] for full in timm.list_models(f"{name}.*", pretrained=True)]
+    return [*bundled(name)]
+
+
+def _unknown(text: str) -> Exception:
+    """Return the error for a string that is neither a known name nor an existing path."""
+    if "/" in text or text.startswith(".") or Path(text).suffix in SUFFIXES:
+        return _no_path(text)
+    known = names_by_library()
+    for library, name in (
+        ("open_clip", text.rpartition(".")[0]),
+        ("language", text.rpartition(".")[0]),
+        ("timm", text.partition(".")[0]),
+    ):
+        if name in known[library]:
+            tags = ", ".join(_tags_of(library, name))
+            wrong = text.removeprefix(f"{name}.")
+            return ValueError(f"{name} has no pretrained weights {wrong!r}: it has {tags or 'none'}")
+    every = [one for names in known.values() for one in names]
+    return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", every)
+
+
+def _no_path(text: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"no file or folder {text}: give a training checkpoint, the folder of a model, or a model's name "
+        f"(on the Hugging Face Hub, hf:{text} or hf-hub:{text})"
+    )

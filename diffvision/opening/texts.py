@@ -15,26 +15,23 @@ from diffvision.models import language
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import few, read_origin
 from diffvision.models.convert.transformers import EXPORTED, MODEL_TYPES, refuse_older
-from diffvision.models.names import is_tag
 from diffvision.models.weight_files import tensors_only
+from diffvision.opening.image_models import check_name
 from diffvision.opening.model import Model
+from diffvision.opening.run_folders import folder_config, run_of
 from diffvision.opening.specs import register_diffllama_v2
-from diffvision.opening.weights import check_name, folder_config, no_such_weights, run_of
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")  # not max_length, which generation uses
 
 
 def open_language_name(name: str, checkpoint: str | Path | None) -> Model:
-    """Open one of our language models by name, with the weights of a checkpoint or new ones."""
+    """Open one of our language models by name, with the weights of a tag, or of a path, or new ones."""
     if checkpoint is None:
         return _language_model(language.create(name), name)
-    path, tags = Path(checkpoint), bundled(name)
-    if is_tag(checkpoint, tags):
-        return open_language(tags[str(checkpoint)], name)
-    if not path.exists() and not path.suffix and len(path.parts) == 1:
-        raise no_such_weights(checkpoint, name, [*tags])
-    model = open_language(path, read_origin(path).model if path.is_file() else None)
-    check_name(model.name if model.name in language.model_names() else None, name, path)
+    if not isinstance(checkpoint, Path):
+        return open_language(bundled(name)[checkpoint], name)
+    model = open_language(checkpoint, read_origin(checkpoint).model if checkpoint.is_file() else None)
+    check_name(model.name if model.name in language.model_names() else None, name, checkpoint)
     return model
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.checkpoint import few, read_origin
-from diffvision.models.hub import FOLDER, HUGGING_FACE, local
+from diffvision.models.hub import HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.models.weight_files import read_json
-from diffvision.opening.run_folders import best_checkpoint, find_run
-from diffvision.opening.specs import is_name, register_diffllama_v2
+from diffvision.opening.run_folders import best_checkpoint
+from diffvision.opening.specs import find_model, register_diffllama_v2
 from diffvision.opening.texts import from_pretrained
 
 
@@ -38,24 +38,23 @@ def open_vlm(spec: str | Path) -> VLM:
 
     Args:
         spec: the run of our training, whose best checkpoint is taken, or a .ckpt of it; a folder of transformers', with
-            or without `local-dir:` or `hf:`; or an id on the Hub after `hf:`.
+            or without `hf:`; or an id on the Hub after `hf:`.
 
     Raises:
         FileNotFoundError: the folder does not exist, or the tokenizer of a training does not any more.
         ValueError: it is not an image-text-to-text model, its weights do not fit, or its processor is another model's.
     """
     register_diffllama_v2(str(spec))
-    if (file := find_trained(spec) or Path(spec)).is_file():
+    if (file := find_trained(spec)) is not None:
         return _open_trained(file)
+    found = find_model(spec)
+    if found.kind not in ("folder", "hf"):
+        raise ValueError(f"{spec} is no vision-language model: give a run or folder of one, or {HUGGING_FACE}ID")
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     from diffvision.models.vision_language import TimmLlava, check_version  # registers it
 
     path = local(spec)
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"no folder {str(path)!r}: give a vision-language model's, or {HUGGING_FACE}ID of the Hub"
-        )
     if (path / "config.json").is_file():
         check_version(read_json(path / "config.json"), str(path))
     what = "image-text-to-text model"
@@ -82,21 +81,20 @@ def _complete(processor: Any, config: Any) -> None:
 
 def is_vlm(spec: str | Path) -> bool:
     """Return whether a model is of our training, or a folder of transformers' whose configuration has a placeholder."""
-    text = str(spec)
-    if is_name(spec):
-        return False
-    file = (local(spec) if text.startswith(HUGGING_FACE) else Path(text.removeprefix(FOLDER))) / "config.json"
-    if file.is_file():
+    found = find_model(spec)
+    file = (local(spec) if found.kind == "hf" else found.path) / "config.json"
+    if found.kind in ("hf", "folder") and file.is_file():
         return not {"image_token_id", "image_token_index"}.isdisjoint(read_json(file))
     return find_trained(spec) is not None
 
 
 def find_trained(spec: str | Path) -> Path | None:
     """Return the checkpoint of our vision-language training that a run or file stands for; None where it is another."""
-    path = Path(spec)
-    if run := find_run(path):
-        path = best_checkpoint(run)[0]
-    return path if path.suffix == ".ckpt" and path.is_file() and read_origin(path).vision_language else None
+    found = find_model(spec)
+    if found.kind not in ("run", "file"):
+        return None
+    path = best_checkpoint(found.path)[0] if found.kind == "run" else found.path
+    return path if path.suffix == ".ckpt" and read_origin(path).vision_language else None
 
 
 def _open_trained(file: Path) -> VLM:

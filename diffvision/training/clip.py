@@ -24,8 +24,12 @@ from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.names import unknown_model
 from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
-from diffvision.opening.image_models import refuse_code, refuse_misfit, without_warning_of_random_weights
-from diffvision.opening.weights import PREPROCESS
+from diffvision.opening.image_models import (
+    PREPROCESS,
+    refuse_code,
+    refuse_misfit,
+    without_warning_of_random_weights,
+)
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.module import TrainingModule, mark_batch_dynamic, tuples_to_lists

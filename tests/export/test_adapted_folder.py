@@ -48,12 +48,8 @@ def folders(tmp_path_factory):
     return root
 
 
-def address(folder):
-    return str(folder) if folder.name.startswith("language") else f"local-dir:{folder}"
-
-
 def read(folder):
-    return language.load(folder) if folder.name.startswith("language") else open_model(f"local-dir:{folder}").module
+    return language.load(folder) if folder.name.startswith("language") else open_model(folder).module
 
 
 def inputs(kind):
@@ -69,7 +65,7 @@ def inputs(kind):
 @pytest.mark.parametrize("method", ["v2", "dex", "v1"])
 def test_the_host_loads_what_was_written(kind, method, folders, tmp_path, capsys):
     target = tmp_path / f"{kind}_{method}"
-    assert main(["adapt", address(folders / kind), str(target), f"--method={method}"]) == 0
+    assert main(["adapt", str(folders / kind), str(target), f"--method={method}"]) == 0
     told = capsys.readouterr().out
     assert f"{method}: outputs differ by" in told
     assert str(target) in told
@@ -84,7 +80,7 @@ def test_the_host_loads_what_was_written(kind, method, folders, tmp_path, capsys
 def test_fit_starts_from_a_folder(folders, tmp_path):
     target = {kind: tmp_path / kind for kind in ("own", "classifier", "language")}
     for kind, folder in target.items():
-        adapt_to_folder(address(folders / kind), str(folder))
+        adapt_to_folder(str(folders / kind), str(folder))
     clip = ContrastiveModule(f"local-dir:{target['own']}")
     classifier = ClassificationModule(f"local-dir:{target['classifier']}", num_classes=5)
     text = LanguageModule(f"local-dir:{target['language']}", model_args={"max_length": 8192})
@@ -98,14 +94,14 @@ def test_fit_starts_from_a_folder(folders, tmp_path):
 
 
 def test_heads_are_in_the_weights(folders, tmp_path):
-    adapt_to_folder(address(folders / "classifier"), str(tmp_path / "second"), method="dex", heads="1")
+    adapt_to_folder(str(folders / "classifier"), str(tmp_path / "second"), method="dex", heads="1")
     heads = [block.attn.dex_heads for block in read(tmp_path / "second").blocks]
     assert [chosen.tolist() for chosen in heads] == [[False, True]] * 2
 
 
 def test_a_trained_operation_is_kept(folders, tmp_path):
     """What a schedule has done to lambda is in the weights, too."""
-    adapt_to_folder(address(folders / "own"), str(tmp_path / "own"), method="dex")
+    adapt_to_folder(str(folders / "own"), str(tmp_path / "own"), method="dex")
     model = read(tmp_path / "own")
     set_dex_schedule(model, 0.0, 1.0)
     for layer in model.modules():
@@ -120,7 +116,7 @@ def test_a_trained_operation_is_kept(folders, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights: give --checkpoint"),
+        (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights"),
         (["nothing", "out", "--checkpoint=x"], "neither OpenCLIP, timm nor diffvision has a model 'nothing'"),
         (["{language}", "out", "--checkpoint=x"], "is a model with weights: leave checkpoint out"),
         (["{classifier}", "out", "--method=v2", "--heads=0"], "heads is for method 'dex'"),
@@ -131,7 +127,7 @@ def test_a_trained_operation_is_kept(folders, tmp_path):
 def test_one_error_and_nothing_behind(arguments, message, folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
-    places = {kind: address(folders / kind) for kind in KINDS}
+    places = {kind: str(folders / kind) for kind in KINDS}
     assert main(["adapt", *(argument.format(**places) for argument in arguments)]) == 1
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
@@ -150,5 +146,5 @@ def test_weights_that_are_not_finite_are_refused(folders, tmp_path, capsys):
 def test_images_of_one_channel(tmp_path, capsys):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=2, in_chans=1)
     timm.models.save_for_hf(model, tmp_path / "grey", safe_serialization=True, model_args={"in_chans": 1})
-    adapt_to_folder(address(tmp_path / "grey"), str(tmp_path / "v2"), method="v2")
+    adapt_to_folder(str(tmp_path / "grey"), str(tmp_path / "v2"), method="v2")
     assert "v2: outputs differ by" in capsys.readouterr().out

@@ -27,7 +27,7 @@ def test_every_source_is_read(runs, exported, tmp_path):
     text = open_for_export(runs.paths["text"])
     assert (text.library, text.name, text.config["vocab_size"]) == ("language", "diff-debug", 20)
     assert open_for_export(exported / "vision").name == "diff_vit_debug"
-    assert open_for_export(f"local-dir:{exported / 'clip'}").run is None
+    assert open_for_export(exported / "clip").run is None
     language.save(runs.text, tmp_path / "text")
     assert open_for_export(tmp_path / "text").name == "diff-debug"
     torch.save(timm.create_model("diff_vit_debug", num_classes=4).state_dict(), tmp_path / "weights.pt")
@@ -65,8 +65,6 @@ def test_bad_input_is_one_error_and_leaves_nothing(runs, tmp_path):
         export(str(runs.paths["vision"]), str(out), "openclip")
     with pytest.raises(ValueError, match=r"to .*'gguf'"):
         export(str(runs.paths["vision"]), str(out), "gguf")
-    with pytest.raises(ValueError, match="run: give it without local-dir"):
-        export(f"local-dir:{runs.folder / 'clip'}", str(out))
     torch.save(runs.vision.model.state_dict(), tmp_path / "weights.pt")
     with pytest.raises(ValueError, match="does not say of which model"):
         export(str(tmp_path / "weights.pt"), str(out))
@@ -125,7 +123,7 @@ def test_a_run_from_its_data_to_its_folder(tmp_path, monkeypatch):
     trained = fit(["fit", "--config", recipe, "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"])
     path = trained.trainer.checkpoint_callback.best_model_path
     export(path, "folder")
-    measured = evaluate(model="local-dir:folder", data="data/digits/zero_shot", num_workers=0)
+    measured = evaluate(model="folder", data="data/digits/zero_shot", num_workers=0)
     logged = trained.trainer.callback_metrics["zero_shot/digits/acc1"].item()
     assert measured["zero_shot/digits/acc1"] == pytest.approx(logged, abs=1e-6)
     assert open_clip.create_model("local-dir:folder").visual.preprocess_cfg["mean"] == [0.33, 0.33, 0.33]

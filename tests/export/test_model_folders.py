@@ -5,7 +5,6 @@ import json
 import numpy as np
 import open_clip
 import pytest
-import safetensors.torch
 import timm
 import torch
 from PIL import Image
@@ -66,7 +65,7 @@ def test_transformers_loads_the_run_through_its_wrapper_of_timm(runs, exported, 
 
 def test_ours_load_them_too(runs, exported, image):
     for kind, module in (("clip", runs.clip), ("vision", runs.vision)):
-        loaded = open_model(f"local-dir:{exported / kind}")
+        loaded = open_model(exported / kind)
         assert torch.equal(loaded.transform(image), module.eval_transform(image))
         state = module.model.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in loaded.module.state_dict().items())
@@ -82,15 +81,6 @@ def test_training_starts_from_them(runs, exported):
     other = ClassificationModule(name, num_classes=5, model_args={"pretrained": True})  # a new head on the old trunk
     assert other.model.head.out_features == 5
     assert torch.equal(other.model.blocks[0].mlp.fc1.weight, runs.vision.model.blocks[0].mlp.fc1.weight)
-
-
-def test_a_checkpoint_beside_a_folder_is_the_one_taken(exported, tmp_path):
-    for kind in ("clip", "vision"):
-        name = f"local-dir:{exported / kind}"
-        state = {key: value + 1 for key, value in open_model(name).module.state_dict().items()}
-        safetensors.torch.save_file(state, tmp_path / f"{kind}.safetensors")
-        again = open_model(name, tmp_path / f"{kind}.safetensors").module.state_dict()
-        assert all(torch.equal(value, state[key]) for key, value in again.items())
 
 
 def test_a_models_own_architecture_arguments(tmp_path):
@@ -144,10 +134,10 @@ def test_a_clip_built_by_its_class_needs_its_preprocessing(tmp_path):
 
 
 def test_folders_that_are_none(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder '.*nothing'"):
-        open_model(f"local-dir:{tmp_path / 'nothing'}")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        open_model(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"has no open_clip_config.json"):
-        open_model(f"local-dir:{tmp_path}")
+        open_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
-        open_model(f"local-dir:{tmp_path}")
+        open_model(tmp_path)

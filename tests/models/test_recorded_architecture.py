@@ -76,7 +76,7 @@ def test_a_vit_of_the_same_name_and_another_lambda_is_refused(tmp_path, monkeypa
         lambda: open_model(VIT, path),
         lambda: open_for_export(path),
         lambda: check_resumable(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same"),
-        lambda: open_model(f"local-dir:{tmp_path / 'vit'}"),
+        lambda: open_model(tmp_path / "vit"),
         lambda: open_model(VIT, tmp_path / "vit" / "model.safetensors"),
     ):
         with pytest.raises(ValueError, match=r"blocks\.1\.attn\.lambda_init"):
@@ -115,19 +115,19 @@ def test_an_openclip_folder_whose_configuration_was_changed(tmp_path):
     folder = tmp_path / "clip"
     config = open_clip.get_model_config(CLIP)
     save_folder(open_clip.create_model(CLIP), folder, config=config)
-    open_model(f"local-dir:{folder}")
+    open_model(folder)
     edit(folder / "open_clip_config.json", lambda c: c["model_cfg"]["text_cfg"].update(pool_type="first"))
-    for call in (open_model, ContrastiveModule):
+    for call in (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}")):
         with pytest.raises(ValueError, match="text_pool_type 'argmax' there"):
-            call(f"local-dir:{folder}")
+            call(folder)
     edit(
         folder / "open_clip_config.json",
         lambda c: c["model_cfg"]["text_cfg"].update(pool_type="argmax", block_type="diffvision:v1:lambda_init=0.2"),
     )
     told = r"lambda_init 0\.8 there and 0\.2 here"
-    for call in (open_model, ContrastiveModule, lambda name: open_for_export(name.removeprefix("local-dir:"))):
+    for call in (open_model, open_for_export, lambda folder: ContrastiveModule(f"local-dir:{folder}")):
         with pytest.raises(ValueError, match=told):
-            call(f"local-dir:{folder}")
+            call(folder)
 
 
 def test_language_files_whose_configuration_was_changed(tmp_path):

@@ -1,7 +1,6 @@
-"""`open_model`, which opens a model by name or path, and the grammar of these strings.
+"""`open_model`, which opens a model by name, run, path or id; `specs.py` has the grammar of these strings.
 
-All commands and functions that take a model use this grammar. Checks that need no PyTorch are in `specs.py`. Image
-models are built in `images.py`, language models in `texts.py`.
+Image models are built in `image_models.py`, language models in `texts.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +17,12 @@ from safetensors import SafetensorError
 from diffvision.models import hub
 from diffvision.models.architecture import check, recorded
 from diffvision.models.checkpoint import read_origin
-from diffvision.models.hub import HUB, HUGGING_FACE
-from diffvision.models.names import names_by_library
+from diffvision.models.hub import HUB
 from diffvision.models.weight_files import FOLDER, refuse_urls
 from diffvision.opening import image_models as images
 from diffvision.opening.model import Library, Model
-from diffvision.opening.run_folders import CHECKPOINTS, best_checkpoint, find_run
-from diffvision.opening.specs import is_name, no_path, split_label, split_tag, unknown
-from diffvision.opening.weights import (
-    CONFIG,
-    OPEN_CLIP,
-    folder_config,
-    refuse_checkpoint,
-)
+from diffvision.opening.run_folders import CONFIG, OPEN_CLIP, best_checkpoint, folder_config
+from diffvision.opening.specs import find_model, is_name, split_label
 
 _IN_FOLDERS = (".safetensors", ".bin", ".pt", ".pth")  # the weights that OpenCLIP and timm look for
 
@@ -49,17 +41,16 @@ def open_model(
         spec: which model:
             NAME[.TAG]      of an OpenCLIP or timm model, ours included, or of one of our language models, with the
                             pretrained weights of the tag;
-            PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
-                            OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote
-                            (local-dir:PATH, as OpenCLIP and timm write it);
             RUN             the directory of a run of `diffvision fit`, or a folder with one run in it: its best
                             checkpoint by the metric that it watched, or the last one where it watched none;
+            PATH            a .ckpt of our training, another file of weights that records its model, or a folder that
+                            OpenCLIP, timm, transformers, `diffvision export` or `models.language.save` wrote;
             hf-hub:ID       OpenCLIP's or timm's model on the Hugging Face Hub;
             hf:PATH         transformers' causal language model, in a folder or on the Hub, as transformers opens it.
             A name or tag wins over a path of the same spelling; `./` before it, or a `Path`, makes it a path.
-        checkpoint: for a name or a folder of images: a file of weights (.pt, .ckpt or .safetensors: OpenCLIP's, timm's
-            or our training's), or a tag of pretrained weights that the library downloads. Without it the weights of a
-            name are randomly initialised. Averaged weights (EMA) in the file are preferred.
+        checkpoint: for a name without a tag: a file of weights (.pt, .ckpt or .safetensors: the library's or our
+            training's), or the folder of a language model. Without it the weights are new ones. Where averaged
+            weights (EMA) are in the file, they are taken.
         preprocess: mean, std, interpolation or resize_mode (OpenCLIP only) where they differ from the model's. Those
             that a training run recorded come before the model's.
         tokenizer: for a language model: a tokenizer.json or its folder. By default the one next
@@ -73,15 +64,11 @@ def open_model(
             checkpoints.
     """
     images.check_preprocess(preprocess or {})
-    if tokenizer is not None and (str(spec) in names_by_library()["language"] or not is_name(spec)):
-        from diffvision.opening import texts  # imports the language models, as below
-
-        texts.load_tokenizer(tokenizer)  # raises before a language model is loaded; names of others are refused below
     model = _open(spec, checkpoint, dict(preprocess or {}))
     if model.is_language:
         if preprocess:
             raise ValueError(f"preprocess is for images, and {spec} is a language model: leave preprocess out")
-        from diffvision.opening import texts
+        from diffvision.opening import texts  # imports the language models
 
         model = texts.with_tokenizer(model, tokenizer)
     elif tokenizer is not None:
@@ -91,33 +78,23 @@ def open_model(
 
 
 def open_native(spec: str | Path, checkpoint: str | Path | None = None) -> Model:
-    """Open a model for changing or writing: as `open_model`, but a transformers model is converted to this package's.
+    """Open a model that is to be changed or written: as `open_model` does, but none stays transformers'.
 
     A Llama or DiffLlama, in a folder or on the Hub (`hf:ID`), becomes a language model of ours.
-
-    Args:
-        spec: as for `open_model`; after `hf:` also a folder or an id of OpenCLIP's, timm's or ours.
-        checkpoint: as for `open_model`.
 
     Raises:
         FileNotFoundError, ValueError: as `open_model`, or a model of transformers' that ours cannot be.
     """
-    text = str(spec)
-    if is_name(spec):
+    found = find_model(spec)
+    folder = hub.local(spec) if found.kind == "hf" else found.path
+    if found.kind not in ("hf", "folder") or folder_library(folder) != "transformers":
         return open_model(spec, checkpoint)
-    folder = hub.local(text)
-    if text.startswith(HUGGING_FACE):
-        refuse_checkpoint(checkpoint, text)
-        spec = folder
-    if find_run(folder) or not folder.is_dir() or folder_library(folder) != "transformers":
-        model = open_model(spec, checkpoint)
-    else:
-        from diffvision.opening import texts
+    from diffvision.opening import texts
 
-        refuse_checkpoint(checkpoint, text)
-        model = texts.with_tokenizer(texts.open_as_language(folder), None)
+    _refuse_checkpoint(checkpoint, spec)
+    model = texts.with_tokenizer(texts.open_as_language(folder), None)
     # A folder of huggingface_hub's cache is named by its revision.
-    return dataclasses.replace(model, name=split_label(text)[0]) if model.name == folder.name else model
+    return dataclasses.replace(model, name=split_label(str(spec))[0]) if model.name == folder.name else model
 
 
 def folder_library(folder: str | Path) -> Library:
@@ -125,7 +102,7 @@ def folder_library(folder: str | Path) -> Library:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: the folder is the directory of a run, or its configuration is of no known library.
+        ValueError: its configuration is of no known library.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -139,12 +116,6 @@ def folder_library(folder: str | Path) -> Library:
         return "timm"
     if "model_type" in config:
         return "transformers"
-    if (folder / CHECKPOINTS).is_dir():
-        files = ", ".join(sorted(file.name for file in (folder / CHECKPOINTS).glob("*.ckpt"))) or "none"
-        raise ValueError(
-            f"{folder} is the directory of a run: give it without {FOLDER}, or one of the files in its {CHECKPOINTS}/ "
-            f"({files})"
-        )
     raise ValueError(
         f"{folder} has no {OPEN_CLIP} and no {CONFIG}: give a folder that OpenCLIP, timm, transformers or "
         "`diffvision export` wrote"
@@ -152,73 +123,63 @@ def folder_library(folder: str | Path) -> Library:
 
 
 def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open a model by what the text is: a prefix, a name, a run, a folder or a file."""
-    text = str(spec)
-    if not text:
-        raise ValueError("the model is '': give a model's name, a file of weights or a folder")
-    if "://" in text:
-        refuse_urls(text, "model")
+    """Open a model by what its string or path stands for."""
+    found = find_model(spec)
+    if found.kind != "name" or found.tag:
+        _refuse_checkpoint(checkpoint, spec)
     refuse_urls(checkpoint, "checkpoint")
-    if not isinstance(spec, Path):
-        if text.startswith(HUGGING_FACE):
+    match found.kind:
+        case "name":
+            weights = found.tag or (None if checkpoint is None else Path(checkpoint))
+            return _open_name(found.text, found.library, weights, preprocess)
+        case "hf-hub":
+            return _open_hub(str(spec), None, preprocess)
+        case "hf":
             from diffvision.opening import texts
 
-            refuse_checkpoint(checkpoint, text)
-            return texts.open_transformers(text.removeprefix(HUGGING_FACE))
-        if text.startswith(FOLDER):
-            return _open_folder(text, checkpoint, preprocess)
-        if is_name(text):
-            return _open_name(text, checkpoint, preprocess)
-        refuse_urls(text, "model")
-    path = Path(spec)
-    if run := find_run(path):
-        refuse_checkpoint(checkpoint, text)
-        return _open_file(best_checkpoint(run)[0], preprocess)
-    if path.is_dir():
-        return _open_folder(f"{FOLDER}{spec}", checkpoint, preprocess)
-    if path.is_file():
-        refuse_checkpoint(checkpoint, text)
-        return _open_file(path, preprocess)
-    raise no_path(text) if isinstance(spec, Path) else unknown(text)
+            return texts.open_transformers(found.text)
+        case "folder":
+            return _open_folder(found.text, None, preprocess)
+        case "run":
+            return _open_file(best_checkpoint(found.path)[0], preprocess)
+        case "file":
+            return _open_file(found.path, preprocess)
 
 
-def _open_name(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open a model by name: a language model of ours, a Hub repository, OpenCLIP's or timm's, with a tag or weights."""
-    import open_clip
+def _refuse_checkpoint(checkpoint: str | Path | None, spec: str | Path) -> None:
+    if checkpoint is not None:
+        raise ValueError(f"checkpoint is {str(checkpoint)!r}, but {spec} is a model with weights: leave checkpoint out")
 
-    if checkpoint is None and not name.startswith(HUB):
-        name, tag = split_tag(name)
-        checkpoint = tag or None
-    if name in names_by_library()["language"]:
+
+def _open_name(name: str, library: str, weights: str | Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open a model by its name in a library, with the weights of a tag or file, or new ones."""
+    if library == "language":
         from diffvision.opening import texts
 
-        return texts.open_language_name(name, checkpoint)
-    if name.startswith(HUB):
-        repository = name.removeprefix(HUB)
-        if not (hub.snapshot(repository, (OPEN_CLIP, CONFIG)) / OPEN_CLIP).is_file():
-            return _open_folder(f"{FOLDER}{hub.local(name)}", checkpoint, preprocess)
-        return images.open_open_clip(name, checkpoint, preprocess)
-    if name in open_clip.list_models():
-        return images.open_open_clip(name, checkpoint, preprocess)
-    base, dot, tag = name.partition(".")
-    if checkpoint is None and dot and base != "adapted_vit":
-        return images.open_timm(base, tag, preprocess)
-    return images.open_timm(name, checkpoint, preprocess)
+        return texts.open_language_name(name, weights)
+    opened = images.open_open_clip if library == "open_clip" else images.open_timm
+    return opened(name, weights, preprocess)
 
 
-def _open_folder(name: str, checkpoint: str | Path | None, preprocess: dict[str, Any]) -> Model:
-    """Open the folder of a `local-dir:` name."""
-    folder = Path(name.removeprefix(FOLDER))
+def _open_hub(name: str, file: Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open OpenCLIP's or timm's model on the Hugging Face Hub, by `hf-hub:ID`."""
+    if (hub.snapshot(name.removeprefix(HUB), (OPEN_CLIP, CONFIG)) / OPEN_CLIP).is_file():
+        return images.open_open_clip(name, file, preprocess)
+    return _open_folder(str(hub.local(name)), file, preprocess)
+
+
+def _open_folder(text: str, file: Path | None, preprocess: dict[str, Any]) -> Model:
+    """Open the model in a folder; a file of a training that began with it replaces its weights."""
+    folder, name = Path(text), f"{FOLDER}{text}"
     library = folder_library(folder)
     if library == "language" or library == "transformers":
         from diffvision.opening import texts
 
-        refuse_checkpoint(checkpoint, str(folder))
         return texts.open_language(folder) if library == "language" else texts.open_transformers_folder(folder)
     opened = images.open_timm if library == "timm" else images.open_open_clip
-    with _whole_folder(folder, checkpoint):
-        model = opened(name, checkpoint, preprocess)
-    if checkpoint is None and (about := recorded(name)):
+    with _whole_folder(folder, file):
+        model = opened(name, file, preprocess)
+    if file is None and (about := recorded(name)):
         check(about, model.module, name)
     return model
 
@@ -238,23 +199,26 @@ def _open_file(path: Path, preprocess: dict[str, Any]) -> Model:
             f"--checkpoint {path}"
         )
     if name.startswith(FOLDER):
-        if not Path(name.removeprefix(FOLDER)).is_dir():
+        if not Path(folder := name.removeprefix(FOLDER)).is_dir():
             raise FileNotFoundError(
                 f"{path} is of the model {name!r}, and there is no such folder here: run this where that folder is"
             )
-        return _open_folder(name, path, preprocess)
+        return _open_folder(folder, path, preprocess)
+    if name.startswith(HUB):
+        return _open_hub(name, path, preprocess)
     if not is_name(name):
-        raise ValueError(f"{path} is of the model {name!r}, which is not known here: {unknown(name)}")
-    return _open_name(name, path, preprocess)
+        raise ValueError(f"{path} is of the model {name!r}, which is not known here: train it with a known one")
+    # As it was trained, with its tag: timm builds the same model by it, and the file holds the weights.
+    return _open_name(name, find_model(name).library, path, preprocess)
 
 
 @contextmanager
-def _whole_folder(folder: Path, checkpoint: str | Path | None) -> Iterator[None]:
+def _whole_folder(folder: Path, file: Path | None) -> Iterator[None]:
     """Refuse a folder without weights, and turn the library's errors about a damaged folder into a ValueError.
 
     Without this check OpenCLIP would build a model with random weights.
     """
-    if checkpoint is None and not any(path.suffix in _IN_FOLDERS for path in folder.iterdir()):
+    if file is None and not any(path.suffix in _IN_FOLDERS for path in folder.iterdir()):
         raise ValueError(
             f"{folder} has a configuration and no weights ({', '.join(_IN_FOLDERS)}): save the model with them"
         )
