@@ -1,6 +1,5 @@
 """OpenCLIP: our names, the text hook, and everything that OpenCLIP does with its own models."""
 
-import copy
 import functools
 import importlib
 import json
@@ -31,7 +30,6 @@ DEBUG = [
     "SinkCLIP-debug",
     "IntegralCLIP-debug",
 ]
-ONE_BY_DAY = [name if name == "DiffCLIP-debug" else pytest.param(name, marks=pytest.mark.nightly) for name in DEBUG]
 FULL = sorted(name for name in clip.model_names() if not name.endswith("nano") and "debug" not in name)
 PROJECTION = int(open_clip.__version__.split(".")[0] >= "4")  # from 4 on it is a group that locking counts
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
@@ -254,8 +252,8 @@ def test_a_captioning_model_takes_the_blocks():
 # ---------------------------------------------------------------------------------------------------- what users do
 
 
-@pytest.mark.parametrize("name", DEBUG)
-def test_create_model_and_transforms(name):
+def test_create_model_and_transforms():
+    name = "DiffCLIP-debug"
     model, preprocess_train, preprocess = open_clip.create_model_and_transforms(name)
     picture = Image.new("RGB", (50, 40), "red")
     assert preprocess_train(picture).shape == preprocess(picture).shape == (3, 32, 32)
@@ -267,22 +265,6 @@ def test_create_model_and_transforms(name):
     assert text_features.shape == (2, 64)
     assert scale.item() == pytest.approx(1 / 0.07)
     torch.testing.assert_close(text_features.norm(dim=-1), torch.ones(2))
-
-
-@pytest.mark.quick("DiffCLIP-debug", "DiffCLIP-V2-debug")
-@pytest.mark.parametrize("name", DEBUG)
-def test_every_parameter_has_a_gradient_and_checkpointing_changes_none(name):
-    image, text = images_and_text()
-    results = []
-    for checkpointing in (False, True):
-        model = build(name).train()
-        model.set_grad_checkpointing(checkpointing)
-        image_features, text_features, scale = model(image, text)
-        loss = open_clip.ClipLoss()(image_features, text_features, scale)
-        loss.backward()
-        results.append({"loss": loss.detach(), **{key: value.grad for key, value in model.named_parameters()}})
-    assert not [key for key, value in results[0].items() if value is None or not value.any()]
-    torch.testing.assert_close(results[0], results[1])
 
 
 def test_locking_towers():
@@ -302,9 +284,7 @@ def test_locking_towers():
     assert "transformer.resblocks.0.attn.lambda_q1" not in trainable
 
 
-@pytest.mark.quick("True-DiffCLIP-debug", "False-CLIP-debug", "False-DiffCLIP-V2-debug")
-@pytest.mark.parametrize("name", DEBUG)
-@pytest.mark.parametrize("custom_text", [False, True])
+@pytest.mark.parametrize(("name", "custom_text"), [("DiffCLIP-debug", True), ("DiffCLIP-V2-debug", False)])
 def test_a_locked_tower_trains_what_is_left_with_checkpointing_too(name, custom_text):
     image, text = images_and_text()
     model = build(name, force_custom_text=custom_text).train()
@@ -340,15 +320,11 @@ def test_the_text_tower_says_what_to_cast_to():
         assert build("DiffCLIP-debug", precision=precision).transformer.get_cast_dtype() == expected
 
 
-@pytest.mark.quick(
-    "bf16-DiffCLIP-debug", "fp16-DiffCLIP-V2-debug", "amp_bf16-DiffCLIP-GDA-debug", "pure_bf16-CLIP-debug"
-)
-@pytest.mark.parametrize("name", DEBUG)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16", "amp_bf16"])
-def test_precisions(name, precision):
+def test_precisions(precision):
     image, text = images_and_text()
-    exact = build(name).eval()
-    model = build(name, precision=precision)
+    exact = build("DiffCLIP-debug").eval()
+    model = build("DiffCLIP-debug", precision=precision)
     model.load_state_dict(exact.state_dict())
     dtype = open_clip.get_input_dtype(precision)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp_bf16"):
@@ -370,10 +346,8 @@ def test_a_native_image_tower_in_low_precision_leaves_our_lambdas_alone():
     assert model.encode_text(torch.randint(1, 100, (2, 12))).isfinite().all()
 
 
-@pytest.mark.quick("DiffCLIP-debug", "CLIP-debug")
-@pytest.mark.parametrize("name", DEBUG)
-def test_custom_text_model_is_the_same_model(name):
-    image, text = images_and_text()
+def test_custom_text_model_is_the_same_model():
+    image, text, name = *images_and_text(), "DiffCLIP-debug"
     model, custom = build(name).eval(), build(name, force_custom_text=True).eval()
     assert isinstance(custom, open_clip.CustomTextCLIP)
     custom.load_state_dict(open_clip.model.convert_to_custom_text_state_dict(model.state_dict()))
@@ -405,27 +379,6 @@ def test_intermediate_features():
     assert [features.shape for features in output["text_intermediates"]] == [(3, 24, 64)] * 2
 
 
-@pytest.mark.parametrize("name", ONE_BY_DAY)
-def test_export_with_any_batch_size(name):
-    model = build(name).eval()
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(
-        model, images_and_text(), dynamic_shapes={"image": {0: batch}, "text": {0: batch}}
-    ).module()
-    two = images_and_text(batch=2)
-    torch.testing.assert_close(program(*two), model(*two))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_BY_DAY)  # each variant's training step is traced in `test_cuda_graphs`
-def test_compile_in_one_graph(name):
-    torch.compiler.reset()
-    model = build(name)
-    image, text = images_and_text()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(image, text), model(image, text))
-
-
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -451,12 +404,6 @@ def test_weights_come_back_bit_for_bit(name, tmp_path):
     for loaded in (from_file, from_folder.eval()):
         with torch.no_grad():
             assert all(torch.equal(a, b) for a, b in zip(loaded(image, text), model(image, text), strict=True))
-
-
-def test_a_model_can_be_copied():
-    image, text = images_and_text()
-    model = build("DiffCLIP-debug").eval()
-    torch.testing.assert_close(copy.deepcopy(model)(image, text), model(image, text))
 
 
 WITHOUT_DIFFVISION = """
@@ -510,8 +457,17 @@ def count(shapes: dict[str, torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-@pytest.mark.parametrize("name", [name for name in clip.model_names() if not name.startswith("CLIP")])
-@pytest.mark.quick("DiffCLIP-debug", "DiffCLIP-V2-debug", "DiffCLIP-GDA-debug")
+KINDS = [*DEBUG[1:], "DnACLIP-debug", "CoDACLIP-debug", "DiffCLIP-ViT-B-16-dynamic", "DiffCLIP-ViT-B-16-vision"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly)
+        for name in clip.model_names()
+        if not name.startswith("CLIP")
+    ],
+)
 def test_twin_differs_in_attention_only(name):
     ours, plain = parameters(name), parameters(twin_of(name))
     assert set(plain) <= set(ours)
@@ -542,23 +498,17 @@ def test_twin_differs_in_attention_only(name):
     ("name", "open_clips", "image_width", "added"),
     [
         # V1 adds to each block four lambda vectors and the head norm: 4 x 64 + 128.
-        ("DiffCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 384),
         ("DiffCLIP-ViT-B-16", "ViT-B-16", 768, 24 * 384),  # 0.006%, and 0.003% of it is the image tower's
-        ("DiffCLIP-ViT-B-16-dynamic", "ViT-B-16", 768, 24 * 384),
         ("DiffCLIP-ViT-B-16-vision", "ViT-B-16", 768, 12 * 384),  # the 0.003% that DiffCLIP's paper states
         ("DiffCLIP-DINT-ViT-B-16", "ViT-B-16", 768, 24 * 384),
-        ("DiffCLIP-ViT-B-32", "ViT-B-32", 768, 24 * 384),
         ("DiffCLIP-ViT-L-14", "ViT-L-14", 1024, 36 * 384),
         # V2 trades width x width of the MLP for as many queries. What is left: lambda's projection, and half a width
         # more of biases.
         ("DiffCLIP-V2-ViT-B-16", "ViT-B-16", 768, 12 * (768 * 12 + 384) + 12 * (512 * 8 + 256)),
         # A gate trades as much, and half a width of biases is left.
         ("GatedCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 384 + 12 * 256),
-        ("GatedCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 192),
         ("SinkCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 12 + 12 * 8),  # a number for each head
-        ("SinkCLIP-ViT-S-16", "ViT-S-16", 384, 24 * 6),
         ("IntegralCLIP-ViT-B-16", "ViT-B-16", 768, 0),
-        ("IntegralCLIP-ViT-S-16", "ViT-S-16", 384, 0),
         # GDA: 8 query heads of 64 for 12 in the images' tower and 5 for 8 in the text's, and 2 of 6 and 1 of 4 keys
         # and values of 128; lambda and norm as V1's.
         (
