@@ -128,6 +128,19 @@ def check_written(results, home, tasks):
         assert value == results["plain"][f"{task}/{key}"]
 
 
+def small_model(name, **overrides):
+    """A model of 97 tokens with weights so large that its likeliest tokens differ from position to position."""
+    torch.manual_seed(0)
+    values = {"vocab_size": 97, "max_length": 256, "num_kv_heads": 1, **overrides}
+    model = language.create(name, **values).eval()
+    with torch.no_grad():
+        model.embed.weight.normal_()
+        for parameter in model.blocks.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.2)
+    return model
+
+
 def make_llama(name, **settings):
     """A small model of transformers, "Llama" or "DiffLlama"."""
     transformers = pytest.importorskip("transformers")

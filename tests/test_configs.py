@@ -47,12 +47,7 @@ class Parsed(FitCLI):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-@pytest.mark.quick(
-    "clip/cc3m_diffclip",
-    "language/3b",
-    "vision/debug",
-    "vlm/debug",
-)
+@pytest.mark.quick("clip/cc3m_diffclip", "language/3b", "vlm/debug")
 def test_the_command_at_the_head_parses_and_builds_its_model(path, monkeypatch, tmp_path):
     text = head(path)
     assert "Hardware:" in text

@@ -1,19 +1,18 @@
 """A model by name on folders of tars: what `diffvision evaluate` does."""
 
-import io
 import json
 import multiprocessing
 import os
 import socket
-import tarfile
 
 import numpy as np
 import open_clip
 import pytest
 import torch
-from PIL import Image
 
+from diffvision.data.datasets.drawings import png
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.shards.writer import write_evaluation_split
 from diffvision.evaluation import evaluate
 from diffvision.evaluation.evaluate_command import evaluate as run
 from diffvision.evaluation.options import Options
@@ -21,33 +20,26 @@ from diffvision.evaluation.options import Options
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
-def png(colour):
+def square(colour):
     noise = np.random.default_rng(sum(colour)).integers(0, 40, (32, 32, 3))
-    file = io.BytesIO()
-    Image.fromarray((np.array(colour) * 0.8 + noise).astype(np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return png(np.array(colour) * 0.8 + noise)
 
 
 def write_split(directory, samples):
-    directory.mkdir(parents=True)
-    (directory / "nshards.txt").write_text("1")
-    with tarfile.open(directory / "0.tar", "w") as tar:
-        for number, members in enumerate(samples):
-            for suffix, content in members.items():
-                member = tarfile.TarInfo(f"s{number:03}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    write_evaluation_split(directory, ({"__key__": f"s{n:03}", **members} for n, members in enumerate(samples)))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("made") / "colours"
-    labelled = [{"png": png(c), "cls": str(label).encode()} for label, c in enumerate(COLOURS.values())]
+    labelled = [{"png": square(c), "cls": str(label).encode()} for label, c in enumerate(COLOURS.values())]
     write_split(root / "zero_shot" / "train", labelled * 5)
     write_split(root / "zero_shot" / "test", labelled * 4)
     (root / "zero_shot" / "classnames.txt").write_text("\n".join(COLOURS))
     (root / "zero_shot" / "zeroshot_classification_templates.txt").write_text("a {c} square\nthe colour {c}")
-    captioned = [{"png": png(c), "txt": f"a {name} square\nsomething {name}".encode()} for name, c in COLOURS.items()]
+    captioned = [
+        {"png": square(c), "txt": f"a {name} square\nsomething {name}".encode()} for name, c in COLOURS.items()
+    ]
     write_split(root / "retrieval" / "test", captioned)
     write_split(root / "composition" / "test", captioned)
     for task in ("retrieval", "composition"):

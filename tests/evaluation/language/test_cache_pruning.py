@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from language_fixtures import small_model
 
 from diffvision.evaluation.language.cache_pruning import cache_pruning
 from diffvision.evaluation.language.needle import NeedleSample
@@ -15,14 +16,7 @@ ROWS = torch.randint(97, (3, 41), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    made = language.create("diff-debug", vocab_size=97, max_length=64).eval()
-    with torch.no_grad():
-        made.embed.weight.normal_()
-        for parameter in made.blocks.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.2)
-    return made
+    return small_model("diff-debug", max_length=64, num_kv_heads=None)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from language_fixtures import make_llama
 
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.language.generations import continued, room_for, stop_at
@@ -22,13 +23,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def llama(model):
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(
-        vocab_size=model.tokenizer.vocab_size, max_position_embeddings=64, initializer_range=1.0, **sizes
-    )
-    module = transformers.LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    module = make_llama("Llama", vocab_size=model.tokenizer.vocab_size, initializer_range=1.0, **sizes)
     module.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, eos_token_id=[0, 1])
     return Model("llama", "transformers", module, tokenizer=model.tokenizer, max_length=64)
 

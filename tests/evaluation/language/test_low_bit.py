@@ -13,8 +13,6 @@ from diffvision.evaluation.language.low_bit import (
     low_bit,
 )
 
-ROWS = torch.randint(512, (2, 80), generator=torch.Generator().manual_seed(0))
-
 
 def head(length=100, maps=2, key_maps=2):
     """Return one causal head's call with lambda 0.7."""

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from language_fixtures import small_model
 
 from diffvision.analysis.capture import captured
 from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods, pruned_attention
-from diffvision.models import language
 from diffvision.models.language.generation import generate
 
 NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
@@ -18,17 +18,6 @@ PAIRS = [
     (NAMES[2], "snap"),
     (NAMES[2], "diff"),
 ]
-
-
-def small_model(name, **overrides):
-    torch.manual_seed(0)
-    model = language.create(name, vocab_size=97, max_length=256, **{"num_kv_heads": 1, **overrides}).eval()
-    with torch.no_grad():
-        model.embed.weight.normal_()
-        for parameter in model.blocks.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.2)
-    return model
 
 
 def prompts_of(*lengths):
