@@ -23,7 +23,6 @@ from diffvision.data.conversations import conversation_key, read_row
 from diffvision.data.images.decode import check_processed, decode_image
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.samples import (
-    IMAGE_KEYS,
     CaptionMember,
     ImageLabel,
     ImageMember,
@@ -46,7 +45,7 @@ from diffvision.data.shards.sources import (
     uncompressed,
 )
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.documents import TextMember, check_document
+from diffvision.data.text.documents import check_document
 from diffvision.data.text.tokens import IDS, TOKENS, TokenFiles
 from diffvision.files import sha256
 from diffvision.progress import track
@@ -78,60 +77,6 @@ class ShardCheck:
         return not self.problems and not self.bad
 
 
-@dataclass(frozen=True)
-class Keys:
-    """What is read of each sample, by the settings of training; None for what the samples of a directory have.
-
-    Raises:
-        ValueError: more than one of caption, label and text, or a key of a type that is not read.
-    """
-
-    image_key: str | Sequence[str] = IMAGE_KEYS
-    caption_key: str | None = None
-    label_key: str | None = None
-    text_key: str | None = None
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("caption_key", "label_key", "text_key") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} belong to different trainings: give one of them")
-        self._reading()
-
-    def resolved(self, shards: Sequence[Shard], directory: Path) -> "_Reading":
-        """Return how to read the shards of one directory: by the keys, else by the first shard that has samples."""
-        if not (self.caption_key or self.label_key or self.text_key):
-            for shard in filter(is_file, shards):
-                with suppress(OSError, ValueError):
-                    index, samples = open_shard(shard)
-                    if len(index):
-                        return self._reading_of(index, samples, directory)
-        return self._reading()
-
-    def _reading_of(self, index: ShardIndex, samples: ShardSet, directory: Path) -> "_Reading":
-        """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
-        if index.types and {name.rpartition(".")[2] for name in index.types} <= {"txt", "json", "jsonl"}:
-            return "text", _check_documents
-        with suppress(ValueError, OSError):  # no evaluation folder, of which the directory may be a split
-            folder = EvaluationFolder(directory.parent)
-            if directory.name in folder.splits:
-                return folder.task, folder.kind(_no_tensor).decode
-        first = samples.first()
-        if any(map(conversation_key, first)):
-            return "conversations", _check_conversation
-        if any(map(label_key, first)) and not any(map(caption_key, first)):
-            return replace(self, label_key=find_label_key(samples))._reading()
-        return replace(self, caption_key=find_caption_key(samples))._reading()
-
-    def _reading(self) -> "_Reading":
-        image = ImageMember(_no_tensor, self.image_key)
-        if self.text_key is not None:
-            return f"text_key {self.text_key}", partial(_check_text, TextMember(self.text_key))
-        if self.label_key is not None:
-            return f"label_key {self.label_key}", ImageLabel(image, self.label_key).decode
-        key = self.caption_key or "txt"
-        return f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens).decode
-
-
 _Reading = tuple[str, Callable[[Members], Any]]
 """How the samples of a directory are read: as the tables have it, and what raises BadSample for one."""
 
@@ -142,12 +87,6 @@ def _check_conversation(members: Members) -> None:
         check_processed(decode_image(data).size, pads=True)  # as our models' processor does
 
 
-def _check_text(member: TextMember, members: Members) -> None:
-    for document in member.documents(members):
-        if isinstance(document, BadSample):
-            raise document
-
-
 def _check_documents(members: Members) -> None:
     """Check all members of a sample that can be read, of a language corpus."""
     texts = {name: data for name, data in members.items() if name.rpartition(".")[2] in MEMBER_TYPES}
@@ -155,6 +94,41 @@ def _check_documents(members: Members) -> None:
         raise BadSample("missing text")
     for name, data in texts.items():
         check_document(data, name)
+
+
+def _find_reading(shards: Sequence[Shard], directory: Path) -> _Reading:
+    """Return how to read the shards of one directory, by the first of them that has samples."""
+    for shard in filter(is_file, shards):
+        with suppress(OSError, ValueError):
+            index, samples = open_shard(shard)
+            if len(index):
+                return _reading_of(index, samples, directory)
+    return _read_by("txt")
+
+
+def _reading_of(index: ShardIndex, samples: ShardSet, directory: Path) -> _Reading:
+    """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
+    if index.types and {name.rpartition(".")[2] for name in index.types} <= {"txt", "json", "jsonl"}:
+        return "text", _check_documents
+    with suppress(ValueError, OSError):  # no evaluation folder, of which the directory may be a split
+        folder = EvaluationFolder(directory.parent)
+        if directory.name in folder.splits:
+            return folder.task, folder.kind(_no_tensor).decode
+    first = samples.first()
+    if any(map(conversation_key, first)):
+        return "conversations", _check_conversation
+    if any(map(label_key, first)) and not any(map(caption_key, first)):
+        return _read_by(label=find_label_key(samples))
+    return _read_by(find_caption_key(samples))
+
+
+def _read_by(caption: str | None = None, label: str | None = None) -> _Reading:
+    """Return how training reads images with captions or class numbers, by its settings caption_key and label_key."""
+    image = ImageMember(_no_tensor)
+    if label is not None:
+        return f"label_key {label}", ImageLabel(image, label).decode
+    key = caption or "txt"
+    return f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens).decode
 
 
 class _Calls(Dataset):
@@ -170,7 +144,9 @@ class _Calls(Dataset):
         return self.calls[number]()
 
 
-def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None) -> list[ShardCheck]:
+def check_shards(
+    source: Source, num_workers: int = 2, *, caption_key: str | None = None, label_key: str | None = None
+) -> list[ShardCheck]:
     """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
 
     Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch.
@@ -178,15 +154,20 @@ def check_shards(source: Source, num_workers: int = 2, keys: Keys | None = None)
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
         num_workers: processes.
-        keys: what is read of each sample; by default what the samples of each directory have.
+        caption_key, label_key: as in training; by default what the samples of each directory have.
+
+    Raises:
+        ValueError: both keys, or one of a type that is not read.
     """
-    keys = keys or Keys()
+    if caption_key and label_key:
+        raise ValueError("caption_key and label_key belong to different trainings: give one of them")
+    chosen = _read_by(caption_key, label_key) if caption_key or label_key else None
     calls: list[Callable[[], ShardCheck]] = []
     for directory, shards in list_directories(source).items():
         if (directory / TOKENS).is_file():
             calls.append(partial(_check_tokens, directory))
             continue
-        reading = keys.resolved(shards, directory)
+        reading = chosen or _find_reading(shards, directory)
         listed = read_counts(directory) if directory.is_dir() else {}
         for shard in shards:
             problems = ["not in the manifest"] if listed and shard.name not in listed else []

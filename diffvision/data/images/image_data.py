@@ -30,7 +30,6 @@ from diffvision.data.images.pixels import Decoder, Pixels, ends_with_normalize
 from diffvision.data.images.samples import (
     IMAGE_KEYS,
     CaptionMember,
-    DrawnCaption,
     ImageLabel,
     ImageMember,
     ImageText,
@@ -58,7 +57,7 @@ class ImageData(LoaderData):
         seed: with the epoch, it determines the order of the samples.
         max_bad_fraction: bad samples are skipped and counted; more of them than this stop the run.
         image_key: the member types that hold an image; the first that a sample has is taken.
-        columns: of a table of images for training: its columns image, caption and label, where they have other names.
+        columns: of a table of images: its columns image, caption and label, where they have other names.
         window: shards shuffled together.
         cache_bytes: room on local disk for remote shards.
         stall_timeout: seconds that the next batch may take before the run stops.
@@ -158,8 +157,6 @@ class ImageTextData(ImageData):
         batch_size: as in `ImageData`.
         evaluations: directories given to `find_folders`. A validation batch is one whole evaluation folder.
         caption_key: the member with the caption: "txt", or "json:FIELD"; null for what the data have.
-        json_text_key: in place of `caption_key`, fields of the JSON as "alt_text;synthetic": the first with a caption.
-        json_text_key_probs: weights by which one of these fields is drawn for each sample in each epoch; they sum to 1.
         tokenizer: the model's; None: that of the LightningModule that is trained.
         settings: those of `ImageData`.
     """
@@ -173,18 +170,11 @@ class ImageTextData(ImageData):
         evaluations: Sequence[str] = (),
         *,
         caption_key: str | None = None,
-        json_text_key: str | None = None,
-        json_text_key_probs: list[float] | None = None,
         tokenizer: Any = None,
         **settings: Any,
     ) -> None:
         super().__init__(train, batch_size, **settings)
         self.evaluations, self.caption_key, self.tokenizer = list(evaluations), caption_key, tokenizer
-        if json_text_key is None and json_text_key_probs is not None:
-            raise ValueError("json_text_key_probs are the weights of json_text_key, which is not set: set it")
-        if json_text_key is not None and (caption_key is not None or self._images is not None or is_pipeline(train)):
-            raise ValueError("json_text_key is for shards, in place of caption_key: leave one of them out")
-        self.drawn = None if json_text_key is None else DrawnCaption(json_text_key, json_text_key_probs)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
@@ -206,9 +196,6 @@ class ImageTextData(ImageData):
             raise ValueError(f"{self.train} has labels and no captions: train on them with ImageLabelData")
 
         def make_kind(source: Any) -> ImageText:
-            if self.drawn is not None:
-                self.drawn.check(source)
-                return ImageText(self._image_member("transform"), self.drawn, tokenizer)
             key = self.caption_key or ("txt" if source is None else find_caption_key(source))
             return ImageText(self._image_member("transform"), CaptionMember(key), tokenizer)
 
@@ -238,8 +225,6 @@ class ImageLabelData(ImageData):
         split: which split of the evaluation folder.
         eval_batch_size: on each rank; by default a rank's share of `batch_size`.
         label_key: the member with the class number: "cls", or "json:FIELD"; null for what the data have.
-        eval_label_key: the evaluation's `label_key`; by default the same.
-        eval_columns: the evaluation's columns; by default `columns`.
         num_classes: a sample whose label is not below it is bad. It must be the number of classes that images have.
         settings: those of `ImageData`.
     """
@@ -255,8 +240,6 @@ class ImageLabelData(ImageData):
         split: str = "test",
         eval_batch_size: int | None = None,
         label_key: str | None = None,
-        eval_label_key: str | None = None,
-        eval_columns: dict[str, str] | None = None,
         num_classes: int | None = None,
         **settings: Any,
     ) -> None:
@@ -264,8 +247,6 @@ class ImageLabelData(ImageData):
         self.eval_batch_size = eval_batch_size
         self.evaluation = None if evaluation is None else _check_named(evaluation, "evaluation")
         self.split, self.label_key, self.num_classes = split, label_key, num_classes
-        self.eval_label_key = label_key if eval_label_key is None else eval_label_key
-        self.eval_columns = self.columns if eval_columns is None else eval_columns
 
     def setup(self, stage: str | None = None) -> None:
         """Find the data, so that a fault in them is known before training, and say what is read."""
@@ -288,7 +269,7 @@ class ImageLabelData(ImageData):
         if self.evaluation is None:
             return []
         source = self._evaluation_source
-        return self.read_evaluation(source, self._kind(source, "eval_transform", self.eval_label_key))
+        return self.read_evaluation(source, self._kind(source, "eval_transform", self.label_key))
 
     def count_classes(self) -> int | None:
         """Return the number of classes that the images have, or that shards or their evaluation folder name, if any."""
@@ -328,7 +309,7 @@ class ImageLabelData(ImageData):
         return folder.samples(self.split)
 
     def _read_evaluation_images(self, source: str, classnames: Sequence[str]) -> ImageSet:
-        folder = ImageEvaluationFolder(source, task="zero_shot", columns=self.eval_columns, classnames=classnames)
+        folder = ImageEvaluationFolder(source, task="zero_shot", columns=self.columns, classnames=classnames)
         images = folder.images(self.split)
         count, outputs = self._check_classes(images), self.setting_or_model("num_classes")
         if not classnames and images.classnames and outputs is not None and count < outputs:

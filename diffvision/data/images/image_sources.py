@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,7 +173,7 @@ def _find_parts(location: str, columns: dict[str, str], reads: Reads | None) -> 
     if not location.strip() or not path.exists():
         raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
     if path.suffix.lower() == ARCHIVE and path.is_file():
-        return _find_parts(str(unpack_archive(path)), columns, reads)
+        return _find_in_archive(path, columns, reads)
     if path.is_file():
         return _open_table(path, columns)
     if (path / "dataset_dict.json").is_file():
@@ -201,6 +201,24 @@ def _find_parts(location: str, columns: dict[str, str], reads: Reads | None) -> 
     if splits := by_split(nested, path):
         return _open_tables(path, splits, columns)
     return {"": partial(_read_folder, path, columns, reads)}
+
+
+def _find_in_archive(archive: Path, columns: dict[str, str], reads: Reads | None) -> Parts:
+    """Return {split: reads its images} of an archive; messages name it, and not the folder of the cache."""
+    folder = str(unpack_archive(archive))
+
+    def read(find: Callable[[], Any]) -> Any:
+        try:
+            return find()
+        except ValueError as error:
+            raise ValueError(str(error).replace(folder, str(archive))) from None
+
+    def images(part: Callable[[], ImageCollection]) -> ImageCollection:
+        found = read(part)
+        return replace(found, source=found.source.replace(folder, str(archive)))
+
+    parts = read(partial(_find_parts, folder, columns, reads))
+    return {split: partial(images, part) for split, part in parts.items()}
 
 
 def _has_classes(path: Path, columns: dict[str, str]) -> bool:

@@ -47,7 +47,7 @@ def _datasets() -> Any:
 def unpack_archive(path: Path) -> Path:
     """Unpack a .zip into the user's cache, once for all ranks and runs, and return the folder with its content."""
     name = hashlib.sha256(f"{path.absolute()} {stamp(path)}".encode()).hexdigest()[:16]
-    folder = user_cache("datasets") / "unpacked" / f"{name} {path.name[-50:]}"  # a name has 255 bytes at most
+    folder = user_cache("datasets").resolve() / "unpacked" / f"{name} {path.name[-50:]}"  # a name has 255 bytes at most
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock_of(folder)):
         if not folder.is_dir():

@@ -5,7 +5,6 @@ The bytes of a member are decoded in `decode`; the samples come from `shards` or
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from diffvision.data.images.image_set import ImageSet
 from diffvision.data.images.pixels import Pixels
 from diffvision.data.shards.sample import BadSample, Members, check_key
 from diffvision.data.shards.storage import ShardSet
-from diffvision.errors import did_you_mean
 
 IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 CAPTION_NAMES = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -153,62 +151,6 @@ class CaptionMember:
             return json_field(data, self.field)
         limit = MAX_JSON_BYTES  # of many captions; one is cut much shorter
         return decode_text(data[:limit], cut=len(data) > limit)
-
-
-class DrawnCaption(CaptionMember):
-    """Reads a field of a sample's JSON that is drawn by weights, as open_clip's main does for `--json-text-key-probs`.
-
-    A sample without a caption in the drawn field takes the next one: those with weights in drawn order, then the others
-    in theirs. What is drawn follows from the seed, the epoch and the sample, as augmentation does.
-
-    Args:
-        keys: the fields, as "alt_text;synthetic".
-        probs: their weights, which sum to 1; 0 for those left out. None takes the first field with a caption.
-
-    Raises:
-        ValueError: weights that are not those of the fields.
-    """
-
-    def __init__(self, keys: str, probs: Sequence[float] | None = None) -> None:
-        self.fields = [name for key in keys.split(";") if (name := key.strip())]
-        if not self.fields or len({*self.fields}) < len(self.fields):
-            raise ValueError(f"json_text_key is {keys!r}: give different fields of the JSON, as 'alt_text;synthetic'")
-        given = list(probs or [])
-        if len(given) > len(self.fields) or not all(0 <= weight <= 1 for weight in given):
-            raise ValueError(
-                f"json_text_key_probs is {given}: give a number from 0 to 1 for each of {', '.join(self.fields)}"
-            )
-        if probs is not None and abs(sum(given) - 1) > 1e-6:
-            raise ValueError(f"json_text_key_probs is {given}, the sum {sum(given):g}: give weights that sum to 1")
-        super().__init__(f"json:{self.fields[0]}")
-        self.weights = torch.tensor(given + [0.0] * (len(self.fields) - len(given)), dtype=torch.float64)
-
-    def check(self, source: ShardSet) -> None:
-        """Raise ValueError for a field that none of the first samples has, unless others have all the weight."""
-        records: list[dict[str, Any]] = []
-        for members in source.first():
-            with suppress(BadSample):
-                records.append(_record(members) or {})
-        for field, weight in zip(self.fields, self.weights.tolist(), strict=True):
-            has = any(_has_caption(record, field) if weight else field in record for record in records)
-            if records and not has and (weight or not self.weights.any()):
-                near = did_you_mean(field, {name for record in records for name in record} - {field})
-                raise ValueError(f"json_text_key must be fields of the samples, got {field!r}, which none has{near}")
-
-    def read(self, members: Members) -> str | list[str]:
-        if (data := members.get("json")) is None:
-            raise missing("caption", members, "json_text_key", ("json",))
-        record, drawn = json_record(data), int(self.weights.count_nonzero())
-        first = torch.multinomial(self.weights, drawn).tolist() if drawn else []
-        for number in [*first, *(n for n in range(len(self.fields)) if n not in first)]:
-            if _has_caption(record, self.fields[number]):
-                return record[self.fields[number]]
-        raise BadSample(f"no caption in the JSON fields {', '.join(self.fields)}")
-
-
-def _has_caption(record: dict[str, Any], field: str) -> bool:
-    value = record.get(field)
-    return is_caption(value) and not all(map(is_blank, [value] if isinstance(value, str) else value))
 
 
 class _ImageKind:

@@ -1,7 +1,6 @@
 """The data modules under a real Trainer: resumption in the middle of an epoch, ranks, validation."""
 
 import contextlib
-import json
 import warnings
 from types import SimpleNamespace
 
@@ -156,75 +155,6 @@ def test_keys_and_settings(corpus, tmp_path):
     for settings in ({"image_key": ["pkl"]}, {"caption_key": "pyd"}, {"caption_key": "txt:field"}):
         with pytest.raises(ValueError, match="is of a type that is not read here"):
             ImageTextData(str(source), 5, tokenizer=corpus.tokenize, **settings).train_dataloader()
-
-
-@pytest.fixture
-def captioned(corpus, tmp_path):
-    """Shards whose JSON has two captions, "a 1" and "a 2", and in every third sample only the second."""
-    numbers = iter(range(20))
-
-    def change(sample):
-        captions = {"alt": "a 1", "synthetic": "a 2", "blank": " "}
-        if next(numbers) % 3 == 2:
-            del captions["alt"]
-        return {"__key__": sample["__key__"], "png": sample["png"], "json": json.dumps(captions)}
-
-    return str(corpus.write(tmp_path / "captioned", 20, change=change))
-
-
-def drawn(corpus, source, key="alt;synthetic", probs=(0.75, 0.25), **settings):
-    probs = None if probs is None else list(probs)
-    data = ImageTextData(
-        source, 5, num_workers=0, json_text_key=key, json_text_key_probs=probs, tokenizer=corpus.tokenize, **settings
-    )
-    return data.train_dataloader()
-
-
-def texts(loader):
-    return [batch["text"].flatten().tolist() for batch in loader]
-
-
-def test_captions_are_drawn_by_weights_and_follow_from_seed_epoch_and_sample(corpus, captioned):
-    loader = drawn(corpus, captioned)
-    epochs = [texts(loader) for _ in range(60)]
-    flat = [text for epoch in epochs for batch in epoch for text in batch]
-    assert flat.count(1) / len(flat) == pytest.approx(0.75 * 14 / 20, abs=0.04)  # 14 of 20 have both
-    assert flat.count(1) + flat.count(2) == len(flat)
-    assert epochs[0] != epochs[1]
-    again = drawn(corpus, captioned)
-    assert [texts(again) for _ in range(2)] == epochs[:2]
-    first = iter(again)
-    begun = [next(first)["text"].flatten().tolist() for _ in range(2)]
-    resumed = drawn(corpus, captioned)
-    resumed.load_state_dict(again.state_dict())
-    assert begun + texts(resumed) == epochs[2]
-    assert texts(drawn(corpus, captioned, seed=1)) != epochs[0]
-
-
-def test_a_field_without_weight_is_a_fallback_and_without_weights_the_first_is_taken(corpus, captioned):
-    for key, probs in (("alt;synthetic", [1.0]), ("alt;synthetic", None), ("blank;alt;synthetic", None)):
-        flat = [text for batch in texts(drawn(corpus, captioned, key, probs)) for text in batch]
-        assert (flat.count(1), flat.count(2)) == (14, 6), (key, probs)
-    loader = drawn(corpus, captioned, "alt", None, max_bad_fraction=0.5)
-    texts(loader)
-    assert loader.report.skipped == {"no caption in the JSON fields alt": 6}
-
-
-def test_fields_and_weights_that_cannot_be_are_refused(corpus, captioned):
-    for key, probs in (
-        ("alt;synthetic", [0.5, 0.4]),
-        ("alt;synthetic", [0.5, 0.25, 0.25]),
-        ("alt;synthetic", [1.5, -0.5]),
-        ("alt;alt", [0.5, 0.5]),
-        (" ; ", [1.0]),
-        ("alt;syntetic", [0.5, 0.5]),
-        ("alt;blank", [0.5, 0.5]),
-        (None, [1.0]),
-    ):
-        with pytest.raises(ValueError, match="json_text_key"):
-            drawn(corpus, captioned, key, probs)
-    with pytest.raises(ValueError, match="caption_key"):
-        drawn(corpus, captioned, caption_key="txt")
 
 
 def test_overfitting_repeats_one_batch_augmented_alike(corpus, tmp_path):

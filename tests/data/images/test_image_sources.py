@@ -270,7 +270,28 @@ def test_an_archive_is_read_as_its_folder(tree, captioned, tmp_path, layout, mon
         for same in ("names", "captions", "classnames", "label_names"):
             assert getattr(found, same) == getattr(expected, same)
         assert [found.read(row) for row in range(len(found))] == [expected.read(row) for row in range(len(found))]
-    assert find_folders(archive)[0].files("test") == [Path(archive)]
+    (folder,) = find_folders(archive)
+    assert folder.files("test") == [Path(archive)]
+    assert folder.images("test").source.startswith(archive)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("metadata.csv", "file,label\n0.png,nan\n", "metadata.csv, line 2"),
+        ("train.csv", "file,label\n../0.png,cat\n", "train.csv, line 2"),
+        ("notes/a.md", "no picture", "no images in"),
+        ("captions.jsonl", "{\n", "captions.jsonl, line 1"),
+    ],
+)
+def test_faults_in_an_archive_are_named_by_it_and_its_member(tmp_path, name, content, place):
+    archive = tmp_path / "pictures.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(name, content)
+    with pytest.raises(ValueError, match=place) as error:
+        find_images(archive)
+    assert str(archive) in str(error.value)
+    assert "unpacked" not in str(error.value)
 
 
 def test_an_archive_that_was_unpacked_in_part_is_unpacked_again(tree, tmp_path, monkeypatch):
@@ -466,18 +487,6 @@ def test_an_empty_name_is_not_the_current_folder(blank):
     ):
         with pytest.raises(ValueError, match=repr(blank)):
             use()
-
-
-def test_columns_of_the_evaluation(captioned):
-    (captioned / "a.csv").write_text("file,kind\n0.png,cat\n1.png,dog\n")
-    (captioned / "b.csv").write_text("file,animal,label\n2.png,dog,9\n")
-    settings = {"columns": {"label": "kind"}, "num_workers": 0, "num_classes": 2}
-    data = ImageLabelData(
-        str(captioned / "a.csv"), 1, str(captioned / "b.csv"), eval_columns={"label": "animal"}, **settings
-    )
-    assert [batch["label"].tolist() for batch in data.val_dataloader()] == [[1]]
-    with pytest.raises(ValueError, match="'kind'"):
-        ImageLabelData(str(captioned / "a.csv"), 1, str(captioned / "b.csv"), **settings).setup()
 
 
 def test_a_dataset_that_datasets_saved(tree, tmp_path):
