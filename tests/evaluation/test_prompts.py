@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.data.images.pack_images import make_evaluation
+from diffvision.data.images.folders import find_folders
 from diffvision.evaluation import evaluate
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
@@ -161,9 +160,7 @@ def test_own_names_are_in_the_order_of_numbers_or_of_the_classes(tmp_path):
     (tmp_path / "classnames.txt").write_text("one\ntwo\nten\n")
     (tmp_path / "zeroshot_classification_templates.txt").write_text("the {c}\n")
     (folder,) = find_folders(tmp_path)
-    make_evaluation(tmp_path / "packed", tmp_path, num_workers=0)
-    for one in (folder, EvaluationFolder(tmp_path / "packed")):
-        assert prompts_of(one).texts() == [["the one"], ["the ten"], ["the two"]]
+    assert prompts_of(folder).texts() == [["the one"], ["the ten"], ["the two"]]
     options = Options(classnames=["un", "deux", "dix"], templates=["le {c}", "la {c}"])
     assert prompts_of(folder, options).texts()[1] == ["le dix", "la dix"]
 
