@@ -105,6 +105,7 @@ def pictures(root: Path, classes: list[str]) -> Path:
     return root
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("count", [5, 1000])
 def test_folders_of_wnids_have_the_names_and_templates_of_imagenet(count, tmp_path):
     """The whole, or a part such as Imagenette, whatever its folder is called; read where they lie."""

@@ -47,24 +47,14 @@ def test_objects_are_found_under_any_name(caption, objects):
 
 # Names of objects with their plurals.
 PLURALS = """
-person people/persons, girl girls, boy boys, lady ladies, baby babies, child children, grandchild grandchildren,
-man men, woman women, policeman policemen, snowman snowmen, thief thieves, wife wives, chef chefs, cop cops,
-bicycle bicycles, bike bikes, car cars, van vans, taxi taxis, limo limos, jeep jeeps, coupe coupes,
-bus buses, minibus minibuses, trolley trolleys, train trains, truck trucks, lorry lorries, jet jets,
-plane planes, ship ships, ferry ferries, canoe canoes, yacht yachts, bench benches, pew pews, hydrant hydrants,
-bird birds, goose geese, mongoose mongooses, finch finches, canary canaries, turkey turkeys, ostrich ostriches,
-cat cats, kitty kitties, dog dogs, puppy puppies, husky huskies, doberman dobermans, wolf wolves, fox foxes,
-horse horses, pony ponies, calf calves, ox oxen, buffalo buffalos/buffaloes, flamingo flamingos/flamingoes,
-giraffe giraffes, mouse mice/mouses, hoof hooves, foot feet, tooth teeth, human humans, ottoman ottomans,
-tie ties, scarf scarves, hat hats, cap caps, robe robes, cloth cloths, shoe shoes, glove gloves, dress dresses,
-ski skis, kite kites, kit kits, bat bats, racket rackets, glass glasses, wine_glass wine_glasses, cup cups, cub cubs,
-fork forks, knife knives, pocketknife pocketknives, dish dishes, bowl bowls, pan pans, pot pots, can cans, tub tubs,
-potato potatoes/potatos, tomato tomatoes/tomatos, mango mangoes/mangos, sandwich sandwiches, loaf loaves,
-leaf leaves, cherry cherries, berry berries, cake cakes, couch couches, sofa sofas, bed beds, desk desks, table tables,
-shelf shelves, bookshelf bookshelves, safe safes, cafe cafes, roof roofs, cliff cliffs, carafe carafes, reef reefs,
-box boxes, quiz quizzes, watch watches, toothbrush toothbrushes, brush brushes, stomach stomachs, die dice,
-key keys, tray trays, toy toys, battery batteries, remote remotes, radio radios, video videos, piano pianos/pianoes,
-pin pins, tap taps, tape tapes, star stars, plum plums, rat rats, fir firs, fire fires, mat mats,
+person people/persons, lady ladies, child children, grandchild grandchildren, man men, woman women, snowman snowmen,
+thief thieves, wife wives, chef chefs, bike bikes, van vans, limo limos, bus buses, minibus minibuses, canoe canoes,
+bench benches, goose geese, mongoose mongooses, canary canaries, ostrich ostriches, doberman dobermans, wolf wolves,
+fox foxes, calf calves, ox oxen, buffalo buffalos/buffaloes, mouse mice/mouses, hoof hooves, foot feet, tooth teeth,
+human humans, ottoman ottomans, tie ties, scarf scarves, dress dresses, ski skis, kite kites, kit kits, glass glasses,
+wine_glass wine_glasses, cub cubs, cup cups, knife knives, pan pans, potato potatoes/potatos, sandwich sandwiches,
+loaf loaves, leaf leaves, berry berries, shelf shelves, safe safes, roof roofs, quiz quizzes, stomach stomachs,
+die dice, key keys, battery batteries, radio radios, tape tapes, star stars, fir firs, fire fires, mat mats, rat rats,
 stop_sign stop_signs, cup_of_tea cups_of_tea, bow bows, cactus cacti/cactuses, suit suits, plan plans, pop pops
 """
 # What adding "es", and "ves" for "f" and "fe", took for these.
