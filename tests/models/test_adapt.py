@@ -173,6 +173,16 @@ def test_a_language_model_says_what_it_has_become(tmp_path):
         torch.testing.assert_close(again(TEXTS), model(TEXTS))
 
 
+def test_a_v2_clip_keeps_its_masks_and_dtype():
+    model = diffvision.adapt(open_clip_model().double(), "v2")
+    changed = TEXTS.clone()
+    changed[:, -1] = 1
+    hidden = [model.transformer(model.token_embedding(t), attn_mask=model.attn_mask) for t in (TEXTS, changed)]
+    assert hidden[0].dtype == torch.float64
+    torch.testing.assert_close(hidden[0][:, :-1], hidden[1][:, :-1])  # causal as before
+    assert not torch.allclose(hidden[0][:, -1], hidden[1][:, -1])
+
+
 def test_what_cannot_be():
     with pytest.raises(ValueError, match="method is 'v3'"):
         diffvision.adapt(timm_vit(), "v3")

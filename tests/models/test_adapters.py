@@ -117,6 +117,17 @@ def test_parametrized_weights_are_heard(kind):
         torch.testing.assert_close(own(x), other(x), msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_weights_alone_are_refused_where_something_is_around_them():
+    model = language.create("diff-debug", vocab_size=20, tied=False)
+    inner = peft.get_peft_model(model, peft.LoraConfig(target_modules=["head"])).base_model.model
+    with pytest.raises(ValueError, match=r"is wrapped in peft\..*: merge it"):
+        _ = inner.head_weight
+    model = diffvision.adapt(language.create("transformer-debug", vocab_size=20), "dex")
+    register_parametrization(model.blocks[0].attn.proj, "weight", Doubled())
+    with pytest.raises(ValueError, match="proj is wrapped"):
+        diffvision.models.adapt.merge_dex(model)
+
+
 @pytest.mark.parametrize("target", ["qkv", "proj"])
 def test_adapt_refuses_adapters_and_changes_nothing(target):
     model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)

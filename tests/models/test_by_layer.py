@@ -9,10 +9,13 @@ import timm
 import torch
 from torch import nn
 
+import diffvision
 from diffvision.models import language
 from diffvision.models.adapt import merge_dex
 from diffvision.models.architecture import architecture, difference
 from diffvision.models.by_layer import as_text, matched_heads, variants_by_layer
+from diffvision.models.convert.command import convert
+from diffvision.models.language.generation import generate
 from diffvision.nn import Attention, DiffAttention, DiffAttentionV2
 
 LOWER = "1*standard"
@@ -93,6 +96,16 @@ def test_parameters_of_mixed_language_models_are_those_of_the_model(family, size
             assert other.config.head_dim == other.attention_layers()[0].head_dim
 
 
+@pytest.mark.parametrize(("name", "text"), [("diff-debug", "standard"), ("diffv2-debug", "v1+v2")])
+def test_generation_with_caches_of_different_sizes(name, text):
+    model = mixed(name, text)
+    tokens = [5, 6, 7, 8, 9]
+    made = generate(model, [tokens, [3, 4]], max_new_tokens=6, temperature=0)[0]
+    for _ in range(6):
+        tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
+    assert list(made)[-6:] == tokens[-6:]
+
+
 def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
     model = mixed()
     language.save(model, tmp_path / "a")
@@ -114,6 +127,16 @@ def test_architecture_names_the_layer_that_differs():
     one, other = mixed(), language.create("diff-debug")
     assert "blocks.0.attn.variant 'standard' there and 'v1' here" in difference(architecture(one), architecture(other))
     assert difference(architecture(one), architecture(mixed())) == ""
+
+
+def test_what_has_one_variant_only_refuses_mixed_models(tmp_path):
+    language.save(mixed(), tmp_path / "a")
+    with pytest.raises(ValueError, match="variant_by_layer"):
+        convert(str(tmp_path / "a"), str(tmp_path / "b"), to="huggingface")
+    with pytest.raises(ValueError, match=r"blocks.1 has attention of v1"):
+        diffvision.adapt(mixed(), method="v2")
+    with pytest.raises(ValueError, match="whose layers share one MLP"):
+        clip_model("diffvision:v2:variant_by_layer=1*standard")
 
 
 def test_merging_dex_leaves_the_other_layers():
@@ -186,3 +209,13 @@ def test_towers_of_two_variants():
     same = architecture(model)
     assert difference(same, architecture(clip_model("diffvision:v1:lambda_init=0.7")[0])) != ""
     assert json.loads(json.dumps(same)) == same
+
+
+def test_a_tower_s_mask_for_each_head_fits_layers_of_other_heads():
+    """OpenCLIP repeats a caption's mask for the heads that the tower counts, where there is a class token."""
+    _, config = clip_model("diffvision:v1:variant_by_layer=1*standard", embed_cls=True, pad_id=0)
+    model = open_clip.CustomTextCLIP(**config).eval()
+    tokens = torch.randint(1, 90, (3, config["text_cfg"]["context_length"]))
+    tokens[1, 5:] = 0
+    longer = model.encode_text(tokens)
+    torch.testing.assert_close(longer[2:], model.encode_text(tokens[2:]))

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 
 from diffvision import cli
 from diffvision.data.text.tokenizers import train_tokenizer
@@ -66,3 +67,13 @@ def test_a_timm_model_opens_by_its_id(hub, tmp_path, capsys):
         assert torch.equal(opened.module(images), model(images))
     assert cli.main(["adapt", "hf-hub:someone/vit", str(tmp_path / "made")]) == 0, capsys.readouterr().err
     torch.testing.assert_close(open_model(tmp_path / "made").module(images), model(images), rtol=0, atol=1e-5)
+
+
+def test_a_model_that_cannot_be_had_is_one_error(hub, llama, tmp_path, monkeypatch, capsys):
+    assert cli.main(["adapt", "hf-hub:someone/none", "there"]) == 1
+    assert "someone/none" in capsys.readouterr().err
+    assert cli.main(["convert", "hf-hub:someone/llama", str(tmp_path / "first"), "--to", "language"]) == 0
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again = ["convert", "hf-hub:someone/llama", str(tmp_path / "again"), "--to", "language"]  # from the cache
+    assert cli.main(again) == 0
+    assert cli.main(["adapt", "hf-hub:someone/other", str(tmp_path / "other")]) == 1

@@ -8,9 +8,11 @@ import pytest
 import timm
 import torch
 
+from diffvision import adapt
 from diffvision.export.finite_weights import open_for_export
 from diffvision.export.model_folders import save_folder
 from diffvision.models import language, vit
+from diffvision.models.adapt import set_dex_schedule
 from diffvision.models.architecture import KEY, architecture, difference
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
@@ -95,6 +97,18 @@ def test_arguments_of_the_run_build_its_model_again(tmp_path):
         check_resumable(str(path), ClassificationModule(VIT, num_classes=3), world_size=1, ranks="same")
 
 
+@pytest.mark.parametrize("args", [{"num_heads": 3}, {"act_layer": "relu"}, {"norm_layer": "rmsnorm"}], ids=str)
+def test_settings_of_plain_models_that_no_weight_shows(args, tmp_path):
+    """The same shapes, another function."""
+    given = {"depth": 1, "num_heads": 6, "embed_dim": 48}
+    one, other = (
+        ClassificationModule("vit_tiny_patch16_224", num_classes=3, model_args=given | more) for more in ({}, args)
+    )
+    path = checkpoint(one, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"cannot resume from .*(num_heads|class|eps|keys differ)"):
+        check_resumable(str(path), other, world_size=1, ranks="same")
+
+
 def test_files_without_a_record_load_with_a_note(tmp_path):
     for module in (ContrastiveModule(CLIP), ClassificationModule(VIT, num_classes=3)):
         path = without_architecture(checkpoint(module, tmp_path / "x.ckpt"))
@@ -152,6 +166,24 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
         language.load(path)
 
 
+@pytest.mark.parametrize("method", ["v2", "dex"])
+def test_adapted_models_are_what_they_were_saved_as(method, tmp_path):
+    model = adapt(timm.create_model("plain_vit_debug", num_classes=3), method)
+    save_folder(model, tmp_path / "vit", config={key: model._model_args[key] for key in ("base", "method")})
+    path = checkpoint(ClassificationModule(f"local-dir:{tmp_path / 'vit'}", num_classes=3), tmp_path / "x.ckpt")
+    open_for_export(path)
+    language.save(adapt(language.create("transformer-debug"), method), tmp_path / "text")
+    language.load(tmp_path / "text")
+
+
+def test_the_schedule_of_lambda_is_state():
+    """LambdaAnnealing sets it for each step: a buffer, in the weights."""
+    model = adapt(timm.create_model("plain_vit_debug"), "dex")
+    before = architecture(model)
+    set_dex_schedule(model, 0.3, 0.7)
+    assert difference(before, architecture(model)) == ""
+
+
 def test_what_files_and_machines_make_of_values_is_no_difference(tmp_path):
     built = architecture(timm.create_model(VIT))
     again = json.loads(json.dumps(built))
@@ -185,3 +217,16 @@ def test_a_record_that_is_none(tmp_path):
     torch.save(content, path)
     with pytest.raises(ValueError, match=r"checkpoint .*y\.ckpt has model_args"):
         open_for_export(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "common", "setting", "told"),
+    [
+        ("convnext_atto", {}, {"output_stride": 16}, "dilation"),
+        ("plain_vit_debug", {"global_pool": "avg"}, {"pool_include_prefix": True}, "pool_include_prefix"),
+    ],
+)
+def test_arguments_of_timm_that_no_weight_shows_are_recorded(name, common, setting, told):
+    with torch.device("meta"):
+        models = [timm.create_model(name, **common, **given) for given in ({}, setting)]
+    assert told in difference(*map(architecture, models))

@@ -1,5 +1,6 @@
 """Released weights by name: tags that download from a stand-in for the Hub, with the authors' tiny checkpoint."""
 
+import io
 import json
 import os
 import subprocess
@@ -80,6 +81,15 @@ def test_a_tag_gives_the_model_of_the_released_file(tiny, hub, assets, tmp_path)
     assert made.stat().st_mtime_ns == before.st_mtime_ns
     assert hub.asked == ["checkpoint_best.pt"]  # its headers: whether there is a newer one
     assert open_model(str(made.parent)).library == "open_clip"  # it is a whole folder
+
+
+def test_a_file_that_is_no_diffclip_leaves_nothing(tiny, hub, tmp_path):
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {"head.weight": torch.zeros(2, 2)}}, buffer)
+    hub.files[REPOSITORY] = {"checkpoint_best.pt": buffer.getvalue()}
+    with pytest.raises(RuntimeError, match=r"checkpoint_best\.pt holds 1 tensors"):
+        open_clip.create_model(tiny, pretrained="cc", cache_dir=str(tmp_path / "cache"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if "openclip" in path.parts[-1] and path.is_dir()]
 
 
 @pytest.mark.slow

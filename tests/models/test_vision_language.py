@@ -20,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from diffvision.models.language.hugging_face import fast_tokenizer
 from diffvision.models.vision_language import create, make_processor
 from diffvision.opening.vlm import check_processor, open_vlm
 
@@ -102,6 +103,23 @@ def test_an_image_stands_where_its_placeholders_are(model):
     assert not torch.allclose(model(ids, images.flip(0)).logits[:, -1], logits[:, -1])
 
 
+@pytest.mark.parametrize(
+    ("pieces", "images"), [((5, 6), 1), ((5, "image"), 0), (("image", "image", 5), 1), (("image", 4), 2)]
+)
+def test_images_without_placeholders_and_the_reverse(pieces, images):
+    model = small()
+    pixels = torch.zeros(images, 3, *model.image_size) if images else None
+    with pytest.raises(ValueError, match="placeholders"):
+        model(text(model, *pieces), pixels)
+
+
+def test_a_placeholder_without_an_image_after_a_cache():
+    model = small()
+    cache = model(text(model, 5, 6), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="placeholders"):
+        model(text(model, "image", 7), past_key_values=cache)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A folder with a small tokenizer.json."""
@@ -136,6 +154,29 @@ def test_the_processor_writes_a_placeholder_for_each_token(tokenizer):
         assert both["pixel_values"].shape[0] == 2
 
 
+CHATML = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "ends"), [(CHATML, ["<|im_end|>"]), (None, [])])
+def test_a_text_template_is_used_and_its_turns_end_generation(tokenizer, template, ends):
+    fast = fast_tokenizer(tokenizer / "tokenizer.json", 400, 128)
+    fast.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    fast.chat_template = template
+    model = create("diff-vlm-debug", tokenizer=fast, language_args={"vocab_size": 400})
+    processor = make_processor(model, fast)
+    found = model.generation_config.eos_token_id
+    expected = [fast.eos_token_id, *fast.convert_tokens_to_ids(ends)]
+    assert (found if isinstance(found, list) else [found]) == expected
+    question = [{"type": "image", "image": Image.new("RGB", (9, 9))}, {"type": "text", "text": "Is there a star?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == model.image_tokens
+
+
 def check_equal(opened, model):
     """Weights and buffers are equal, and so are logits, but for the alignment of memory that a file's tensors have."""
     given = dict([*model.named_parameters(), *model.named_buffers()])
@@ -154,6 +195,14 @@ def test_a_folder_opens_as_it_was(model, tokenizer, tmp_path):
     check_equal(opened, model)
     assert opened.config.to_dict().keys() == model.config.to_dict().keys()
     assert (tmp_path / "modeling_timm_llava.py").read_text().startswith("from diffvision.models.timm_llava import")
+
+
+def test_a_tower_with_buffers_that_are_not_saved(tmp_path):
+    sizes = {"img_size": 32, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2), "window_size": 4}
+    model = small(tower="swin_tiny_patch4_window7_224", tower_args=sizes)
+    model.save_pretrained(tmp_path)
+    assert [1 for name, _ in model.vision_tower.named_buffers() if name not in model.vision_tower.state_dict()]
+    check_equal(AutoModelForImageTextToText.from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "size"])
@@ -210,6 +259,14 @@ def test_weights_of_a_tower(tmp_path):
     for source, named in ((tmp_path / "clip.safetensors", "plain_vit_debug"), ("laion2b", "laion2b")):
         with pytest.raises(ValueError, match=named):
             create(tower_pretrained=str(source))
+
+
+def test_a_tag_of_a_tower_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").write_text("no weights")
+    weights = timm.create_model("diff_vit_debug", pretrained=True).blocks[0].mlp.fc1.weight
+    model = create("diff-vlm-debug", tower="diff_vit_debug", tower_pretrained="digits")
+    assert torch.equal(model.vision_tower.timm_model.blocks[0].mlp.fc1.weight, weights)
 
 
 def test_open_vlm(tokenizer, tmp_path):

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.models.language import LanguageConfig, LanguageModel
 from diffvision.models.language.generation import generate
@@ -122,3 +124,18 @@ def test_an_exported_folder_opens_as_ours_again(folder, ours):
     assert (model.library, model.module.config) == ("language", ours.config)
     for name, weight in ours.state_dict().items():
         assert torch.equal(model.module.state_dict()[name], weight), name
+
+
+def test_half_precision_and_the_chat_template_come_along(ours, tmp_path):
+    train_tokenizer(["ab ab cd"], 300).save(tmp_path / "tokenizer.json")
+    template = "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}"
+    settings = {"eos_token": "<|endoftext|>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = LanguageConfig(**{**SHAPE, "vocab_size": 300}, variant="v2")
+    language.save(LanguageModel(config).bfloat16(), tmp_path / "ours", tmp_path / "tokenizer.json")
+    export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == torch.bfloat16
+    assert open_model(tmp_path / "theirs").module.embed.weight.dtype == torch.bfloat16
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=True, return_dict=False)
+    assert ids == [0, *tokenizer("ab")["input_ids"]]

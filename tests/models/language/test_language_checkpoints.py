@@ -100,6 +100,15 @@ def test_equals_the_formula(variant, tied):
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
 
 
+def test_depth_counts_from_zero_and_settings_arrive():
+    layers = language.create("diff-debug").attention_layers()
+    assert [round(layer.lambda_init, 4) for layer in layers] == [0.2, 0.3555]
+    model = language.create("diff-debug", lambda_init=0.5, head_norm=False, rotary_theta=640_000.0, norm_eps=1e-6)
+    assert [layer.lambda_init for layer in model.attention_layers()] == [0.5, 0.5]
+    assert isinstance(model.blocks[0].attn.head_norm, torch.nn.Identity)
+    assert (model.blocks[1].attn.rotary, model.norm.eps) == (640_000.0, 1e-6)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_do_not_see_each_other(name):
     """Each document in a packed row as alone at its place; and a change in one leaves the others as they were."""
@@ -122,6 +131,14 @@ def test_positions_count_from_the_first_token_of_each_document(monkeypatch):
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [7, 7, 7, 7, 7, 7]])
     language.create("diff-debug")(torch.zeros(2, 6, dtype=torch.long), documents=documents)
     assert seen[0].squeeze().tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+
+
+def test_too_long_a_sequence_is_one_error():
+    model = LanguageModel(LanguageConfig(**TINY))
+    with pytest.raises(ValueError, match="65 tokens are over the model's"):
+        model(torch.zeros(1, 65, dtype=torch.long))
+    with pytest.raises(ValueError, match="documents with a cache"):
+        model.hidden(torch.zeros(1, 2, dtype=torch.long), documents=torch.zeros(1, 2), cache=model.new_cache(1, 4))
 
 
 @pytest.mark.parametrize("name", NAMES)
