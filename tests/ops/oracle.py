@@ -172,14 +172,3 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 def _ratio(size: float, base: float) -> float:
     return size / base if base else 0.0
-
-
-def plain_flex(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
-    """What `flex_attention` computes, written out; as strict as it is about heads."""
-    assert enable_gqa == (q.shape[1] != k.shape[1])
-    groups = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * (q.shape[3] ** -0.5 if scale is None else scale)
-    grid = torch.meshgrid(*(torch.arange(size) for size in scores.shape), indexing="ij")
-    allowed = torch.ones((), dtype=torch.bool) if block_mask is None else block_mask.mask_mod(*grid)
-    weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1) * allowed
-    return weights @ v.repeat_interleave(groups, 1)

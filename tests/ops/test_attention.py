@@ -1,26 +1,27 @@
+"""The operation in float64: every backend on every problem, and what else all of them promise.
+
+Accuracy in every dtype is in test_battery.py.
+"""
+
 import itertools
 
 import pytest
 import torch
+from stand_ins import RELEASES, StandIn, plain_flex
 from torch.autograd import gradcheck
 
-from diffvision.ops import (
-    attention_backend,
-    attention_maps,
-    diff_attention,
-    diff_attention_varlen,
-    supported_backends,
-)
-from diffvision.ops.attention import BACKENDS, Problem, api
-from diffvision.ops.attention.choice import REMOVED
+from diffvision.ops import attention_backend, attention_maps, diff_attention, supported_backends
+from diffvision.ops.attention import BACKENDS, Problem, flash, flex
 
 # The backends that compute in float64 anywhere; tests/ops/test_battery.py runs over every one.
 NAMES = ["eager", "blocked", "sdpa"]
 
 
 def tensors(b=2, h=4, hk=None, m=7, n=7, d=8, v=16, keys=2, dtype=torch.float64, lam=(1,)):
+    """q, k, v and lam, in memory as projections leave them: [B, M, H, 2, D]."""
     hk = h if hk is None else hk
-    made = [torch.randn(b, h, 2, m, d), torch.randn(b, hk, keys, n, d), torch.randn(b, hk, n, v), torch.rand(lam) + 0.2]
+    q, k = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4), torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
+    made = [q, k, torch.randn(b, n, hk, v).transpose(1, 2), torch.rand(lam) + 0.2]
     return [t.to(dtype).requires_grad_() for t in made]
 
 
@@ -41,56 +42,96 @@ def by_the_formula(q, k, v, lam, causal=False, mask=None, scale=None):
         maps = []
         for p in range(2):
             keys = k[b, kv, p if k.shape[2] == 2 else 0, allowed].double()
-            maps.append((keys @ q[b, h, p, i].double() * (scale or q.shape[4] ** -0.5)).softmax(0))
+            maps.append((keys @ q[b, h, p, i].double() * (q.shape[4] ** -0.5 if scale is None else scale)).softmax(0))
         out[b, h, i] = (maps[0] - lam[b, h, i] * maps[1]) @ v[b, kv, allowed].double()
     return out
 
 
-SHAPES = {
+PROBLEMS = {
     "v1": {},
-    "v1 grouped": {"h": 4, "hk": 2},
-    "v2 grouped": {"h": 4, "hk": 2, "keys": 1, "v": 8},
+    "v1 grouped": {"hk": 2},
+    "v1 of one size": {"v": 8},
+    "v1 wide": {"d": 128, "v": 256, "m": 3, "n": 3, "h": 2},
+    "v1 uneven": {"d": 104, "v": 250, "m": 3, "n": 3, "h": 2},
     "v2": {"keys": 1, "v": 8},
+    "v2 grouped": {"hk": 2, "keys": 1, "v": 8},
     "odd value size": {"v": 5},
     "value wider and odd": {"v": 19, "d": 6},
     "lam per head": {"lam": (4, 1, 1)},
+    "lam per sample": {"lam": (2, 4, 1, 1)},
     "lam per token": {"lam": (2, 4, 7, 1)},
     "one token": {"m": 1, "n": 1},
     "a cache of keys": {"m": 3, "n": 9},
-    "one query, many keys": {"m": 1, "n": 9},
-    "more queries than keys": {"m": 9, "n": 4},
+    "one query, many keys": {"m": 1, "n": 9, "hk": 2},
+    "one query, v2, lam per head": {"m": 1, "n": 9, "keys": 1, "v": 8, "lam": (2, 4, 1, 1)},
+    "more queries than keys": {"m": 9, "n": 4, "lam": (2, 4, 9, 1)},
+    "no keys": {"n": 0, "hk": 2},
+    "long before the first key": {"b": 1, "h": 10, "hk": 2, "m": 232, "n": 93, "d": 24, "v": 5, "keys": 1},
 }
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", NAMES)
-def test_equals_the_formula(backend, shape, causal, masked):
-    q, k, v, lam = tensors(**SHAPES[shape])
-    mask = torch.rand(q.shape[0], 1, q.shape[3], k.shape[3]) > 0.4 if masked else None
-    out = diff_attention(q, k, v, lam, causal=causal, mask=mask, backend=backend)
-    torch.testing.assert_close(out, by_the_formula(q, k, v, lam, causal, mask), rtol=0, atol=1e-12)
+def masks(q, k):
+    """A mask of each kind; in one a row has no key."""
+    (b, h), m, n = q.shape[:2], q.shape[3], k.shape[3]
+    full = torch.rand(b, h, m, n) > 0.4
+    full[0, :, m // 2] = False
+    padding = torch.arange(n) < torch.arange(n, n - b, -1)[:, None, None, None]
+    return {"full": full, "of all heads": full[:, :1], "of keys": padding, "of one row": full[:1, :1, :1]}
+
+
+EVERY = [*NAMES, "single", "flex", *RELEASES]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_formula_in_loops(problem):
+    q, k, v, lam = tensors(**PROBLEMS[problem] | ({"m": 20, "n": 9} if "long" in problem else {}))
+    for causal, mask in itertools.product((False, True), (None, *masks(q, k).values())):
+        out = diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=0.3 if causal else None, backend="eager")
+        expected = by_the_formula(q, k, v, lam, causal, mask, 0.3 if causal else None)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def takes(backend, problem):
+    one_query, has_keys = PROBLEMS[problem].get("m") == 1, PROBLEMS[problem].get("n") != 0
+    return one_query if backend == "single" else has_keys or backend in NAMES
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"), [cell for cell in itertools.product(EVERY[1:], PROBLEMS) if takes(*cell)]
+)
+def test_every_backend_on_every_problem(backend, problem, monkeypatch):
+    """Outputs and gradients of `eager`, at any mask and scale that the backend takes."""
+    inputs, releases = tensors(**PROBLEMS[problem]), RELEASES.get(backend)
+    q, k = inputs[:2]
+    module = BACKENDS["flash" if releases else backend]
+    monkeypatch.setattr(flex, "_compile", lambda device: plain_flex)
+    if releases:
+        made = StandIn(backend)
+        monkeypatch.setattr(flash, "find_libraries", made.libraries)
+    if backend == "flex":  # which has no backward on a CPU
+        inputs = [t.detach() for t in inputs]
+    given = [None] if releases else [None, *masks(q, k).values()]
+    for causal, mask in itertools.product((False, True), given):
+        settings = {"causal": causal, "mask": mask, "scale": 0.7 if causal else None, "dropout": 0.0}
+        out = module.diff_attention(*inputs, **settings)
+        expected = BACKENDS["eager"].diff_attention(*inputs, **settings)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        if backend != "flex":
+            weight = torch.randn_like(out)
+            ours, theirs = (torch.autograd.grad(o, inputs, weight) for o in (out, expected))
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    if releases:
+        calls = 1 if k.shape[2] == 1 else 2
+        is_cut = inputs[2].shape[3] > made.package.largest or (q.shape[4] > 64 and inputs[2].shape[3] > 128)
+        assert len(made.calls) == 2 * calls * (2 if is_cut else 1)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])  # the others' gradients are compared with these
 def test_gradcheck(backend):
-    inputs = tensors(**{"b": 1, "d": 3, **SHAPES["v2 grouped"], "v": 4, "lam": (1, 4, 1, 1)})
+    inputs = tensors(**{"b": 1, "d": 3, **PROBLEMS["v2 grouped"], "v": 4, "lam": (1, 4, 1, 1)})
     mask = torch.ones(inputs[0].shape[3], inputs[1].shape[3], dtype=torch.bool)
     mask[0] = False  # a row without any key
     assert gradcheck(lambda *t: diff_attention(*t, causal=True, mask=mask, backend=backend), inputs)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_backends_agree_on_every_gradient(shape):
-    inputs = tensors(**SHAPES[shape])
-    grads = {}
-    for name in NAMES:
-        out = diff_attention(*inputs, causal=True, backend=name)
-        grads[name] = torch.autograd.grad(out.square().sum(), inputs)
-    for name in NAMES:
-        for own, oracle in zip(grads[name], grads["eager"], strict=True):
-            torch.testing.assert_close(own, oracle, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -167,15 +208,6 @@ def test_auto_is_what_supported_backends_says():
     assert dropped["blocked"] == "cannot: it draws no dropout, got 0.1"
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_backend_of_an_earlier_version_is_refused_with_another(name):
-    q, k, v, lam = tensors()
-    with pytest.raises(ValueError, match=f"{name}.*{REMOVED[name]}"):
-        diff_attention(q, k, v, lam, backend=name)
-    with pytest.raises(ValueError, match=f"{name}.*{REMOVED[name]}"), attention_backend(name):
-        pass
-
-
 def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():
     q, k, v, lam = tensors()
     with attention_backend("blocked"):
@@ -188,26 +220,6 @@ def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():
     diff_attention(q, k, v, lam, dropout=0.5)
     with pytest.raises(ValueError, match="unknown backend 'fast'"), attention_backend("fast"):
         pass
-
-
-@pytest.mark.parametrize("backend", NAMES)
-def test_queries_long_before_the_first_key_are_zeros(backend):
-    """Whole blocks of rows without keys, and no keys at all."""
-    q, k, v, lam = tensors(b=1, h=10, hk=2, m=232, n=93, d=24, v=5, keys=1)
-    out = diff_attention(q, k, v, lam, causal=True, backend=backend)
-    true = diff_attention(q, k, v, lam, causal=True, backend="eager")
-    torch.testing.assert_close(out, true)
-    assert (out[:, :, :139] == 0).all()
-    for got, want in zip(
-        torch.autograd.grad(out.square().sum(), (q, k, v, lam)),
-        torch.autograd.grad(true.square().sum(), (q, k, v, lam)),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
-    q, k, v, lam = tensors(h=4, hk=2, n=0)
-    out = diff_attention(q, k, v, lam, backend=backend)
-    assert (out == 0).all()
-    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v, lam)))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.25, 1e-8])
@@ -256,94 +268,6 @@ def test_bad_input_is_named(case):
     change, settings, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         diff_attention(*change(*tensors()), **settings)
-
-
-CU = torch.tensor([0, 2, 5], dtype=torch.int32)
-BAD_PACKED = {
-    "axes": (lambda q, k, v, lam: ((q[None], k, v, lam, CU), {}), r"q \[T, H, 2, D\]"),
-    "one map": (lambda q, k, v, lam: ((q[:, :, :1], k, v, lam, CU), {}), r"q \[B, H, 2, M, D\]"),
-    "heads": (lambda q, k, v, lam: ((q, k[:, :3], v[:, :3], lam, CU), {}), "4 query heads cannot share 3"),
-    "rows": (lambda q, k, v, lam: ((q, k, v[:4], lam, CU), {}), "same heads and length"),
-    "dtype": (lambda q, k, v, lam: ((q.half(), k, v, lam, CU), {}), "one dtype"),
-    "integers": (lambda q, k, v, lam: ((q.int(), k.int(), v.int(), lam, CU), {}), "floating point"),
-    "offsets": (lambda q, k, v, lam: ((q, k, v, lam, CU.long()), {}), "cu_seqlens must be int32"),
-    "offsets of keys": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"cu_seqlens_k": [0, 2, 5]}), "cu_seqlens_k must be"),
-    "number": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"cu_seqlens_k": CU[:2]}), "has 2 offsets and cu_seqlens 3"),
-    "end": (lambda q, k, v, lam: ((q, k, v, lam, CU - 1), {}), "must rise from 0"),
-    "lam": (lambda q, k, v, lam: ((q, k, v, torch.ones(3, 1, 1), CU), {}), r"lam has shape \(3, 1, 1\)"),
-    "complex lam": (lambda q, k, v, lam: ((q, k, v, lam * 1j, CU), {}), "lam must be a real tensor"),
-    "scale": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"scale": float("inf")}), "scale must be a finite"),
-    "backend": (lambda q, k, v, lam: ((q, k, v, lam, CU), {"backend": "flash"}), "cuda, not on cpu"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_PACKED)
-def test_bad_packed_input_is_named(case):
-    change, message = BAD_PACKED[case]
-    arguments, settings = change(
-        torch.randn(5, 4, 2, 8), torch.randn(5, 4, 2, 8), torch.randn(5, 4, 16), torch.tensor(0.2)
-    )
-    with pytest.raises(ValueError, match=message):
-        diff_attention_varlen(*arguments, **settings)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lam", [(1, 1, 1), (1, 4, 1), (13, 4, 1)])
-def test_sequences_padded_to_the_longest_equal_each_alone(lam, causal):
-    """With sequences without queries, without keys, and with more queries than keys."""
-    cu, cu_k = torch.tensor([[0, 3, 3, 12, 13], [0, 5, 7, 11, 11]], dtype=torch.int32)
-    q, k, v = torch.randn(13, 4, 2, 8), torch.randn(11, 2, 2, 8), torch.randn(11, 2, 16)
-    leaves = [t.double().requires_grad_() for t in (q, k, v, torch.rand(lam))]
-    outs = [diff_attention_varlen(*leaves, cu, cu_seqlens_k=cu_k, causal=causal, scale=0.3)]
-    outs.append(api._padded_attention(*leaves, cu, cu_k, 9, 5, causal, 0.3, "auto"))
-    assert (outs[1][-1] == 0).all()
-    for got, want in zip(*((out, *torch.autograd.grad(out.sin().sum(), leaves)) for out in outs), strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_sequences_on_a_device_are_not_waited_for():
-    q, v = torch.empty(9, 4, 2, 8, device="meta", requires_grad=True), torch.empty(9, 4, 8, device="meta")
-    cu = torch.empty(4, dtype=torch.int32, device="meta")  # whose values nothing can read
-    out = diff_attention_varlen(q, q, v, 0.5, cu, max_seqlen=5, max_seqlen_k=5, causal=True)
-    assert out.shape == v.shape
-    out.sum().backward()
-
-
-@pytest.mark.slow
-def test_sequences_are_one_graph():
-    q, v, cu = torch.randn(9, 4, 2, 8), torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
-    settings = {"max_seqlen": 5, "max_seqlen_k": 5, "causal": True}
-    out = torch.compile(diff_attention_varlen, fullgraph=True, backend="eager")(q, q, v, 0.5, cu, **settings)
-    torch.testing.assert_close(out, diff_attention_varlen(q, q, v, 0.5, cu, **settings))
-
-
-@pytest.mark.parametrize("backend", NAMES)
-def test_masks_of_any_broadcastable_shape(backend):
-    q, k, v, lam = (t.detach() for t in tensors())
-    keys = torch.tensor([True, True, False, True, True, True, False])
-    expected = by_the_formula(q, k, v, lam, mask=keys[None, None, None])
-    torch.testing.assert_close(diff_attention(q, k, v, lam, mask=keys, backend=backend), expected, rtol=0, atol=1e-12)
-    everything = diff_attention(q, k, v, lam, mask=torch.tensor(True), backend=backend)
-    torch.testing.assert_close(everything, by_the_formula(q, k, v, lam), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_one_query_with_any_lambda_and_mask(shape):
-    q, k, v, lam = tensors(**{**SHAPES[shape], "m": 1, "n": 5, "lam": (1,)})
-    for one in (
-        lam,
-        lam.view(1, 1, 1, 1),
-        lam.squeeze(),
-        torch.rand(2, 4, 1, 1).double(),
-        torch.rand(4, 1, 1).double(),
-    ):
-        for mask in (None, torch.tensor(True), torch.tensor([[[[True]]], [[[False]]]]), torch.rand(2, 4, 1, 5) > 0.4):
-            out = diff_attention(q, k, v, one, mask=mask, backend="single")
-            torch.testing.assert_close(out, diff_attention(q, k, v, one, mask=mask, backend="eager"))
-    for rows, keys in ((0, 5), (2, 0)):
-        out = diff_attention(q[:rows], k[:rows, :, :, :keys], v[:rows, :, :keys], lam, backend="single")
-        assert out.shape == (rows, 4, 1, v.shape[3])
-        assert (out == 0).all()
 
 
 def test_vmap_and_forward_mode_derivatives_are_the_formula_s_or_refused():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from oracle import Inputs, errors, rounding
 from torch.autograd import gradcheck
 
-from diffvision.ops import diff_attention, diff_attention_varlen
+from diffvision.ops import diff_attention
 from diffvision.ops.attention import BACKENDS
 from diffvision.ops.attention.problem import describe
 
@@ -298,40 +298,6 @@ def test_exports_with_a_dynamic_batch(backend, device, dtype):
     more = [torch.cat([t, t]) for t in inputs[:3]]
     close = {"rtol": 0, "atol": 1e-6 if dtype == FP32 else 1e-3}
     torch.testing.assert_close(exported.module()(*more, inputs[3]), attend(backend, *more, inputs[3], True), **close)
-
-
-@pytest.mark.quick(
-    "True-eager-cpu-float32",
-    "False-blocked-cpu-float32",
-    "True-blocked-cpu-float32",
-    "False-sdpa-cpu-float32",
-    "True-sdpa-cpu-float32",
-)
-@pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in BACKEND if p.values[0] != "flex"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_equal_each_alone(backend, device, dtype, causal):
-    lengths, cached = [1, 17, 40, 3], [5, 17, 66, 3]
-    cu, cu_k = (
-        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in (lengths, cached)
-    )
-    q, k, v, _ = tensors(device, dtype, h=4, hk=2, m=sum(lengths), n=sum(cached))
-    lam = torch.rand(sum(lengths), 4, 1, device=device, requires_grad=True)
-    attend(backend, q, k, v, lam.detach().transpose(0, 1), causal)  # skips where it cannot
-    leaves = [q, k, v, lam]
-    tokens = [q[0].permute(2, 0, 1, 3), k[0].permute(2, 0, 1, 3), v[0].transpose(0, 1), lam]
-    out = diff_attention_varlen(*tokens, cu, cu_seqlens_k=cu_k, causal=causal, backend=backend)
-    assert out.shape == (sum(lengths), 4, 64)
-    parts = []
-    for i in range(4):
-        rows, keys = slice(cu[i], cu[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        one = (q[:, :, :, rows], k[:, :, :, keys], v[:, :, keys], lam[rows].transpose(0, 1))
-        parts.append(diff_attention(*(t.double() for t in one), causal=causal, backend="eager")[0].transpose(0, 1))
-    true = torch.cat(parts)
-    close = 2e-5 if dtype == FP32 else 2e-2
-    torch.testing.assert_close(out.double(), true, rtol=close, atol=close)
-    grads = torch.autograd.grad(out.double().square().sum(), leaves)
-    for got, want in zip(grads, torch.autograd.grad(true.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=2 * close, atol=2 * close)
 
 
 def test_the_oracle_s_gradients_are_the_formula_s():

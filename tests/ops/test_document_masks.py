@@ -6,13 +6,13 @@ the formula.
 
 import pytest
 import torch
-from oracle import plain_flex
+from stand_ins import RELEASES, StandIn, plain_flex
 from torch.nn.attention import varlen as torch_varlen
 
 from diffvision import ops
 from diffvision.models import language
 from diffvision.nn import ATTENTION, build_attention
-from diffvision.ops.attention import choice, flex, varlen
+from diffvision.ops.attention import choice, flash, flex, varlen
 from diffvision.ops.attention.choice import supported_backends, takes_blocks
 from diffvision.ops.attention.problem import Problem
 from diffvision.training.module import mark_batch_dynamic
@@ -99,6 +99,22 @@ def test_with_dropout_the_operation_equals_the_mask(stand_in, monkeypatch, causa
     out = ops.softmax_attention(q, k, v, causal=causal, mask=documents, dropout=0.25)
     torch.testing.assert_close(out, ops.softmax_attention(q, k, v, causal=causal, mask=documents.mask()))
     assert not stand_in
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("keys", "value_dim"), [(2, 16), (1, 8), (2, 256)])
+def test_flash_attn_by_name_equals_the_mask(monkeypatch, release, keys, value_dim):
+    monkeypatch.setattr(flash, "find_libraries", StandIn(release).libraries)
+    monkeypatch.setattr(flash, "limit", lambda problem: None)  # float64 on a CPU, to be compared exactly
+    documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
+    size = value_dim // 2 if value_dim > 16 else 8
+    shapes = [(2, 4, 2, 9, size), (2, 2, keys, 9, size), (2, 2, 9, value_dim), (2, 4, 9, 1)]
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    for causal in (False, True):
+        outs = [ops.diff_attention(*leaves, mask=documents, causal=causal, backend="flash")]
+        outs.append(ops.diff_attention(*leaves, mask=documents.mask(), causal=causal))
+        for got, expected in zip(*((o, *torch.autograd.grad(o.sin().sum(), leaves)) for o in outs), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", [name for name, layer in ATTENTION.items() if not layer.needs_grid])
@@ -198,29 +214,6 @@ PACKINGS = {
     "as blocks": rows(384, [[128, 256], [127, 257]]),
     "longer than blocks": rows(700, [[1, 300, 301], [65, 699]]),
 }
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_blocks_of_documents_are_those_of_the_mask(packing, causal):
-    documents = PACKINGS[packing]
-    blocks = flex._document_blocks(documents.numbers, causal=causal)
-    allowed = documents.mask()[:, 0]
-    allowed = allowed.tril() if causal else allowed
-    size, spare = documents.numbers.shape[1], -documents.numbers.shape[1] % flex.BLOCK
-    b, i, j = (torch.arange(n) for n in (2, size, size))
-    assert torch.equal(blocks.mask_mod(b[:, None, None], 0, i[:, None], j), allowed)
-    tiles = torch.nn.functional.pad(allowed, (0, spare, 0, spare)).unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
-    some, every = tiles.any(4).any(2), tiles.all(4).all(2)
-    partial, whole = (
-        torch.zeros_like(some).scatter(2, indices[:, 0].long(), torch.arange(indices.shape[-1]) < count[:, 0, :, None])
-        for count, indices in (
-            (blocks.kv_num_blocks, blocks.kv_indices),
-            (blocks.full_kv_num_blocks, blocks.full_kv_indices),
-        )
-    )
-    assert torch.equal(whole, every)
-    assert torch.equal(partial, some & ~every)
 
 
 @pytest.mark.parametrize("causal", [False, True])

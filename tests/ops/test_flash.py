@@ -2,102 +2,15 @@
 packages (`tests/assets/flash_signatures.json`), with their refusals, stand in, so that layout, pairing, widening and
 pieces are compared with the formula; what is installed is tested where it is."""
 
-import inspect
-import json
 import sys
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from stand_ins import RELEASES, StandIn
 
 from diffvision.ops.attention import Problem, flash, reference
 
-SIGNATURES = json.loads((Path(__file__).parents[1] / "assets/flash_signatures.json").read_text())
-PACKAGES = {package.name: package for package in flash.PACKAGES}
-RELEASES = {
-    "flash-attn 2.7.0": ("flash-attn 2", False),
-    "flash-attn 2.8.3.post2": ("flash-attn 2", False),
-    "FlashAttention-3 3.0.0 at 0251105a": ("FlashAttention-3", False),
-    "flash-attn-4 4.0.0b36": ("FlashAttention-4", True),  # returns (out, lse)
-}
 PROBLEM = Problem(2, 4, 4, 65, 65, 64, 128, dtype=torch.bfloat16, device="cuda")
-
-
-def plain(q, k, v, scale, causal):
-    """[B, N, H, D] as the libraries have it; causal to the last key, rows without a key are zeros."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    scores = q @ k.mT * scale
-    allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    allowed = allowed.tril(k.shape[2] - q.shape[2]) if causal else allowed
-    weights = scores.masked_fill(~allowed, torch.finfo(q.dtype).min).softmax(-1) * allowed
-    return (weights @ v).transpose(1, 2)
-
-
-def signature(release, function):
-    """The real signature; a parameter without a default has to be given."""
-    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    parameters = SIGNATURES[release][function].items()
-    return inspect.Signature(
-        [inspect.Parameter(name, kind, default=... if optional else empty) for name, optional in parameters]
-    )
-
-
-class StandIn:
-    """Both functions of one library, bound to its signature, with its return type; remembers what it was given."""
-
-    def __init__(self, release):
-        self.release, self.calls = release, []
-        name, self.returns_tuple = RELEASES[release]
-        self.package = PACKAGES[name]
-
-    def libraries(self):
-        return (flash.Library(self.package, self.attend, self.attend_varlen),)
-
-    def bind(self, function, args, settings):
-        bound = signature(self.release, function).bind(*args, **settings).arguments
-        q, k, v = (bound.pop(name) for name in "qkv")
-        sizes = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"} if "varlen" in function else set()
-        assert bound.get("deterministic", False) is torch.are_deterministic_algorithms_enabled()
-        assert set(bound) - {"deterministic"} == sizes | {"softmax_scale", "causal"}
-        return q, k, v, bound
-
-    def refuse(self, q, k, v):
-        for t in (q, k, v):
-            assert t.stride(-1) == 1, "a copy would be made"
-            assert t.shape[-1] % 8 == 0
-            assert t.shape[-1] <= self.package.largest
-        unequal = not self.package.equal_sizes and q.shape[-1] <= 64
-        assert unequal or q.shape[-1] == v.shape[-1], "one size"
-        assert q.shape[-1] == k.shape[-1]
-        assert k.shape[:-1] == v.shape[:-1]
-        assert q.shape[-2] % k.shape[-2] == 0
-        self.calls.append((q, k, v))
-
-    def attend(self, *args, **settings):
-        q, k, v, bound = self.bind("flash_attn_func", args, settings)
-        assert q.dim() == k.dim() == v.dim() == 4
-        assert q.shape[0] == k.shape[0]
-        assert not bound["causal"] or q.shape[1] <= k.shape[1], "rows without a key are not handed over"
-        self.refuse(q, k, v)
-        out = plain(q, k, v, bound["softmax_scale"], bound["causal"])
-        return (out, None) if self.returns_tuple else out
-
-    def attend_varlen(self, *args, **settings):
-        q, k, v, bound = self.bind("flash_attn_varlen_func", args, settings)
-        assert q.dim() == k.dim() == v.dim() == 3
-        assert bound["cu_seqlens_q"].dtype == bound["cu_seqlens_k"].dtype == torch.int32
-        self.refuse(q, k, v)
-        ends_q, ends_k = bound["cu_seqlens_q"].tolist(), bound["cu_seqlens_k"].tolist()
-        assert bound["max_seqlen_q"] >= max(b - a for a, b in pairwise(ends_q))
-        assert bound["max_seqlen_k"] >= max(b - a for a, b in pairwise(ends_k))
-        outs = []
-        for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-            own = (q[None, a:b], k[None, c:d], v[None, c:d])
-            outs.append(plain(*own, bound["softmax_scale"], bound["causal"])[0])
-        out = torch.cat(outs)
-        return (out, None) if self.returns_tuple else out
 
 
 @pytest.fixture(params=RELEASES)
@@ -107,13 +20,6 @@ def stand_in(request, monkeypatch):
     return made
 
 
-def test_what_is_taken_for_a_signature():
-    with pytest.raises(TypeError, match="dropout"):
-        signature("FlashAttention-3 3.0.0 at 0251105a", "flash_attn_func").bind(1, 2, 3, dropout_p=0.0)
-    with pytest.raises(TypeError, match="max_seqlen_k"):
-        signature("flash-attn 2.8.3.post2", "flash_attn_varlen_func").bind(1, 2, 3, 4, 5, 6)
-
-
 def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, lam=(2, 4, 7, 1), dtype=torch.float64, device="cpu"):
     """Memory as projections leave it: [B, M, H, 2, D]."""
     q = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4)
@@ -121,40 +27,6 @@ def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, lam=(2, 4, 7, 1), dtyp
     value = torch.randn(b, n, hk, v).transpose(1, 2)
     lam = torch.rand(lam, device=device, dtype=torch.promote_types(dtype, torch.float32))
     return [*(t.to(device, dtype).requires_grad_() for t in (q, k, value)), lam.requires_grad_()]
-
-
-SHAPES = {
-    "v1, widened": ({}, 2),
-    "v1, widened, grouped": ({"hk": 2}, 2),
-    "v1, in pieces": ({"d": 128, "v": 256}, 4),
-    "v1, in uneven pieces": ({"d": 104, "v": 250}, 4),
-    "v1, equal": ({"v": 16}, 2),
-    "v1, narrow values": ({"v": 5}, 2),
-    "v1, odd sizes": ({"d": 6, "v": 19}, 2),
-    "v2": ({"keys": 1, "v": 16}, 1),
-    "v2, grouped": ({"keys": 1, "v": 16, "hk": 2}, 1),
-    "v2, wide values in pieces": ({"keys": 1, "d": 128, "v": 256, "hk": 2}, 2),
-    "a cache of keys": ({"m": 3, "n": 9, "lam": (4, 1, 1)}, 2),
-    "more queries than keys": ({"m": 7, "n": 4}, 2),
-    "more queries than keys, one lam": ({"m": 7, "n": 4, "lam": (1,)}, 2),
-    "more queries than keys, lam a head": ({"m": 7, "n": 4, "lam": (4, 1, 1), "keys": 1}, 1),
-    "one token": ({"m": 1, "n": 1, "lam": (1,)}, 2),
-}
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_layout_pairs_and_sizes_equal_the_formula(shape, causal, stand_in):
-    sizes, calls = SHAPES[shape]
-    inputs = tensors(**sizes)
-    settings = {"causal": causal, "mask": None, "scale": 0.7 if causal else None, "dropout": 0.0}
-    out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, reference))
-    torch.testing.assert_close(out, expected)
-    pieces = stand_in.package.equal_sizes or sizes.get("d", 16) > 64
-    assert len(stand_in.calls) == (calls if pieces else min(calls, 1 if sizes.get("keys") == 1 else 2))
-    weight = torch.randn_like(out)
-    grads, exact = (torch.autograd.grad(o, inputs, weight) for o in (out, expected))
-    torch.testing.assert_close(grads, exact)
 
 
 @pytest.mark.parametrize("keys", [1, 2])
@@ -199,51 +71,11 @@ def test_the_least_work_is_chosen_and_flash_attention_3_takes_wide_values_as_the
         assert flash.plan(*sizes, largest=256, equal_sizes=False) == expected
 
 
-PACKED = {
-    "v1": {},
-    "v1, grouped": {"hk": 2},
-    "v1, in pieces": {"d": 128, "v": 256},
-    "v2, grouped": {"keys": 1, "v": 16, "hk": 2},
-}
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("shape", PACKED)
-def test_packed_sequences_equal_each_by_itself(shape, causal, stand_in, monkeypatch):
-    monkeypatch.setattr(flash, "limit", lambda problem: None)  # float32 on a CPU, to be compared exactly
-    lengths_q, lengths_k = [3, 1, 6], [5, 4, 2]  # the last has more queries than keys
-    each = [
-        tensors(b=1, m=m, n=n, lam=(1, 4, m, 1), dtype=torch.float32, **PACKED[shape])
-        for m, n in zip(lengths_q, lengths_k, strict=True)
-    ]
-
-    def pack(i):
-        return torch.cat([one[i][0].detach().movedim(-2, 0) for one in each]).requires_grad_()  # [T, H, .., D]
-
-    q, k, v, lam = (pack(i) for i in range(4))
-    starts_q, starts_k = (
-        torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32) for lengths in (lengths_q, lengths_k)
-    )
-    out = flash.diff_attention_varlen(q, k, v, lam, starts_q, starts_k, 6, 5, causal=causal, scale=None)
-    expected = torch.cat(
-        [
-            reference.diff_attention(*one, causal=causal, mask=None, scale=None, dropout=0.0)[0].transpose(0, 1)
-            for one in each
-        ]
-    )
-    torch.testing.assert_close(out, expected)
-    grads = torch.autograd.grad(out.square().sum(), (q, k, v, lam))
-    exact = torch.autograd.grad(expected.square().sum(), [t for one in each for t in one])
-    for i, own in enumerate(grads):
-        oracle = torch.cat([g[0].movedim(-2, 0) for g in exact[i::4]])
-        torch.testing.assert_close(own, oracle, rtol=1e-4, atol=1e-5)
-
-
 LIMITS = {
     "device": ({"device": "cpu"}, "cuda, not on cpu"),
     "dtype": ({"dtype": torch.float32}, "torch.float32"),
     "dropout": ({"dropout": 0.1}, "dropout 0.1"),
-    "mask": ({"masked": True}, "diff_attention_varlen"),
+    "mask": ({"masked": True}, "Documents"),
     "no keys": ({"keys": 0}, "0 keys"),
     "head size": ({"head_dim": 264}, "head size 264: {} is used up to {}"),
 }
@@ -417,26 +249,12 @@ def test_the_gpu_decides_between_them(all_installed, capability, names, monkeypa
     assert [library.package.name for library in flash.find_libraries()] == names
 
 
-@pytest.mark.parametrize("capability", [75, 120])
-def test_a_gpu_that_none_suits(packages, capability, monkeypatch):
-    packages("flash_attn/cute/__init__.py", FUNCTIONS)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(flash, "compute_capability", lambda: capability)
-    assert f"compute capability {capability / 10}" in flash.find_libraries()
-
-
 @pytest.mark.parametrize("reason", ["DISABLE_HDIMDIFF64", "needs flash_attn_config"])
 def test_a_flash_attention_3_that_lacks_what_is_used_is_none(packages, reason):
     packages("flash_attn_interface.py", FUNCTIONS)
     if "DISABLE" in reason:
         packages("flash_attn_config.py", CONFIG % True)
     assert reason in flash.find_libraries()
-
-
-def test_looking_is_done_once_and_not_on_import(packages):
-    packages("flash_attn/__init__.py", FUNCTIONS)
-    assert flash.find_libraries() is flash.find_libraries()
-    assert flash._search_once.cache_info().misses == 1
 
 
 TRACEABLE = """

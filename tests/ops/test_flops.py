@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffvision.ops import diff_attention, diff_attention_varlen
+from diffvision.ops import diff_attention
 
 
 def count(backend, maps, heads, kv_heads, queries, keys, value_dim, grad, **settings):
@@ -32,14 +32,3 @@ def test_as_many_as_the_formula(maps, heads, kv_heads, value_dim, settings, grad
 def test_one_query_against_a_long_cache(backend):
     sizes = (2, 4, 2, 1, 600, 32, False)
     assert count(backend, *sizes) == count("eager", *sizes)
-
-
-def test_packed_sequences_count_each_by_itself():
-    def packed(backend):
-        q, k, v = torch.randn(20, 2, 2, 16), torch.randn(20, 2, 2, 16), torch.randn(20, 2, 32)
-        cu_seqlens = torch.tensor([0, 3, 15, 20], dtype=torch.int32)
-        with FlopCounterMode(display=False) as counter:
-            diff_attention_varlen(q, k, v, 0.3, cu_seqlens, max_seqlen=12, backend=backend)
-        return counter.get_total_flops()
-
-    assert packed("eager") == packed("blocked") > 0

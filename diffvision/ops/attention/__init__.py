@@ -3,7 +3,7 @@
 Backends do not import each other; layers with parameters are in `diffvision.nn`.
 """
 
-from diffvision.ops.attention.api import diff_attention, diff_attention_varlen, softmax_attention
+from diffvision.ops.attention.api import diff_attention, softmax_attention
 from diffvision.ops.attention.choice import BACKENDS, attention_backend, supported_backends
 from diffvision.ops.attention.document_masks import Documents, document_ends
 from diffvision.ops.attention.problem import Problem
@@ -16,7 +16,6 @@ __all__ = [
     "attention_backend",
     "attention_maps",
     "diff_attention",
-    "diff_attention_varlen",
     "document_ends",
     "softmax_attention",
     "supported_backends",

@@ -1,13 +1,12 @@
-"""`diff_attention`, `softmax_attention` and `diff_attention_varlen`: they check their arguments, and call a backend.
+"""`diff_attention` and `softmax_attention`: they check their arguments, and call a backend.
 
 The choice is in `choice.py`, the computation in the backends' files.
 """
 
-import itertools
 import math
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffvision.ops.attention import choice, flex, sdpa, varlen
@@ -127,105 +126,6 @@ def softmax_attention(
     return sdpa.softmax_attention(q, k, v, causal=causal, mask=mask, dropout=dropout)
 
 
-def diff_attention_varlen(
-    q: Float[Tensor, "T H 2 D"],
-    k: Float[Tensor, "S Hk P D"],
-    v: Float[Tensor, "S Hk V"],
-    lam: Float[Tensor, "..."] | float,
-    cu_seqlens: Int[Tensor, "B1"],
-    *,
-    cu_seqlens_k: Int[Tensor, "B1"] | None = None,
-    max_seqlen: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    backend: str = "auto",
-) -> Float[Tensor, "T H V"]:
-    """Compute `diff_attention` of sequences of unequal length, packed one after another without padding.
-
-    The layout is that of flash-attn's variable-length functions, and of a projection's output. `varlen` and
-    `flash` compute all sequences in one launch. The other backends take them one by one on a CPU, and on other devices
-    and in graphs padded to the longest, so that no step waits for the device.
-
-    Args:
-        q: queries of all sequences [T, H, 2, D].
-        k: keys [S, Hk, 2, D], or [S, Hk, 1, D] where both maps share them.
-        v: values [S, Hk, V].
-        lam: broadcastable to [T, H, 1].
-        cu_seqlens: where each sequence of queries starts, and the end: int32 [B + 1], from 0 to T.
-        cu_seqlens_k: the same of keys and values, from 0 to S; as the queries' if None.
-        max_seqlen: the largest number of queries in a sequence. It is not checked; computing it waits for the device.
-        max_seqlen_k: the largest number of keys in a sequence, not checked either.
-        causal: within each sequence, aligned to its last key.
-        scale: as in `diff_attention`.
-        backend: as in `diff_attention`.
-
-    Returns:
-        [T, H, V] in q's dtype; zeros where a query has no key.
-
-    Raises:
-        ValueError: shapes or offsets do not fit, or the backend cannot take the call.
-    """
-    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    _check_packed(q, k, v, cu_seqlens, cu_seqlens_k)
-    # One batch of all tokens, in the layout of `diff_attention`, as views.
-    packed = (q.permute(1, 2, 0, 3)[None], k.permute(1, 2, 0, 3)[None], v.transpose(0, 1)[None])
-    _check(*packed, lam, 0.0, scale)
-    if isinstance(lam, Tensor):
-        _check_broadcast("lam", lam, (q.shape[0], q.shape[1], 1))
-    lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    lam = lam.reshape((1,) * (3 - lam.dim()) + lam.shape)
-    if max_seqlen is None:
-        max_seqlen = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-    if max_seqlen_k is None:
-        max_seqlen_k = int(cu_seqlens_k.diff().max()) if len(cu_seqlens) > 1 else 0
-    problem = describe(*packed, lam, causal=causal, mask=None, dropout=0.0)
-    sequences = len(cu_seqlens) - 1
-    problem = problem._replace(batch=sequences, queries=max_seqlen, keys=max_seqlen_k, packed=True)
-    name, _ = choice.choose(backend, problem)
-    module = choice.BACKENDS[name]
-    lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    if hasattr(module, "diff_attention_varlen"):
-        return module.diff_attention_varlen(q, k, v, lam, *lengths, causal=causal, scale=scale)
-    reads_offsets = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not reads_offsets and 0 not in (q.shape[0], k.shape[0]):
-        return _padded_attention(q, k, v, lam, *lengths, causal, scale, backend)
-    out = []
-    spans, spans_k = (itertools.pairwise(ends.tolist()) for ends in (cu_seqlens, cu_seqlens_k))
-    for (q0, q1), (k0, k1) in zip(spans, spans_k, strict=True):
-        sequence = (packed[0][:, :, :, q0:q1], packed[1][:, :, :, k0:k1], packed[2][:, :, k0:k1])
-        rows = (lam[q0:q1] if lam.shape[0] > 1 else lam).transpose(0, 1)
-        out.append(diff_attention(*sequence, rows, causal=causal, scale=scale, backend=backend)[0].transpose(0, 1))
-    return torch.cat(out) if out else q.new_zeros(0, q.shape[1], v.shape[2])
-
-
-def _padded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen: int,
-    max_seqlen_k: int,
-    causal: bool,
-    scale: float | None,
-    backend: str,
-) -> Tensor:
-    """Return `diff_attention_varlen` by one call, with a mask of keys, or of the pairs of a sequence if causal."""
-    i, j, token = (torch.arange(n, device=q.device) for n in (max_seqlen, max_seqlen_k, q.shape[0]))
-    lengths, lengths_k = cu_seqlens.diff()[:, None, None, None], cu_seqlens_k.diff()[:, None, None, None]
-    mask = j < lengths_k
-    if causal:
-        mask = mask & (j <= i[:, None] + lengths_k - lengths)
-    rows, rows_k = (cu_seqlens[:-1, None] + i) % q.shape[0], (cu_seqlens_k[:-1, None] + j) % k.shape[0]
-    lam = (lam[rows] if lam.shape[0] > 1 else lam[None]).transpose(1, 2)
-    maps = (q[rows].permute(0, 2, 3, 1, 4), k[rows_k].permute(0, 2, 3, 1, 4))  # what lies behind a sequence is masked
-    out = diff_attention(*maps, v[rows_k].transpose(1, 2), lam, mask=mask, scale=scale, backend=backend)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-    return out.transpose(1, 2)[sequence, token - cu_seqlens[sequence]]
-
-
 def _packed_attention(
     q: Tensor,
     k: Tensor,
@@ -305,29 +205,6 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
         )
     _check_broadcast("mask", mask, (q.shape[0], q.shape[1], q.shape[3], k.shape[3]))
     return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-
-
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 3:
-        raise ValueError(
-            f"expected q [T, H, 2, D], k [S, Hk, 2 or 1, D] and v [S, Hk, V]; got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    for name, cu, total in (("cu_seqlens", cu_q, q.shape[0]), ("cu_seqlens_k", cu_k, k.shape[0])):
-        if not isinstance(cu, Tensor):
-            raise ValueError(f"{name} must be an int32 tensor, got {cu!r}: torch.tensor(..., dtype=torch.int32)")
-        if cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) < 1 or cu.device != q.device:
-            raise ValueError(
-                f"{name} must be int32 [sequences + 1] on {q.device}, got {cu.dtype} {list(cu.shape)} on {cu.device}: "
-                f"cast it with .to({str(q.device)!r}, torch.int32)"
-            )
-        if len(cu) != len(cu_q):
-            raise ValueError(f"{name} has {len(cu)} offsets and cu_seqlens {len(cu_q)}: one a sequence and the end")
-        # Values are checked only if reading them does not wait for a device.
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling():
-            ends = cu.tolist()
-            if ends[0] != 0 or ends[-1] != total or sorted(ends) != ends:
-                raise ValueError(f"{name} must rise from 0 to the number of tokens, {total}; got {ends}")
 
 
 def _check_broadcast(name: str, tensor: Tensor, target: tuple[int, ...]) -> None:

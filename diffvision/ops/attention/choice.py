@@ -25,8 +25,6 @@ BACKENDS: dict[str, ModuleType] = {
 # Operators registered with torch, which have no forward-mode derivative and do not say so.
 OPERATORS = ("blocked",)
 
-REMOVED = {"native": "blocked", "triton": "sdpa"}  # backends of earlier versions, and what to name instead
-
 EAGER_MAX_KEYS_CPU = 80
 
 preferred = "auto"  # what `backend="auto"` stands for, which `attention_backend` sets
@@ -124,8 +122,7 @@ def takes_blocks(backend: str, problem: Problem) -> bool:
         return name == "flex"
     if problem.device != "cuda" or torch.compiler.is_exporting() or torch.jit.is_tracing() or in_forward_mode():
         return False
-    fits = problem.head_dim <= 128 and problem.value_dim <= 256  # in a card's shared memory, as far as counted
-    return fits and flex.limit(problem) is None and flex.can_compile()
+    return flex.limit(problem) is None and flex.can_compile()
 
 
 def in_forward_mode() -> bool:
@@ -134,7 +131,5 @@ def in_forward_mode() -> bool:
 
 
 def _check_name(name: str) -> None:
-    if name in REMOVED:
-        raise ValueError(f"backend {name!r} was removed: use {REMOVED[name]!r}, or 'auto'")
     if name not in BACKENDS and name != "auto":
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}, or 'auto'")

@@ -139,7 +139,7 @@ def limit(problem: Problem) -> str | None:
     if p.dropout > 0:
         return f"dropout {p.dropout}: it would be drawn for each piece of the values, not for each map; pass 0"
     if p.masked:
-        return "flash-attn takes no mask; pack the tokens that count and call diff_attention_varlen"
+        return "flash-attn takes no mask but Documents"
     if 0 in (p.batch, p.queries, p.keys):
         return f"batch {p.batch}, {p.queries} queries, {p.keys} keys: flash-attn takes no empty tensor"
     libraries = find_libraries()
@@ -208,7 +208,7 @@ def diff_attention_varlen(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
+    """Arguments, shapes and result as in `varlen`, already checked and within `limit`."""
     library = _library(q.shape[-1])
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -28,6 +28,11 @@ def _compute_capability(index: int | None) -> int:
     return 10 * major + minor
 
 
+def has_little_shared_memory(capability: int) -> bool:
+    """Return whether a program has 99 KiB of shared memory on cards of a capability; on others it has 163 or more."""
+    return 86 <= capability <= 89 or capability >= 120
+
+
 @torch.compiler.assume_constant_result  # a graph keeps the kernels of when it was made, as torch's own attention does
 def is_enabled(name: str) -> bool:
     """Return whether `torch.nn.attention.sdpa_kernel` or torch's settings leave a kernel enabled."""

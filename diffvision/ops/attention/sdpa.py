@@ -17,7 +17,12 @@ from torch import Tensor
 
 from diffvision.ops.attention import difference
 from diffvision.ops.attention.difference import in_one_layout, subtract, unbind_maps, widen
-from diffvision.ops.attention.kernels import compute_capability, is_enabled, without_cudnn
+from diffvision.ops.attention.kernels import (
+    compute_capability,
+    has_little_shared_memory,
+    is_enabled,
+    without_cudnn,
+)
 from diffvision.ops.attention.problem import Problem, is_grouped
 
 CUDNN_FIRST = (90, 100)  # the compute capabilities on which torch takes cuDNN's kernel before others
@@ -150,7 +155,7 @@ def plan_cuda(
 
 def flash_takes(size: int, capability: int, *, grad: bool, dropout: bool) -> bool:
     """Return whether torch's flash kernel takes heads of a size, in half precision and without a mask."""
-    small = 86 <= capability <= 89 or capability >= 120  # cards with little shared memory, which backward needs
+    small = has_little_shared_memory(capability)  # which backward needs
     refused = small and grad and (192 < size <= 224 or (size > 224 and dropout))
     return 80 <= capability <= 121 and size <= 256 and not refused and is_enabled("flash")
 

@@ -25,7 +25,7 @@ def limit(problem: Problem) -> str | None:
     """Return why this backend cannot take the problem, or None."""
     p = problem
     if not p.packed:
-        return "it takes packed sequences alone; use sdpa, or diff_attention_varlen"
+        return "it takes packed documents alone; use sdpa, or pass Documents as mask"
     if p.device != "cuda":
         return f"torch's varlen attention runs on cuda, not on {p.device}"
     if p.dtype not in DTYPES:
@@ -69,7 +69,11 @@ def diff_attention_varlen(
     scale: float | None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Arguments, shapes and result as `diffvision.ops.diff_attention_varlen`, already checked and within `limit`."""
+    """Return `diff_attention` of sequences packed one after another, already checked and within `limit`.
+
+    Queries are [T, H, 2, D], keys [S, Hk, P, D], values [S, Hk, V], lam [T, H, 1]; cu_seqlens are where each sequence
+    starts, and the end, int32. The result is [T, H, V].
+    """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     first, second = compute_maps(
