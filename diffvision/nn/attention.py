@@ -136,6 +136,7 @@ class AttentionLayer(nn.Module):
     recorded: ClassVar[tuple[str, ...]] = ()
     _group: int  # queries that lie together in `q_proj`'s rows
     _modulates: ClassVar[bool] = False  # whether `modulate` does anything
+    head_norm_eps: ClassVar[float] = 1e-5
     # The factor of a head's output after its norm.
     output_factor: float = 1.0
 
@@ -189,7 +190,9 @@ class AttentionLayer(nn.Module):
         )
         self.q_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
-        self.head_norm = HeadNorm(self.value_dim, eps=1e-5, **factory_kwargs) if head_norm else nn.Identity()
+        self.head_norm = (
+            HeadNorm(self.value_dim, eps=self.head_norm_eps, **factory_kwargs) if head_norm else nn.Identity()
+        )
         linear = nn.Linear if proj_bias else Linear
         self.proj = linear(num_heads * self.value_dim, dim, bias=proj_bias, **factory_kwargs)
         self.proj_drop = nn.Dropout(proj_drop)

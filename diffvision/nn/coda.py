@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision import ops
-from diffvision.nn.attention import DifferentialLayer, HeadNorm
+from diffvision.nn.attention import DifferentialLayer
 
 
 class CodaAttention(DifferentialLayer):
@@ -26,7 +26,7 @@ class CodaAttention(DifferentialLayer):
     """
 
     variant, key_maps, value_maps, lambda_by_token = "coda", 1, 1, True
-    identifying_weight = "theta"
+    identifying_weight, head_norm_eps = "theta", 1e-6
     no_adapting = ", but the norm of its heads changes every output"
 
     def __init__(
@@ -36,8 +36,6 @@ class CodaAttention(DifferentialLayer):
         super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, as channels turn in pairs, got {self.head_dim}")
-        if isinstance(self.head_norm, HeadNorm):
-            self.head_norm.eps = 1e-6
 
     def add_parameters(self, dim: int, factory_kwargs: dict[str, Any]) -> None:
         """Make lambda's projection and offset [H], and the angles [H, D / 2]."""

@@ -162,17 +162,6 @@ def compare(layer, inputs, true, *arguments, **settings):
     torch.testing.assert_close(maps[0], applied, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "blocked"])
-def test_every_backend_of_the_cpu_takes_a_context(backend):
-    from diffvision.ops import attention_backend
-
-    layer, x, context = DiffAttention(32, 2, context_dim=8), torch.randn(2, 70, 32), torch.randn(2, 33, 8)
-    with attention_backend("eager"):
-        expected = layer(x, context=context)
-    with attention_backend(backend):
-        torch.testing.assert_close(layer(x, context=context), expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_x_as_its_context_is_self_attention_and_the_maps_of_analysis_are_the_layer_s(variant):
     layer, x = layer_of(variant), torch.randn(2, N, DIM, dtype=torch.float64)
@@ -186,16 +175,6 @@ def test_x_as_its_context_is_self_attention_and_the_maps_of_analysis_are_the_lay
     with captured(nn.ModuleList([layer]), lambda call: seen.append(call.scores()) or seen[-1]):
         torch.testing.assert_close(layer(x, mask, context=context), expected)
     torch.testing.assert_close(seen[0].applied(), maps[0])
-
-
-@pytest.mark.parametrize("mask", [name for name in MASKS if name != "heads"])
-def test_rows_of_dint_sum_to_one_and_stay_within_the_mask(mask):
-    layer, maps = layer_of("v1_dint", context_dim=WIDE), []
-    x, context = torch.randn(2, N, DIM, dtype=torch.float64), torch.randn(2, L, WIDE, dtype=torch.float64)
-    layer(x, MASKS[mask], context=context, maps=maps)
-    torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 4, N, dtype=torch.float64))
-    if MASKS[mask] is not None:
-        assert not maps[0].masked_select(~MASKS[mask]).any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
