@@ -331,44 +331,73 @@ def test_the_payload_works(tmp_path, trace):
     trace.unlink()
 
 
-@pytest.mark.quick("-zip", "environment asks for pickles-legacy")
-@pytest.mark.parametrize("layout", ["zip", "legacy", "plain pickle"])
-@pytest.mark.parametrize("forced", [False, True], ids=["", "environment asks for pickles"])
-def test_pickles_in_checkpoints_are_not_run(layout, forced, shards, tmp_path, trace, monkeypatch, capsys):
-    if forced:
-        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    path = hostile_weights(tmp_path / "x.ckpt", trace, layout)
-    for call in (
-        lambda: open_model("CLIP-debug", path),
-        lambda: open_model("diff_vit_debug", path),
-        lambda: language.load(path),
-        lambda: generate_text(str(path), prompt="a"),
-    ):
-        with pytest.raises(ValueError, match=r"checkpoint .*x\.ckpt"):
-            call()
-    for call in (
-        lambda: ContrastiveModule("CLIP-debug", pretrained=str(path)),
-        lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": str(path)}),
-    ):
-        with pytest.raises(ValueError, match=r"weights of .*x\.ckpt are damaged"):
-            call()
-    with pytest.raises((ValueError, pickle.UnpicklingError)):
-        fit(run_of(shards, f"--ckpt_path={path}"))
+def old_tar(path: Path) -> Path:
+    """A file as torch wrote them before 0.2: a tar of pickles."""
+    with tarfile.open(path, "w") as tar:
+        for name in ("sys_info", "pickle", "tensors", "storages"):
+            member = tarfile.TarInfo(name)
+            data = pickle.dumps({})
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
 
 
-def test_a_checkpoint_s_own_instantiator_is_not_asked(module, shards, tmp_path):
+def instantiator(path: Path, trace: Path) -> Path:
     """Lightning's load_from_checkpoint calls what a checkpoint names; ours are read as what they hold."""
-    path = tmp_path / "x.ckpt"
-    hyper = {"_instantiator": f"{module}.Thing", "_class_path": f"{module}.Thing", "config": {}}
+    hyper = {"_instantiator": "stranger_module.Thing", "_class_path": "stranger_module.Thing", "config": {}}
     content = {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": hyper, "pytorch-lightning_version": "2.6.6"}
     torch.save(content, path)
-    with pytest.raises((ValueError, RuntimeError)):
-        fit(run_of(shards, f"--ckpt_path={path}"))
-    with pytest.raises(ValueError, match="checkpoint"):
-        language.load(path)
-    with pytest.raises(ValueError, match="checkpoint"):
-        open_model("CLIP-debug", path)
-    assert module not in sys.modules
+    return path
+
+
+FILES = {
+    "zip": lambda path, trace: hostile_weights(path, trace, "zip"),
+    "zip, and the environment asks for pickles": lambda path, trace: hostile_weights(path, trace, "zip"),
+    "legacy": lambda path, trace: hostile_weights(path, trace, "legacy"),
+    "plain pickle": lambda path, trace: hostile_weights(path, trace, "plain pickle"),
+    "a tar of old": lambda path, trace: old_tar(path),
+    "an instantiator": instantiator,
+}
+TEXT = ("--tasks=perplexity", "--data={0}/t.txt", "--device=cpu")
+VIT = {"model": "diff_vit_debug", "num_classes": 2}
+
+
+def command(*words):
+    """A door that is a command: what it refuses is an error of status 1 or 2, without a traceback."""
+
+    def call(path, shards):
+        given = [word.format(path.parent, path) for word in words]
+        status = cli.main(run_of(shards, *given[1:]) if given[0] == "fit" else given)
+        raise ValueError(f"status {status} of {path}" if status in (1, 2) else "")
+
+    return call
+
+
+FILE_DOORS = {
+    "open_model of OpenCLIP's": lambda path, _: open_model("CLIP-debug", path),
+    "open_model of timm's": lambda path, _: open_model("diff_vit_debug", path),
+    "language.load": lambda path, _: language.load(path),
+    "generate_text": lambda path, _: generate_text(str(path), prompt="a"),
+    "ContrastiveModule": lambda path, _: ContrastiveModule("CLIP-debug", pretrained=str(path)),
+    "ClassificationModule": lambda path, _: ClassificationModule(**VIT, model_args={"checkpoint_path": str(path)}),
+    "generate": command("generate", "{1}", "--prompt=a"),
+    "evaluate-language": command("evaluate-language", "{1}", *TEXT),
+    "fit": command("fit", "--ckpt_path={1}"),
+}
+
+
+@pytest.mark.parametrize("door", FILE_DOORS)
+def test_hostile_weights_are_refused_by_name_and_not_run(door, module, shards, tmp_path, trace, monkeypatch, capsys):
+    (tmp_path / "t.txt").write_text("a b c")
+    for kind, write in FILES.items():
+        path = write(tmp_path / "x.ckpt", trace)
+        if "environment" in kind:
+            monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        with pytest.raises((ValueError, pickle.UnpicklingError), match=r"x\.ckpt"):
+            FILE_DOORS[door](path, shards)
+        assert "Traceback" not in capsys.readouterr().err
+        assert module not in sys.modules
+        monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", raising=False)
 
 
 def test_a_configuration_cannot_ask_for_pickles(shards, tmp_path, trace, capsys):
@@ -390,63 +419,81 @@ def test_a_directory_of_shards_is_not_unpickled(shards, tmp_path, trace, capsys)
     refused(run_of(shards, f"--ckpt_path={directory}"), capsys, "sharded.ckpt, a directory of shards", "dcp_to_torch")
 
 
-def test_commands_tell_of_a_hostile_checkpoint(shards, tmp_path, trace, capsys):
-    path = hostile_weights(tmp_path / "x.ckpt", trace, "zip")
-    refused(["generate", str(path), "--prompt=a"], capsys, "more than tensors and plain values")
-    text = tmp_path / "t.txt"
-    text.write_text("a b c")
-    refused(
-        ["evaluate-language", str(path), "--tasks=perplexity", f"--data={text}", "--device=cpu"],
-        capsys,
-        "more than tensors and plain values",
-    )
-
-
 # ---- what comes with models ----------------------------------------------------------------------------------------
 
-
-def test_an_openclip_folder_cannot_ask_for_its_code(tmp_path, trace, monkeypatch):
-    """Its tokenizer's settings go to transformers, trust_remote_code with them."""
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = coded_openclip_folder(tmp_path / "model", trace)
-    for call in (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}")):
-        with pytest.raises(ValueError, match="has trust_remote_code"):
-            call(folder)
+DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
-def test_an_openclip_folder_s_pickles_are_not_run(tmp_path, trace):
-    folder = tmp_path / "model"
+def openclip_folder(folder: Path) -> Path:
     folder.mkdir()
     config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
-    hostile_weights(folder / "open_clip_pytorch_model.bin", trace, "zip")
-    for call in (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}")):
-        with pytest.raises(ValueError, match="are damaged, or hold Python objects"):
-            call(folder)
+    return folder / "open_clip_pytorch_model.bin"
 
 
-@pytest.mark.parametrize("tokenizer", [False, True], ids=["model", "tokenizer"])
-def test_a_hugging_face_folder_s_code_is_not_run(tokenizer, tmp_path, trace, monkeypatch, capsys):
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = hugging_face_folder(tmp_path / "model", trace, tokenizer)
-    (tmp_path / "t.txt").write_text("a b c")
-    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
-    refused(["evaluate-language", f"hf:{folder}", *words], capsys, "trust_remote_code", "which is not run")
+def timm_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architecture": "diff_vit_debug", "num_classes": 2}))
+    return folder / "pytorch_model.bin"
 
 
-def test_a_hugging_face_folder_s_pickles_are_not_run(tmp_path, trace, capsys):
+def llama_folder(folder: Path) -> Path:
     transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "model"
     small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
     transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    hostile_weights(folder / "pytorch_model.bin", trace, "zip")
+    return folder / "pytorch_model.bin"
+
+
+def deep(name):
+    def write(folder: Path, trace: Path) -> None:
+        folder.mkdir()
+        (folder / name).write_text(DEEP)
+        for file in ("model.safetensors", "open_clip_model.safetensors"):
+            save_file({"embed.weight": torch.zeros(1)}, folder / file)
+
+    return write
+
+
+OPEN = lambda path, _: open_model(path)  # noqa: E731
+CLIP_DOORS = (OPEN, lambda path, _: ContrastiveModule(f"local-dir:{path}"))
+VIT_DOORS = (OPEN, lambda path, _: ClassificationModule(f"local-dir:{path}", num_classes=2))
+HF_DOORS = (command("evaluate-language", "hf:{1}", *TEXT),)
+FOLDERS = {
+    # what is in a folder: how it is written, and the doors that read it
+    "OpenCLIP's pickle": (lambda f, t: hostile_weights(openclip_folder(f), t, "zip"), CLIP_DOORS),
+    "OpenCLIP's old tar": (lambda f, t: old_tar(openclip_folder(f)), CLIP_DOORS),
+    "OpenCLIP's tokenizer with code": (coded_openclip_folder, CLIP_DOORS),
+    "timm's old tar": (lambda f, t: old_tar(timm_folder(f)), VIT_DOORS),
+    "transformers' pickle": (lambda f, t: hostile_weights(llama_folder(f), t, "zip"), HF_DOORS),
+    "transformers' old tar": (lambda f, t: old_tar(llama_folder(f)), HF_DOORS),
+    "transformers' model with code": (lambda f, t: hugging_face_folder(f, t, False), HF_DOORS),
+    "transformers' tokenizer with code": (lambda f, t: hugging_face_folder(f, t, True), HF_DOORS),
+    "a deep config.json": (
+        deep("config.json"),
+        (
+            *HF_DOORS,
+            command("export", "{1}", "{0}/out"),
+            command("inspect", "{1}", "--output={0}/out"),
+            command("generate", "{1}", "--prompt=a"),
+        ),
+    ),
+    "a deep open_clip_config.json": (deep("open_clip_config.json"), (OPEN, command("adapt", "{1}", "{0}/out"))),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_hostile_folders_are_refused_by_name_and_not_run(kind, shards, tmp_path, trace, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     (tmp_path / "t.txt").write_text("a b c")
-    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
-    refused(["evaluate-language", f"hf:{folder}", *words], capsys, f"hf:{folder}", "hold Python objects")
+    write, doors = FOLDERS[kind]
+    write(tmp_path / "model", trace)
+    for door in doors:
+        with pytest.raises(ValueError, match="model"):
+            door(tmp_path / "model", shards)
+        assert "Traceback" not in capsys.readouterr().err
 
 
 # ---- shards --------------------------------------------------------------------------------------------------------
@@ -557,8 +604,6 @@ def test_a_member_in_gzip_is_no_member(tmp_path, capsys):
 
 # ---- depth ---------------------------------------------------------------------------------------------------------
 
-DEEP = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
-
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
@@ -570,88 +615,9 @@ def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("config.json", ["export", "{0}", "{1}/out"]),
-        ("open_clip_config.json", ["adapt", "{0}", "{1}/out"]),
-        ("config.json", ["inspect", "{0}", "--output={1}/out"]),
-        ("config.json", ["evaluate-language", "hf:{0}", "--tasks=perplexity", "--data={1}/t.txt"]),
-        ("config.json", ["generate", "{0}", "--prompt=a"]),
-    ],
-    ids=str,
-)
-def test_json_of_a_folder_that_is_nested_too_deeply(command, name, tmp_path, capsys):
-    pytest.importorskip("transformers")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (tmp_path / "t.txt").write_text("a b c")
-    (folder / name).write_text(DEEP)
-    for file in ("model.safetensors", "open_clip_model.safetensors"):
-        save_file({"embed.weight": torch.zeros(1)}, folder / file)
-    assert cli.main([word.format(folder, tmp_path) for word in command]) == 1
-    error = capsys.readouterr().err
-    assert "diffvision: error: " in error
-    assert "Traceback" not in error
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_is_nested_too_deeply(name, tmp_path):
     train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
     (tmp_path / name).write_text(DEEP)
     with pytest.raises(ValueError, match=f"{name} is not"):
         load_tokenizer(tmp_path)
-
-
-# ---- old files -----------------------------------------------------------------------------------------------------
-
-
-def old_tar(path: Path) -> Path:
-    """A file as torch wrote them before 0.2: a tar of pickles."""
-    with tarfile.open(path, "w") as tar:
-        for name in ("sys_info", "pickle", "tensors", "storages"):
-            member = tarfile.TarInfo(name)
-            data = pickle.dumps({})
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return path
-
-
-def test_a_tar_of_old_as_weights(tmp_path, capsys, shards):
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "model"
-    small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
-    config = transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    old_tar(folder / "pytorch_model.bin")
-    (tmp_path / "t.txt").write_text("a b c")
-    words = ["--tasks=perplexity", f"--data={tmp_path}/t.txt", "--device=cpu"]
-    refused(["evaluate-language", f"hf:{folder}", *words], capsys, f"the weights of hf:{folder} are")
-    path = old_tar(tmp_path / "x.pt")
-    for call in (lambda: open_model("CLIP-debug", path), lambda: open_model("diff_vit_debug", path)):
-        with pytest.raises(ValueError, match=r"checkpoint .*x\.pt is damaged or no"):
-            call()
-    for call in (
-        lambda: ContrastiveModule("CLIP-debug", pretrained=str(path)),
-        lambda: ClassificationModule("diff_vit_debug", num_classes=2, model_args={"checkpoint_path": str(path)}),
-    ):
-        with pytest.raises(ValueError, match=r"weights of .*x\.pt are damaged, or"):
-            call()
-    refused(run_of(shards, f"--ckpt_path={path}"), capsys, "x.pt")
-
-
-@pytest.mark.parametrize("host", ["open_clip", "timm"])
-def test_a_tar_of_old_in_a_folder(host, tmp_path):
-    if host == "open_clip":
-        config = {"model_cfg": open_clip.get_model_config("CLIP-debug"), "preprocess_cfg": {}}
-        (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-        old_tar(tmp_path / "open_clip_pytorch_model.bin")
-        calls = (open_model, lambda folder: ContrastiveModule(f"local-dir:{folder}"))
-    else:
-        (tmp_path / "config.json").write_text(json.dumps({"architecture": "diff_vit_debug", "num_classes": 2}))
-        old_tar(tmp_path / "pytorch_model.bin")
-        calls = (open_model, lambda folder: ClassificationModule(f"local-dir:{folder}", num_classes=2))
-    for call in calls:
-        with pytest.raises(ValueError, match=r"damaged"):
-            call(tmp_path)

@@ -63,14 +63,6 @@ def test_transformers_loads_the_run_through_its_wrapper_of_timm(runs, exported, 
         torch.testing.assert_close(features, own.forward_features(batch))
 
 
-def test_ours_load_them_too(runs, exported, image):
-    for kind, module in (("clip", runs.clip), ("vision", runs.vision)):
-        loaded = open_model(exported / kind)
-        assert torch.equal(loaded.transform(image), module.eval_transform(image))
-        state = module.model.state_dict()
-        assert all(torch.equal(value, state[name]) for name, value in loaded.module.state_dict().items())
-
-
 def test_training_starts_from_them(runs, exported):
     name = f"local-dir:{exported / 'clip'}"
     started = ContrastiveModule(name)
@@ -95,17 +87,6 @@ def test_a_models_own_architecture_arguments(tmp_path):
     assert again.num_classes == 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["made_by"] == "a test"
     assert (tmp_path / "model" / "README.md").read_text() == "# A model"
-
-
-def test_siglip_keeps_its_bias(tmp_path):
-    module = ContrastiveModule("CLIP-debug", loss="siglip")
-    torch.nn.init.constant_(module.model.logit_bias, -3.5)
-    checkpoint = {"state_dict": {f"model.{k}": v for k, v in module.model.state_dict().items()}}
-    module.on_save_checkpoint(checkpoint)
-    torch.save({"pytorch-lightning_version": "2.6.6", **checkpoint}, tmp_path / "last.ckpt")
-    loaded = open_model("CLIP-debug", tmp_path / "last.ckpt")
-    save_folder(loaded.module, tmp_path / "folder", config=loaded.config)
-    assert open_clip.create_model(f"local-dir:{tmp_path / 'folder'}").logit_bias.item() == -3.5
 
 
 def test_bad_input_leaves_nothing(tmp_path):

@@ -8,7 +8,6 @@ import numpy as np
 import open_clip
 import pytest
 import timm
-import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,6 @@ from timm.layers import DiffAttention as TimmDiffAttention
 from timm.models import register_model
 
 from diffvision import cli
-from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import convert, recognise
@@ -153,30 +151,6 @@ def test_a_whole_vit_of_timm_in_our_names():
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", ["v1", "standard"])
-def test_a_language_model_as_transformers_and_back(variant, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 97, "dim": 48, "depth": 2, "num_heads": 4, "head_dim": 12, "mlp_dim": 80, "max_length": 64}
-    torch.manual_seed(0)
-    model = language.LanguageModel(LanguageConfig(**sizes, variant=variant)).eval()
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words.save(str(tmp_path / "words.json"))
-    language.save(model, tmp_path / "ours", tmp_path / "words.json")
-    convert(str(tmp_path / "ours"), str(tmp_path / "theirs"), to="huggingface")
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
-    assert (loaded.eos_token, loaded.model_max_length, loaded.encode("b a")) == ("</s>", 64, [1, 0])
-    assert loaded.encode("b</s>") == load_tokenizer(tmp_path / "theirs").encode("b</s>") == [0]  # text, an unknown word
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").eos_token_id == 2
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
-    tokens = torch.randint(1, 97, (2, 20))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
-    convert(str(tmp_path / "theirs"), str(tmp_path / "again"), to="language")
-    with torch.no_grad():
-        torch.testing.assert_close(language.load(tmp_path / "again")(tokens), model(tokens), rtol=0, atol=1e-5)
 
 
 # ---- what cannot be ------------------------------------------------------------------------------------------------

@@ -316,25 +316,6 @@ def test_layer_decay_groups(name):
 # ----------------------------------------------------------------------------------------------------- saving, copying
 
 
-@each_model
-def test_save_for_hf_and_back(name, tmp_path):
-    settings = {"num_classes": 5, "drop_path_rate": 0.1, **SHORT[name]}
-    if name != VCA:
-        settings["head_norm"] = name != V2
-    if vit.MODELS[name].variant == "v1":
-        settings["lambda_init"] = 0.5
-    model = build(name, **settings)
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    torch.manual_seed(1)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
-    batch = images(model)
-    assert torch.equal(loaded(batch), model(batch))
-    for block, other in zip(model.blocks, loaded.blocks, strict=True):
-        assert getattr(block.attn, "lambda_init", None) == getattr(other.attn, "lambda_init", None)
-
-
 def test_a_saved_model_adapts_as_timms_do(tmp_path):
     """Other classes, channels, resolution and patch size than those saved."""
     model = build(DEBUG)

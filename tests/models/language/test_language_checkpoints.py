@@ -174,21 +174,6 @@ class TokenizerStub:
         path.write_text("{}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_and_loaded(name, tmp_path):
-    model = language.create(name, tied=name != "diff-debug", vocab_size=300).bfloat16()
-    language.save(model, tmp_path / "model", TokenizerStub())
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
-        "config.json", "model.safetensors", "tokenizer.json"]  # fmt: skip
-    loaded = language.load(tmp_path / "model", variant=model.config.variant, vocab_size=300)
-    assert loaded.config == model.config
-    assert not loaded.training
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in loaded.parameters())
-    tokens = torch.randint(300, (2, 7))
-    torch.testing.assert_close(loaded(tokens), model(tokens), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_every_variant_loads_and_no_other_s_weights(variant, tmp_path):
     config = LanguageConfig(**TINY, variant=variant)
