@@ -292,8 +292,6 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
             problems.append(f"{size:,} bytes, the manifest says {shard.bytes:,}")
         elif shard.sha256 is not None and sha256(path) != shard.sha256:
             problems.append("sha256 is not the manifest's")
-    if index.hidden:
-        problems.append(f"{index.hidden} members are in no sample, as their names begin with a dot: rename them")
     keys = Counter(index.key(row) for row in range(len(index)))
     if repeated := [key for key, count in keys.items() if count > 1]:
         problems.append(f"{len(repeated)} keys come more than once, first {repeated[0]!r}: members apart?")

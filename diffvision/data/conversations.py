@@ -4,7 +4,6 @@ The conversation is written by `text.chat` with the template of the model's proc
 tokens of the processor's `apply_chat_template`.
 """
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +21,7 @@ from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_context, read_turns
+from diffvision.data.text.chat import ASSISTANT, Chat, Messages, read_turns
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.trainer import LoaderData
 
@@ -163,20 +162,19 @@ class Conversation:
         check_image(image, self.image_processor)
         return self.image_processor(image, return_tensors="pt")["pixel_values"][0]
 
-    def encode(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:
+    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation with parts as contents, and whether each is learned.
 
         The ids are those of the processor's `apply_chat_template`, up to white space after the last answer.
 
         Args:
             messages: what `read_row` returns.
-            context: what `read_context` returns.
 
         Raises:
             BadSample: it is longer than `length`, or the template fails.
         """
         try:
-            ids, learned = self.chat.encode_messages(messages, context)
+            ids, learned = self.chat.encode_messages(messages)
         except BadText as error:
             raise BadSample(error.reason) from None
         tokens = self._start + self._expand(ids)
@@ -192,8 +190,7 @@ class Conversation:
     def decode(self, members: Members) -> dict[str, Any]:
         """Decode one sample."""
         messages, images = read_row(members)
-        context = read_context(json_record(members["json"]))
-        ids, learned = self.encode(messages, context)  # first: it costs little, and a bad one saves the images
+        ids, learned = self.encode(messages)  # first: it costs little, and a bad one saves the images
         return {"image": [self.transform(decode_image(data)) for data in images], "tokens": ids, "learned": learned}
 
     def collate(self, items: list[dict[str, Any]]) -> VisionLanguageBatch:

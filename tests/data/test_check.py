@@ -195,12 +195,6 @@ def test_members_that_are_not_read_are_no_documents(tmp_path):
     assert [(result.good, result.ok) for result in check_shards(tmp_path, 0)] == [(1, True)] * 2
 
 
-def test_names_that_begin_with_a_dot_are_a_problem(tmp_path):
-    tar(tmp_path / "0.tar", *[(key, {"jpg": IMAGE, "txt": b"a"}) for key in ("a", ".b")])
-    (result,) = check_shards(tmp_path, 0)
-    assert (result.good, [problem.split()[0] for problem in result.problems]) == (1, ["2"])
-
-
 def test_keys_with_dots_are_refused(tmp_path, capsys):
     """64 images were one sample, and good."""
     tar(tmp_path / "0.tar", *[(f"photo.{n:04}", {"jpg": IMAGE, "txt": b"a"}) for n in range(64)])

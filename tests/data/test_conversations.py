@@ -165,7 +165,7 @@ def test_layouts_give_the_same_messages():
 
 
 @pytest.mark.parametrize("layout", ["messages", "conversations", "texts"])
-def test_all_that_a_row_has_is_written_or_refused(layout):
+def test_what_is_not_read_of_a_row_is_refused(layout):
     names = ("role", "content") if layout == "messages" else ("from", "value")
     turns = [{names[0]: "user", names[1]: "Why?"}, {names[0]: "assistant", names[1]: "so", "reasoning_content": "hm"}]
     if layout == "texts":
@@ -174,14 +174,6 @@ def test_all_that_a_row_has_is_written_or_refused(layout):
         Conversation(make_processor(CHATML), TOKENS, 200).decode(row(**{layout: turns}))
     with pytest.raises(BadSample, match="'tools'"):
         Conversation(make_processor(CHATML), TOKENS, 200).decode(row(**llava("Why?", "so"), tools=[{"name": "add"}]))
-    reasoned = make_processor(CHATML.replace("{%- for message in", "{{ tools }}{%- for message in").replace(
-        PART, "{{ message.reasoning_content }}" + PART
-    ))  # fmt: skip
-    item = Conversation(reasoned, TOKENS, 200).decode(row(**{layout: turns, "tools": ["add"], "system": "Be kind."}))
-    assert reasoned.decode(item["tokens"]) == (
-        "['add']<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
-        "<|im_start|>assistant\nhmso<|im_end|>"
-    )
 
 
 def test_images_are_read_in_the_order_of_their_numbers():

@@ -10,9 +10,7 @@ import ast
 import hashlib
 import sysconfig
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
@@ -23,22 +21,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 _TOPICS = "pydoc_data/topics.py"  # its prose comes topic by topic
 
 
-@dataclass
-class Corpus:
-    """What was written: documents and characters of each split, and files left out, by reason."""
-
-    documents: Counter[str] = field(default_factory=Counter)
-    characters: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        """Return a line of counts."""
-        return ", ".join(
-            f"{n:,} documents of {self.characters[s]:,} characters in {s}" for s, n in self.documents.items()
-        )
-
-
-def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corpus:
+def make_stdlib(directory: str | Path, source: str | Path | None = None) -> str:
     """Write the source of Python's standard library and the prose of `help()` as text shards.
 
     `train` and `validation` are shards of documents.
@@ -53,16 +36,16 @@ def make_stdlib(directory: str | Path, source: str | Path | None = None) -> Corp
     directory, root = Path(directory), Path(source or sysconfig.get_paths()["stdlib"])
     for split in ("train", "validation"):
         refuse_existing(directory / split)
-    corpus = Corpus()
-    documents = dict(library_documents(root, corpus))
+    documents = dict(library_documents(root))
     if not documents:
         raise ValueError(f"{root} has no Python source files: this Python was installed without them; use another")
+    written = []
     for split in ("train", "validation"):
         names = [name for name in sorted(documents) if split_of(name) == split]
-        corpus.documents[split] = len(names)
-        corpus.characters[split] = sum(len(documents[name]) for name in names)
         write_shards(directory / split, _samples(names, documents), _PER_SHARD)
-    return corpus
+        characters = sum(len(documents[name]) for name in names)
+        written.append(f"{len(names):,} documents of {characters:,} characters in {split}")
+    return ", ".join(written)
 
 
 def split_of(name: str) -> str:
@@ -81,8 +64,8 @@ def _samples(names: list[str], documents: dict[str, str]) -> Iterator[Sample]:
         yield {"__key__": f"{number:06d}/{name.removesuffix('.py').replace('.', '_')}", "txt": documents[name]}
 
 
-def library_documents(root: Path, corpus: Corpus) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each document of a standard library, and count in `corpus` what is left out."""
+def library_documents(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of each document of a standard library; empty files and those in other encodings are not."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if _LEFT_OUT & set(path.parts[len(root.parts) :]) or path.name.startswith("_sysconfigdata") or name == _TOPICS:
@@ -91,12 +74,9 @@ def library_documents(root: Path, corpus: Corpus) -> Iterator[tuple[str, str]]:
             with tokenize.open(path) as file:  # by the encoding that the file declares
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError, OSError):
-            corpus.skipped["cannot be read"] += 1
             continue
         if text.strip():
             yield name, text
-        else:
-            corpus.skipped["empty"] += 1
     if (root / _TOPICS).is_file():
         yield from _topics((root / _TOPICS).read_text(encoding="utf-8"))
 

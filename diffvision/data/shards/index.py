@@ -3,7 +3,7 @@
 A sample is a run of members with the same key: the name up to the first dot of its last part, as webdataset has it. The
 rest of the name, in lower case, is the member's type. Only members of an allow-list of types are read; of the others it
 is known which samples have them. A sample with no readable member still counts, so that counts agree with webdataset's.
-Links, devices, sparse members and names that begin with a dot are in no sample; the last are counted.
+Links, devices, sparse members and names that begin with a dot are in no sample.
 """
 
 import errno
@@ -31,15 +31,13 @@ MEMBER_TYPES = dict.fromkeys(("jpg", "jpeg", "png", "webp"), 128 << 20) | {
 }
 """The types that can be decoded, with the most bytes of a member that can be used. `caption.txt` counts as a `txt`."""
 
-_FORMAT = 9  # changes with what is noted
+_FORMAT = 10  # changes with what is noted
 _MAX_TYPES = 32  # of members that can be read in one shard, with more of which keys have dots; and of others
 _MAX_SIZE = 1 << 60  # bytes of a member
 _BLOCK = 1 << 20
 _ENCODING, _ERRORS = "utf-8", "surrogateescape"  # of names, whatever the locale: keys are compared
 _CANNOT_SEEK = (errno.EINVAL, errno.EFBIG, errno.EOVERFLOW)  # to the offset that a header gives
 _NAME = re.compile(r"((?:.*/|)[^/.]+)[.]([^/]+)", re.DOTALL)
-# The last part of a name that begins with a dot and ends as what is read; `._` begins what macOS puts next to files.
-_HIDDEN = re.compile(rf"(?:.*/|)(?=[.])(?![.]_)[^/]*[.](?:{'|'.join(MEMBER_TYPES)})", re.IGNORECASE | re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset's notes inside a tar
 
 
@@ -50,7 +48,6 @@ class ShardIndex:
     Attributes:
         digest: the sha256 of all keys, types, offsets and sizes.
         damage: why the tar could not be read to its end, or has no keys; empty when it is whole.
-        hidden: number of members whose names begin with a dot, which are in no sample.
     """
 
     types: tuple[str, ...]
@@ -60,7 +57,6 @@ class ShardIndex:
     key_ends: np.ndarray
     digest: str
     damage: str
-    hidden: int
 
     def __len__(self) -> int:
         return len(self.key_ends)
@@ -88,7 +84,6 @@ class _Rows:
         self.cells = array("q")  # column, row, offset, size, flat
         self.key_bytes = bytearray()
         self.key_ends = array("q")
-        self.hidden = 0
         self._key: bytes | None = None
         self._seen: set[str] = set()
 
@@ -96,7 +91,6 @@ class _Rows:
         """Add one member of the tar: the next of this sample, or the first of the next."""
         name = _NAME.fullmatch(member.name)
         if name is None or _META.match(member.name):
-            self.hidden += _HIDDEN.fullmatch(member.name) is not None
             return
         key, member_type = name[1].encode(_ENCODING, _ERRORS), name[2].lower()
         if key != self._key or member_type in self._seen:
@@ -129,9 +123,7 @@ class _Rows:
         digest = hashlib.sha256("/".join(self.types).encode(_ENCODING, _ERRORS))
         for part in (offsets, sizes, key_ends, key_bytes):
             digest.update(part.data)
-        return ShardIndex(
-            tuple(self.types), offsets, sizes, key_bytes, key_ends, digest.hexdigest(), damage, self.hidden
-        )
+        return ShardIndex(tuple(self.types), offsets, sizes, key_bytes, key_ends, digest.hexdigest(), damage)
 
 
 def scan(path: str | os.PathLike) -> ShardIndex:
@@ -186,7 +178,7 @@ def shard_index(path: str | os.PathLike) -> ShardIndex:
         np.load(kept) as f,
     ):
         if str(f["version"]) == version:
-            texts = str(f["digest"]), str(f["damage"]), int(f["hidden"])
+            texts = str(f["digest"]), str(f["damage"])
             return ShardIndex(
                 tuple(f["types"].tolist()), f["offsets"], f["sizes"], f["key_bytes"], f["key_ends"], *texts
             )

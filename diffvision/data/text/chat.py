@@ -5,7 +5,7 @@ Rows are read by `documents`, and written as token files by `tokenize`.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,10 @@ _ROLES = {"human": "user", "gpt": ASSISTANT}
 _LAYOUTS = (
     "messages, conversations, prompt and response (or completion), problem, deepseek_reasoning and deepseek_solution"
 )
-CONTEXT = ("tools", "documents")
-"""The keys of a row, besides its messages, that chat templates take."""
-_NOT_PASSED = ("chat_template_kwargs", "functions")  # which other trainers give to templates
-_OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")  # beside `prompt` and `response`
-_OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt; no template has them
-_LINKS = {("a message of tool", "tool_call_id"), ("a message of tool", "name")}  # which a template may leave out
+_NOT_READ = ("tools", "documents", "functions", "chat_template_kwargs")
+"""The keys of a row that other trainers give to templates."""
+_OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
+_OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
 _ANSWER = "It is 2."
@@ -54,7 +52,7 @@ _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens tha
 
 Messages = list[dict[str, Any]]
 """Of role and content: a text, or for models of images a list of parts, {"type": "image"} and {"type": "text", "text":
-...}, as chat templates of transformers take them; with all that a row's messages have, such as reasoning_content."""
+...}, as chat templates of transformers take them."""
 
 
 class Chat:
@@ -65,8 +63,7 @@ class Chat:
     tokens where the template writes them, and letters in the contents. An answer is encoded as it would be generated:
     after the tokens of its prompt, which never join with it.
 
-    The template gets all keys of a message, and the row's tools and documents. A row with one that the template does
-    not name is a bad sample.
+    A row whose messages have more than a role and a content, such as tool_calls, is a bad sample.
 
     Args:
         tokenizer: of the model.
@@ -126,23 +123,23 @@ class Chat:
                 prefix with it.
             BadText: a text that cannot be tokenised.
         """
-        record = read_json(row)
-        return self.encode_messages(read_messages(record), read_context(record))
+        return self.encode_messages(read_messages(read_json(row)))
 
-    def encode_messages(self, messages: Messages, context: Mapping[str, Any] = {}) -> tuple[list[int], list[bool]]:
-        """Return what `encode` does, of a conversation in messages, with what `read_context` returns."""
+    def encode_messages(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Return what `encode` does, of a conversation in messages."""
         ids: list[int] = []
         learned: list[bool] = []
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not answers:
             raise BadSample(_NO_ANSWER)
         messages = messages[: answers[-1] + 1]
-        self._refuse_unnamed(messages, context)
-        marked, variables = self._mark(messages), self._variables | self._mark(context)
+        marked = self._mark(messages)
         written = ""
         for number in answers:
             prompt, whole = (
-                render(self.template, {**variables, "messages": marked[:end], "add_generation_prompt": end == number})
+                render(
+                    self.template, {**self._variables, "messages": marked[:end], "add_generation_prompt": end == number}
+                )
                 for end in (number, number + 1)
             )
             if not (prompt.startswith(written) and whole.startswith(prompt)):
@@ -156,15 +153,6 @@ class Chat:
         if not any(learned[1:]):
             raise BadSample(_NO_ANSWER)
         return ids, learned
-
-    def _refuse_unnamed(self, messages: Messages, context: Mapping[str, Any]) -> None:
-        """Raise BadSample for what a row has besides roles and contents, where the template does not name it."""
-        empty: tuple = (None, "", [], {})
-        given = {(f"a message of {one['role']}"[:60], key) for one in messages for key in one if one[key] not in empty}
-        given |= {("a row", key) for key in context}
-        for where, key in sorted(given - _LINKS):
-            if key not in ("role", "content") and not re.search(rf"\b{re.escape(key)}\b", self.template):
-                raise BadSample(f"{key[:40]!r} in {where}, which the chat template does not use")
 
     def _mark(self, value: Any) -> Any:
         """Return messages, or a part of them, with `_mark_names` of each text."""
@@ -261,22 +249,19 @@ def find_turn_end(tokenizer: Tokenizer) -> int | None:
 
 
 def read_messages(record: Any) -> Messages:
-    """Return the messages of a row, each with all its keys: the first of the layouts that it has.
+    """Return the messages of a row: the first of the layouts that it has.
 
     These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
     (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
     is text of the answer within `<think>`; and `prompt` with `response` or `completion`. A `system` or
-    `system_prompt` next to them is the first message. A content may be null where the message has something else, such
-    as tool_calls.
+    `system_prompt` next to them is the first message.
 
     Raises:
         BadSample: it has none of them, or a message is not text.
     """
     turns = read_turns(record)
-    for turn in turns:
-        content, has_more = turn.get("content"), any(turn[key] for key in turn.keys() - {"role", "content"})
-        if not isinstance(turn["role"], str) or not (isinstance(content, str) or (content is None and has_more)):
-            raise BadSample("a message whose role or content is not text")
+    if not all(isinstance(value, str) for turn in turns for value in turn.values()):
+        raise BadSample("a message whose role or content is not text")
     return turns
 
 
@@ -284,9 +269,11 @@ def read_turns(record: Any) -> Messages:
     """Return the messages of a row as `read_messages` does, with roles and contents of any kind.
 
     Raises:
-        BadSample: it has none of the layouts.
+        BadSample: it has none of the layouts, or more than roles and contents for a template.
     """
     row = record if isinstance(record, dict) else {}
+    if unread := next((key for key in _NOT_READ if row.get(key) not in (None, "", "[]", [], {})), None):
+        raise BadSample(f"{unread!r} in a row, which is not read: write it into the messages")
     if isinstance(row.get("messages"), list):
         turns = [_turn(message, "role", "content") for message in row["messages"]]
     elif isinstance(row.get("conversations"), list):
@@ -297,38 +284,25 @@ def read_turns(record: Any) -> Messages:
         answer = "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None
         turns = [{"role": "user", "content": row["problem"]}, {"role": ASSISTANT, "content": answer}]
     elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
-        if unread := next((key for key in _OF_PROMPTS if row.get(key)), None):
+        if unread := next((key for key in (*_OF_PROMPTS, *_OF_ANSWERS) if row.get(key)), None):
             raise BadSample(f"{unread!r} next to a prompt, which is not read: write the row as messages")
-        more = {key: row[key] for key in _OF_ANSWERS if row.get(key)}
-        turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key], **more}]
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key]}]
     else:
         raise BadSample(f"a row of another layout: it needs {_LAYOUTS}")
     system = {"role": "system", "content": row.get("system") or row.get("system_prompt")}
     return [system, *turns] if system["content"] and system not in turns else turns
 
 
-def read_context(record: Any) -> dict[str, Any]:
-    """Return what a row has of `CONTEXT`, as JSON or as text of JSON, for the chat template.
-
-    Raises:
-        BadSample: it is not JSON; or the row has what no template gets here.
-    """
-    row = record if isinstance(record, dict) else {}
-    if unread := next((key for key in _NOT_PASSED if row.get(key)), None):
-        raise BadSample(f"{unread!r} in a row, which is not read: write what it chooses into the template")
-    given = {key: row[key] for key in CONTEXT if row.get(key)}
-    context = {key: read_json(value) if isinstance(value, str) else value for key, value in given.items()}
-    return {key: value for key, value in context.items() if value}
-
-
 def _turn(message: Any, role: str, content: str) -> dict[str, Any]:
-    """Return a message with its keys in their order, but for nulls, which tables put where a row has no such key."""
+    """Return a message of role and content; raise BadSample where it has something else that is not empty."""
     if not isinstance(message, dict):
-        return {"role": None}
-    names, speaker = {role: "role", content: "content"}, message.get(role)
-    kept = {key: value for key, value in message.items() if value is not None or key == content}
-    turn = {names.get(key) or key: value for key, value in kept.items()}
-    return {**turn, "role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None}
+        return {"role": None, "content": None}
+    speaker = message.get(role)
+    read = (role, content, "name", "tool_call_id") if speaker == "tool" else (role, content)
+    for key, value in message.items():
+        if key not in read and value not in (None, "", [], {}):
+            raise BadSample(f"{key[:40]!r} in a message, which is not read: write it into the content")
+    return {"role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None, "content": message.get(content)}
 
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:

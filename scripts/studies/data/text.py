@@ -13,7 +13,7 @@ from pathlib import Path
 
 import markup
 from dictionaries import dictd_entries, wordnet_entries
-from diffvision.data.datasets.stdlib import Corpus, library_documents
+from diffvision.data.datasets.stdlib import library_documents
 from diffvision.data.shards.sources import natural
 
 
@@ -64,7 +64,7 @@ def _books(*names: str) -> Callable[[Path], Iterator[tuple[str, str]]]:
 
 
 def _library(root: Path) -> Iterator[tuple[str, str]]:
-    return library_documents(root, Corpus())
+    return library_documents(root)
 
 
 SOURCES: dict[str, Source] = {

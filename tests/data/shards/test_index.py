@@ -73,11 +73,6 @@ def test_only_regular_files_are_members(tmp_path, kind):
     assert len(scan(tar_of(tmp_path / "a.tar", ["x.jpg"], kind))) == 0
 
 
-def test_names_that_begin_with_a_dot_are_counted(tmp_path):
-    path = tar_of(tmp_path / "a.tar", ["a.jpg", ".b.jpg", "d/.c.TXT", "._a.jpg", ".d", "x/y.jpg"])
-    assert [(len(index), index.hidden) for index in (scan(path), shard_index(path), shard_index(path))] == [(2, 2)] * 3
-
-
 def test_many_types_that_are_not_read_are_no_damage(tmp_path):
     index = scan(tar_of(tmp_path / "a.tar", [f"{n}.{t}" for n in range(100) for t in ("jpg", f"t{n}")]))
     assert (index.damage, len(index), len(index.types)) == ("", 100, 33)

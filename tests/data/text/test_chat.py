@@ -140,7 +140,6 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"prompt": "q", "completion": "a"}, TURNS),
         ({**PAIR, "system": "s"}, [SYSTEM, *TURNS]),
         ({**PAIR, "system_prompt": "s", "source": "x"}, [SYSTEM, *TURNS]),
-        ({**PAIR, "reasoning_content": "so"}, [TURNS[0], {**TURNS[1], "reasoning_content": "so"}]),
         (
             {"problem": "q", "deepseek_reasoning": "so", "deepseek_solution": "a", "domain": "math"},
             [TURNS[0], {**TURNS[1], "content": "<think>\nso\n</think>\n\na"}],
@@ -152,58 +151,19 @@ def test_layouts_of_rows(row, expected):
     assert read_messages(row) == expected
 
 
-CALLS = """\
-{%- if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
-{%- if message.reasoning_content and loop.last %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
-{%- if message.content %}{{ message.content }}{% endif %}
-{%- for call in message.tool_calls %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}
-{{- '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None, "<|im_end|>": ["<|im_end|>"]}}}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-
-
-def test_a_template_gets_all_that_a_row_has(tmp_path):
-    """Compare with transformers."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = chat_tokenizer()
-    messages = [
-        {"role": "user", "content": "2 + 2?", "name": None},
-        {"role": "assistant", "reasoning_content": "so", "tool_calls": [CALL]},
-        {"role": "tool", "content": "4", "tool_call_id": "1", "name": "add"},
-        {"role": "assistant", "content": "It is four.", "tool_calls": []},
-    ]
-    chat = Chat(tokenizer, CALLS, "calls")
-    for tools in (TOOLS, json.dumps(TOOLS)):
-        row = json.dumps({"messages": messages, "tools": tools})
-        with pytest.raises(BadSample, match="extend its prefix"):  # the template leaves earlier reasoning out
-            chat.encode(row)
-        ids, learned = chat.encode(json.dumps({**json.loads(row), "messages": messages[:2]}))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, chat_template=CALLS)
-    text = theirs.apply_chat_template(messages[:2], tools=TOOLS, tokenize=False)
-    assert tokenizer.decode(ids) == text.rstrip()
-    spoken = tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned])
-    assert spoken == """<think>so</think>add{"a": 2, "b": null, "<|im_end|>": ["<|im_end|>"]}<|im_end|>"""
-    assert ids.count(tokenizer.vocabulary()["<|im_end|>"]) == 3  # of the turns, none of the call's
-    del messages[1]["reasoning_content"]
-    ids, _ = chat.encode(json.dumps({"messages": messages}))
-    assert tokenizer.decode(ids).endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is four.<|im_end|>")
-
-
 @pytest.mark.parametrize(
     ("key", "message", "row"),
     [
         ("reasoning_content", {"reasoning_content": "so"}, {}),
-        ("tool_calls", {"content": "a", "tool_calls": [CALL]}, {}),
+        ("tool_calls", {"tool_calls": [{"name": "add"}]}, {}),
         ("weight", {"weight": 0}, {}),
         ("name", {"name": "ann"}, {}),
-        ("tools", {}, {"tools": TOOLS}),
+        ("tools", {}, {"tools": [{"name": "add"}]}),
         ("documents", {}, {"documents": [{"text": "a"}]}),
     ],
 )
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
-def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, layout):
+def test_what_is_not_read_is_refused_by_name(key, message, row, layout):
     names = ("role", "content") if layout == "messages" else ("from", "value")
     turns = [{names[0]: "user", names[1]: "q"}, {names[0]: "assistant", names[1]: "a", **message}]
     turns += [{names[0]: "user", names[1]: "r"}, {names[0]: "assistant", names[1]: "b"}]
@@ -219,12 +179,10 @@ def test_what_a_template_does_not_write_is_refused_by_name(key, message, row, la
     ("row", "reason"),
     [
         ("{", "damaged JSON"),
-        ('{"prompt": "a", "response": "b", "tools": "[{"}', "damaged JSON"),
         ('{"messages": [{"role": "user", "content": null}]}', "a message whose role or content is not text"),
-        ('{"messages": [{"role": "user", "content": null, "tool_calls": []}]}', "a message whose role or content"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
-        *((json.dumps({**PAIR, key: "b"}), f"'{key}'") for key in ("input", "instruction", "context")),
+        *((json.dumps({**PAIR, key: "b"}), f"'{key}'") for key in ("input", "instruction", "context", "thinking")),
         *((json.dumps({**PAIR, key: {"a": 1}}), f"'{key}'") for key in ("chat_template_kwargs", "functions")),
         (json.dumps({**PAIR, "history": [["b", "c"]]}), "'history'"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
