@@ -91,19 +91,14 @@ def check_versions(packages: dict[str, dict[str, str | None]]) -> list[dict[str,
 
 
 def check_libraries() -> list[dict[str, Any]]:
-    """Return findings about private names of Lightning that `fit` needs, and on a GPU about flash attention."""
+    """Return findings about flash attention, on a GPU."""
     import torch
 
     from diffvision.ops.attention.flash import find_libraries
-    from diffvision.training.fault_tolerance import lightning_internals
 
-    findings = []
-    if lacking := lightning_internals.missing():
-        remedy = f"`diffvision fit` refuses; install lightning{lightning_internals.TESTED}"
-        findings.append(_finding(True, f"lightning lacks {', '.join(lacking)}: {remedy}"))
     if torch.cuda.is_available() and isinstance(reason := find_libraries(), str):
-        findings.append(_finding(False, f"backend flash cannot be used here, and need not be: {reason}"))
-    return findings
+        return [_finding(False, f"backend flash cannot be used here, and need not be: {reason}")]
+    return []
 
 
 def measure_attention() -> dict[str, Any]:

@@ -149,7 +149,6 @@ class ContrastiveModule(TrainingModule):
 
     def setup(self, stage: str) -> None:
         """Create the loss, which depends on the number of ranks."""
-        super().setup(stage)
         self.loss = create_loss(self.loss_name, rank=self.global_rank, world_size=self.trainer.world_size)
         self.batch_loss = create_loss(self.loss_name, rank=0, world_size=1)  # of one batch on one rank
 

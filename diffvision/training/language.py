@@ -131,7 +131,6 @@ class LanguageModule(NextTokenModule):
 
     def setup(self, stage: str) -> None:
         """Check that the data's sequences are not longer than the model reads."""
-        super().setup(stage)
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         if isinstance(length, int) and length > (limit := self.model.config.max_length):
             raise ValueError(f"data.length must be at most model.model_args.max_length, {limit}, got {length}")

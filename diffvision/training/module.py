@@ -90,11 +90,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         hyperparameters = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
         self.save_hyperparameters(hyperparameters | {"optimizer": tuples_to_lists(asdict(self.settings))})
 
-    def setup(self, stage: str) -> None:
-        """Check Lightning's version before a fit."""
-        if stage == "fit":
-            lightning_internals.require()
-
     def configure_model(self) -> None:
         """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
         mesh = self.device_mesh

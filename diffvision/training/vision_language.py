@@ -207,7 +207,6 @@ class VisionLanguageModule(NextTokenModule):
 
     def setup(self, stage: str) -> None:
         """Check that the data's conversations are not longer than the language model reads."""
-        super().setup(stage)
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         limit = getattr(self.model.config.text_config, "max_position_embeddings", None)
         if isinstance(length, int) and limit is not None and length > limit:

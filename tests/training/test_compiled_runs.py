@@ -16,7 +16,7 @@ from diffvision.data.datasets.digits import make_digits
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
-from diffvision.training.compilation import COMPILING_NOTICE, compile_in_place, explain_failures, inductor_options
+from diffvision.training.compilation import compile_in_place
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import LastCheckpoint, protect
 from diffvision.training.fit import fit
@@ -200,11 +200,6 @@ def test_torch_that_computes_wrong_gradients_is_told_not_to(version, options, mo
     assert given == {"fullgraph": True, "dynamic": False, "options": options}
 
 
-def test_torch_has_the_options():
-    options = inductor_options() or {"triton.mix_order_reduction": False, "align_random_eager": True}
-    nn.Linear(2, 2).compile(options=options)  # an unknown one is an error
-
-
 ARGUMENTS = [
     "fit",
     "--model=ClassificationModule",
@@ -256,17 +251,3 @@ def test_a_run_that_cannot_be_compiled_ends_before_its_first_step(cause, digits,
     assert "\n" not in str(caught.value)
     assert not steps.seen
     torch.compiler.reset()
-
-
-def test_a_run_says_once_that_its_first_step_compiles(digits, monkeypatch, caplog):
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
-    with caplog.at_level("INFO"):
-        fit([*ARGUMENTS, *digits])
-        assert caplog.text.count(COMPILING_NOTICE) == 1
-        fit([*ARGUMENTS, *digits, "--model.compile=false"])
-    assert caplog.text.count(COMPILING_NOTICE) == 1
-
-
-def test_other_errors_of_a_compiled_run_stay():
-    with pytest.raises(KeyError), explain_failures():
-        raise KeyError("x")

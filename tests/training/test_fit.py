@@ -17,7 +17,6 @@ from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.models.threads import VARIABLES, few_threads
 from diffvision.models.threads import _say as say
 from diffvision.training import fit as command
-from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, _with_directories, fit
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -143,11 +142,6 @@ def test_numbers_of_the_trainer_that_cannot_be_are_refused_before_anything_start
     assert not [*tmp_path.iterdir()]
 
 
-def test_no_step_is_logged_with_an_interval_of_zero(shards, tmp_path):
-    throughput = ["--trainer.callbacks+=Throughput", "--trainer.callbacks+=LambdaMonitor"]
-    assert run(shards, tmp_path, "--trainer.log_every_n_steps=0", *throughput, steps=1).trainer.global_step == 1
-
-
 def test_under_torchrun_no_process_trains_by_itself(shards, tmp_path, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -163,39 +157,6 @@ def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
     (optimizer,) = resumed.trainer.optimizers
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.7]
     assert all(g["lr"] == pytest.approx(0.1) for g in optimizer.param_groups)
-
-
-def test_a_saved_configuration_runs_again(shards, whole, tmp_path):
-    saved = Path(whole.trainer.log_dir) / "config.yaml"
-    again = fit(["fit", f"--config={saved}", f"--trainer.logger.save_dir={tmp_path}", "--trainer.max_steps=5"])
-    assert all(torch.equal(v, weights(again)[k]) for k, v in weights(whole).items())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["LanguageModule", "--model.model=diff-1m", "--model.model_args.head_dim=15"], "head_dim is 15: "),
-        (
-            ["LanguageModule", "--model.model=diff-1m", "--model.model_args.num_kv_heads=3"],
-            r"num_heads \(4\) must be a ",
-        ),
-        (
-            ["LanguageModule", "--model.model=diff-1m", "--model.model_args.width=3"],
-            "model_args: a language model has no",
-        ),
-        (["LanguageModule", "--model.model=diff-1m", "--model.pretrained=none"], "no checkpoint 'none': "),
-        (["ContrastiveModule", "--model.model=CLAP"], "CLAP"),
-        (
-            ["ClassificationModule", "--model.model=vat", "--model.num_classes=3"],
-            "timm has no model 'vat': the nearest names are",
-        ),
-    ],
-)
-def test_errors_of_a_module_are_its_own_line(shards, settings, message):
-    data = ["--data=ImageTextData", f"--data.train={shards}", "--data.batch_size=16"]
-    with pytest.raises((ValueError, OSError), match=message) as raised:
-        fit(["fit", f"--model={settings[0]}", *settings[1:], *data, "--trainer.logger=false"])
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -293,11 +254,6 @@ def test_what_no_evaluation_gives_is_refused_before_any_step(
     with pytest.raises(ValueError, match=named):
         run(shards, tmp_path, *data, *monitoring(monitor, mode))
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_checkpoint_of_another_model_is_named():
-    with pytest.raises(ValueError, match="of the model 'DiffCLIP-debug', not"):
-        ContrastiveModule("CLIP-debug").on_load_checkpoint({"diffvision": {"model": "DiffCLIP-debug"}})
 
 
 def test_a_short_run_with_averages_and_its_validation_warn_of_nothing(shards, folders, tmp_path, recwarn):

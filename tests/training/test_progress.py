@@ -68,18 +68,6 @@ def test_in_a_file_a_line_is_printed_on_logging_steps(monkeypatch):
     assert [line for line in lines if " step 4/8" in line or " step 8/8" in line][1::2] == EPOCHS
 
 
-def test_epochs_that_are_a_step_leave_no_line(monkeypatch):
-    assert "step 1/" not in run(monkeypatch, Terminal(), overfit_batches=1)
-
-
-def test_other_ranks_are_silent(capsys):
-    line = ProgressLine()
-    rank = SimpleNamespace(is_global_zero=False, state=SimpleNamespace(fn="validate"), sanity_checking=False)
-    line.setup(rank, None, "validate")
-    line.on_validation_start(rank, None)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_second_fit_in_a_file_prints_again(monkeypatch):
     line, out = ProgressLine(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)

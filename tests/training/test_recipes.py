@@ -92,9 +92,3 @@ def test_what_is_no_configuration_is_named(text, named, tmp_path, monkeypatch):
 def test_yaml_itself_may_be_longer_than_a_path():
     long = "model: " + "x" * 5000
     assert recipes.resolve_recipes(["--config", long]) == ["--config", long]
-
-
-@pytest.mark.parametrize("value", ["digits", ""])
-def test_a_word_that_names_no_file_is_no_configuration(value):
-    with pytest.raises(FileNotFoundError, match=f"no configuration file {value or repr(value)}:"):
-        recipes.resolve_recipes(["fit", "--config", value])

@@ -11,8 +11,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import diffvision.data
-import diffvision.training
 from diffvision.cli import main
 from diffvision.data import ImageLabelData, ImageTextData, TextData
 from diffvision.data.shards.writer import write_shards
@@ -26,7 +24,6 @@ from diffvision.training import (
     OptimizerSettings,
     Throughput,
 )
-from diffvision.training.fault_tolerance.finite import StepGuard
 
 # Lightning's advice (more workers, a validation loader, shorter logging intervals) is not for these.
 pytestmark = [
@@ -102,13 +99,6 @@ def total_norm(gradients: dict[str, torch.Tensor]) -> float:
 
 
 # --- names ---
-
-
-@pytest.mark.parametrize("room", [diffvision.data, diffvision.training])
-def test_every_exported_name_is_there_and_others_are_not(room):
-    assert all(getattr(room, name) for name in room.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        _ = room.Nothing
 
 
 # --- fitting ---
@@ -278,13 +268,6 @@ def test_a_test_is_a_validation_by_another_name(kind):
         assert tested["test/loss"] == pytest.approx(sum(losses).item() / 8, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_of_several_loaders_has_its_metrics(kind):
-    results = trainer().validate(make(kind), [loader(kind), loader(kind, 4)], verbose=False)
-    names = {name for result in results for name in result}
-    assert {"val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1"} <= names
-
-
 # --- hyperparameters ---
 
 
@@ -333,18 +316,6 @@ def test_weights_that_a_run_began_from_are_not_needed_again(tmp_path):
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.state_dict().items())
 
 
-def test_an_earlier_checkpoint_loads_with_its_arguments(tmp_path):
-    """Of LanguageModule the hyperparameters were the model's configuration alone."""
-    module = make("language")
-    content = torch.load(saved(module, tmp_path / "x.ckpt"), weights_only=True)
-    content["hyper_parameters"] = {"config": content["hyper_parameters"]["config"]}
-    torch.save(content, tmp_path / "old.ckpt")
-    loaded = LanguageModule.load_from_checkpoint(
-        tmp_path / "old.ckpt", weights_only=True, model="diff-debug", model_args={"vocab_size": 100}
-    )
-    assert torch.equal(loaded.model.embed.weight, module.model.embed.weight)
-
-
 # --- our data, and the command line ---
 
 
@@ -353,21 +324,6 @@ def digits(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("made") / "digits"
     main(["data", "make", "digits", str(directory), "--copies", "1"])
     return directory
-
-
-def test_data_take_transforms_and_tokenizer_from_the_module(digits):
-    data = ImageTextData(f"{digits}/train", 8, num_workers=0)
-    with pytest.raises(ValueError, match="need a tokenizer"):
-        data.train_dataloader()
-    made = trainer(seen := Seen(), max_steps=1)
-    made.fit(make("clip", preprocess={"mean": [9.0, 9.0, 9.0], "std": [1.0, 1.0, 1.0]}), datamodule=data)
-    assert seen.batches[0]["image"].max() < -7.5  # normalised as the module says
-
-    labels = ImageLabelData(f"{digits}/train", 8, f"{digits}/zero_shot", eval_batch_size=100, num_workers=0)
-    made = trainer(limit_test_batches=1)
-    module = ClassificationModule("diff_vit_debug", num_classes=10)
-    (metrics,) = made.test(module, datamodule=labels, verbose=False)
-    assert metrics["test/samples"] == 100
 
 
 @pytest.fixture(scope="module")
@@ -414,23 +370,6 @@ def test_a_module_without_a_tokenizer_is_named(digits):
         trainer(max_steps=1).fit(make("vision"), ImageTextData(f"{digits}/train", 8, num_workers=0))
 
 
-def test_the_test_command_evaluates_a_checkpoint_and_prints_a_table(digits, tmp_path, capsys):
-    checkpoint = saved(make("clip"), tmp_path / "x.ckpt")
-    arguments = ["--model=ContrastiveModule", "--model.model=DiffCLIP-debug", "--data=ImageTextData"]
-    arguments += [f"--data.train={digits}/train", "--data.batch_size=16", f"--data.evaluations=[{digits}/zero_shot]"]
-    arguments += [f"--trainer.default_root_dir={tmp_path}", f"--trainer.logger.save_dir={tmp_path}"]
-    main(
-        [
-            "test",
-            *arguments,
-            "--trainer.enable_progress_bar=false",
-            "--trainer.accelerator=cpu",
-            f"--ckpt_path={checkpoint}",
-        ]
-    )
-    assert "zero_shot/digits/acc1" in capsys.readouterr().out
-
-
 # --- what other libraries print ---
 
 
@@ -447,25 +386,3 @@ def test_two_processes_share_a_loader_and_warn_of_nothing():
 
 
 # --- forward and bad batches ---
-
-
-def test_forward_tokenises_captions():
-    module = make("clip").eval()
-    captions = ["a photo of a one", "a two"]
-    with torch.no_grad():
-        of_strings, of_tokens = module(IMAGES[:2], captions), module(IMAGES[:2], module.tokenizer(captions))
-    assert torch.equal(of_strings["text_features"], of_tokens["text_features"])
-
-
-def test_one_trainer_fits_validates_and_tests_without_a_message_about_callbacks(caplog):
-    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
-    module, made = make("vision"), trainer()
-    made.fit(module, loader("vision"))
-    fitted = [c for c in made.callbacks if isinstance(c, StepGuard)]
-    made.validate(module, loader("vision"), verbose=False)
-    made.test(make("vision"), loader("vision"), verbose=False)
-    assert [c for c in made.callbacks if isinstance(c, StepGuard)] == fitted
-    made.fit_loop.max_epochs = 2
-    made.fit(make("vision", optimizer={"clip_norm": 0.5}), loader("vision"))
-    assert [c.clip_norm for c in made.callbacks if isinstance(c, StepGuard)] == [0.5]
-    assert "override existing callbacks" not in caplog.text

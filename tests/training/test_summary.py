@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from diffvision.cli import main
@@ -139,13 +138,6 @@ def test_a_module_of_another_package_is_evaluated_by_validate():
     command = evaluation_command(trainer, BoringModel(), "best.ckpt")
     expected = ["validate", "--config", "r/config.yaml", "--ckpt_path", "best.ckpt", "--allow", "lightning"]
     assert command == ["diffvision", *expected]
-
-
-@pytest.mark.slow
-def test_a_bar_that_is_asked_for_stays(data, tmp_path):
-    flags = ["--trainer.callbacks+=RichProgressBar", "--trainer.limit_train_batches=1"]
-    cli = run(data, tmp_path, *CONTRASTIVE, *flags)
-    assert type(cli.trainer.progress_bar_callback) is RichProgressBar
 
 
 def clip_from(root):

@@ -9,10 +9,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from training_fits import Gradients, same
 
-import diffvision
 from diffvision.cli import main
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.export.export_commands import export
 from diffvision.opening.vlm import open_vlm
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
@@ -153,17 +151,6 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     assert count == learned.sum()
 
 
-def test_validation_weighs_tokens():
-    module = make()
-    trainer = train(module, limit_val_batches=1.0, max_steps=1)
-    with torch.no_grad():
-        _, nats, count = module.eval().sum_losses(Rows.collate(Rows().rows))
-    torch.testing.assert_close(
-        trainer.callback_metrics["val/loss"].double(), (nats / count).double(), rtol=1e-5, atol=0
-    )
-    torch.testing.assert_close(trainer.callback_metrics["val/perplexity"], (nats / count).exp(), rtol=1e-5, atol=0)
-
-
 def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains_every_part():
     plain, again = Gradients(), Gradients()
     train(make(), plain)
@@ -172,24 +159,6 @@ def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains
     train(make(), again, data=Rows(images=[0] * 8))
     assert again.seen.keys() == plain.seen.keys()
     assert not any(gradient.any() for name, gradient in again.seen.items() if not name.startswith("language_model."))
-
-
-def test_tower_and_decoder_are_compiled(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **settings: compiled.append((self, settings["dynamic"]))
-    )
-    module = make(compile=True)
-    assert compiled == [(module.model.vision_tower, True), (module.model.language_model.base_model, True)]
-    assert module.state_dict().keys() == make().state_dict().keys()
-
-
-@pytest.mark.nightly
-def test_a_compiled_step_is_the_eager_one():
-    plain, compiled = Gradients(), Gradients()
-    for module, kept in ((make(name="diff-vlm-debug"), plain), (make(name="diff-vlm-debug", compile=True), compiled)):
-        train(module, kept, data=Rows(batch_size=4), max_steps=2)
-    same(plain.seen, compiled.seen, rtol=1e-3, atol=1e-6)
 
 
 # --- what is trained ---
@@ -325,23 +294,6 @@ def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_pa
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     again = make(tokenizer, name=f"local-dir:{tmp_path / 'folder'}", language_args=None)
     same(dict(theirs.state_dict()), dict(again.model.state_dict()), 0, 0)
-
-
-def test_what_cannot_be_opened_or_exported_is_named(tokenizer, tmp_path):
-    train(make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match="is a vision-language model"):
-        diffvision.open_model(str(tmp_path / "x.ckpt"))
-    with pytest.raises(ValueError, match="to is 'onnx'"):
-        export(str(tmp_path / "x.ckpt"), str(tmp_path / "y"), "onnx")
-    train_tokenizer(["other other words words"], 258).save(tmp_path / "tokenizer.json")  # comes before the recorded one
-    with pytest.raises(ValueError, match="is not the tokenizer that"):
-        open_vlm(tmp_path / "x.ckpt")
-    (tmp_path / "tokenizer.json").unlink()
-    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    content["diffvision"]["tokenizer"] = "elsewhere"
-    torch.save(content, tmp_path / "x.ckpt")
-    with pytest.raises(FileNotFoundError, match="trained with tokenizer elsewhere"):
-        open_vlm(tmp_path / "x.ckpt")
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")

@@ -24,7 +24,6 @@ LAST, PREEMPTED, FINAL = "last.ckpt", "preempted.ckpt", "final.ckpt"
 EXACT = (LAST, PREEMPTED)  # names of the files that runs resume from
 TEMPORARY = ".saving-{}.tmp"
 SUFFIX, REPLACED = ".ckpt", ".replaced"
-MAKE_ROOM = "make room, or set another directory (ModelCheckpoint's dirpath)"
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
@@ -192,8 +191,8 @@ def explain_unwritable(error: OSError, path: Path) -> OSError:
     """Return the error to raise where a checkpoint cannot be written: which, why, and a remedy."""
     return OSError(
         error.errno,
-        f"no checkpoint can be written to {path}: {error.strerror or error}: {MAKE_ROOM}. Checkpoints saved before are "
-        "untouched",
+        f"no checkpoint can be written to {path}: {error.strerror or error}: make room, or set ModelCheckpoint's "
+        "dirpath. Checkpoints saved before are untouched",
     )
 
 

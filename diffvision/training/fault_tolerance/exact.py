@@ -53,14 +53,6 @@ IGNORED_SETTINGS = (
     "data.init_args.num_workers",
     "data.init_args.cache_bytes",
 )
-COMPARED = (  # of a trainer, where there is no configuration
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "max_steps",
-    "max_epochs",
-    "limit_train_batches",
-)
 NAMED = 8  # at most as many settings that differ are named
 SHOWN = 100  # characters of a setting's value
 
@@ -267,8 +259,7 @@ class LastCheckpoint(Checkpoint):
         """Return what a run's numbers depend on, by name."""
         device = trainer.strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        settings = flatten(self.settings) or {name: str(getattr(trainer, name)) for name in COMPARED}
-        return settings | {
+        return flatten(self.settings) | {
             "torch": str(torch.__version__),
             "lightning": pl.__version__,
             "device": f"{device.type} ({kind})",

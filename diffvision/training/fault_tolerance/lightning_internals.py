@@ -1,66 +1,14 @@
-"""Everything of Lightning that is private and still used here, behind functions with names of ours.
-
-`NAMES` lists what the installed version must have; `missing` compares.
-"""
+"""Everything of Lightning that is private and still used here, behind functions with names of ours."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-
-from diffvision.signatures import missing_names, require_names
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 Kind = TypeVar("Kind")
-TESTED = ">=2.6.5,<3"  # as pyproject.toml has it
-NAMES = {
-    "trainer._accelerator_connector.cluster_environment": "SLURM runs a preempted job again",
-    "trainer._signal_connector.register_signal_handlers()": "a signal to one rank is one to all",
-    "trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()": "no rank waits for one that has ended",
-    "trainer.fit_loop.epoch_loop._batches_that_stepped": "a resumed run logs at the same steps",
-    "module._on_before_batch_transfer(batch, dataloader_idx)": "every callback gets a batch by names",
-    "logger._version": "a run resumes in its own directory",
-    "fsdp._state_dict_type": "no checkpoint is read by unpickling",
-    "model_parallel._save_distributed_checkpoint": "no checkpoint is read by unpickling",
-}
-"""Private names, the parameters of methods among them, and public names behind these -> the promise that needs each."""
-
-
-# --- comparing with the installed version ---
-
-
-def missing() -> list[str]:
-    """Return what the installed Lightning lacks of `NAMES`; an empty list if it lacks nothing."""
-    messages = logging.root.manager.disable
-    logging.disable(logging.INFO)  # of a new Trainer, about devices
-    try:
-        objects = {
-            "trainer": pl.Trainer(
-                accelerator="cpu", devices=1, plugins=LightningEnvironment(), logger=False, enable_checkpointing=False
-            ),
-            "module": pl.LightningModule(),
-            "logger": CSVLogger("."),
-            "fsdp": FSDPStrategy(),
-            "model_parallel": ModelParallelStrategy(),
-        }
-    finally:
-        logging.disable(messages)
-    return missing_names(NAMES, objects)
-
-
-def require() -> None:
-    """Check that the installed Lightning has all of `NAMES`.
-
-    Raises:
-        ValueError: it lacks some.
-    """
-    require_names("lightning", TESTED, missing(), "training relies on")
-
 
 # --- what Lightning sets without a declaration, so that type checkers do not know it ---
 
@@ -190,8 +138,10 @@ def cluster_environment(trainer: pl.Trainer) -> Any:
 
 def disable_signal_handlers(trainer: pl.Trainer) -> None:
     """Keep Lightning from setting its signal handlers, and from the broadcast that it makes before each batch."""
-    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
-    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+    loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    for owner, name in ((signals, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
+        getattr(owner, name)  # an AttributeError where Lightning does it otherwise
+        vars(owner)[name] = lambda: None
 
 
 def forget_started_ranks(launcher: Any) -> None:

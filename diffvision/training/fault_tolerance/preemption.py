@@ -80,9 +80,6 @@ class Preemption(pl.Callback):
             self._shield.enter_context(shield_workers())
             for number in self._known:
                 before = signal.getsignal(number)
-                if number in IGNORED_TO_THE_END:  # the process did not end but fits again, as a notebook may
-                    IGNORED_TO_THE_END.remove(number)
-                    before = signal.SIG_DFL
                 if before is not signal.SIG_IGN:  # as SIGINT is in the background
                     self._before[number] = before
                     signal.signal(number, self._note)
@@ -107,11 +104,11 @@ class Preemption(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give signals their former effect; in a preempted run further ones are ignored until the process ends."""
-        noted = set(self._before) - {signal.SIGINT}
         if isinstance(exception, Preempted):
             lightning_internals.forget_started_ranks(trainer.strategy.launcher)
-            ignore_until_the_end(noted)
-            self._before = {number: handler for number, handler in self._before.items() if number not in noted}
+            # torchrun sends another signal to all ranks when the first has ended, which would kill the others before
+            # they return their exit status. Python keeps SIG_IGN to its end, but no handler.
+            self._before |= dict.fromkeys(set(self._before) - {signal.SIGINT}, signal.SIG_IGN)
         self._restore()
 
     def _max(self, *numbers: int) -> list[int]:
@@ -195,20 +192,6 @@ class Preemption(pl.Callback):
             if number == self._requeues:
                 requeue()
         raise Preempted(number)
-
-
-IGNORED_TO_THE_END: set[int] = set()
-
-
-def ignore_until_the_end(numbers: Iterable[int]) -> None:
-    """Ignore signals until this process ends.
-
-    torchrun sends another one to all ranks when the first of them has ended, which would kill the others before they
-    return their exit status. Python keeps SIG_IGN to its end, but no handler.
-    """
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
-        IGNORED_TO_THE_END.add(number)
 
 
 def watch_signals(trainer: pl.Trainer, batches: Any) -> Iterable:

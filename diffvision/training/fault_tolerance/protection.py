@@ -98,10 +98,9 @@ def protect(
 
     Raises:
         ValueError: there is nothing to resume from, or something that must not be resumed from; the strategy would save
-            sharded checkpoints; or the installed Lightning is of another version than those that were tested.
+            sharded checkpoints.
         OSError: a directory cannot be written to, or another run holds it.
     """
-    lightning_internals.require()
     end_with_first_rank()
     lightning_internals.refuse_sharded_checkpoints(trainer.strategy)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

@@ -10,14 +10,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import lightning.pytorch as pl
 
 from diffvision.training.fault_tolerance.finite import gather_from_ranks
 
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
-INIT = Path("/proc/1/exe")
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # environment variables of launchers that end ranks by themselves
 
 
@@ -27,9 +25,6 @@ def end_with_first_rank() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # In a container the first rank may be process 1 itself, which runs the same Python.
-    if os.getppid() == 1 and INIT.resolve() != Path(sys.executable).resolve():
-        raise SystemExit("the process that started this rank is gone: its error is above")
 
 
 class SameShards(pl.Callback):

@@ -5,11 +5,8 @@ How the run then continues exactly is in `exact`; `protect` in `protection` has 
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +21,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import (
-    MAKE_ROOM,
     REPLACED,
     RUN_KEY,
     SUFFIX,
@@ -71,7 +67,7 @@ def prepare(
                     f"{directory} already holds checkpoints: resume with --resume auto, or give this run {SEPARATE} "
                     f"({len(earlier)}: {list_few(p.name for p in earlier)})"
                 )
-        needed, last.optimizers = sum(parameter.nbytes for parameter in module.parameters()), None
+        last.optimizers = None
         if path:
             content = check_resumable(path, module, world_size=trainer.world_size, ranks=ranks)
             last.optimizers = content.get(RUN_KEY, {}).get("optimizers")
@@ -80,16 +76,9 @@ def prepare(
                     f"{path} is of a run without sharding, whose moments {type(trainer.strategy).__name__} would mix "
                     "up: resume with the strategy that wrote it"
                 )
-            needed = os.path.getsize(path)
-            if ckpt_path:
-                _refuse_later(directories, path, content["global_step"])
             del content
         for directory in directories if trainer.is_global_zero else ():
             stack.enter_context(lock(directory))
-            if (free := shutil.disk_usage(directory).free) < needed:
-                raise OSError(
-                    errno.ENOSPC, f"{directory} has {free:,} bytes free, but a checkpoint takes {needed:,}: {MAKE_ROOM}"
-                )
             clean(directory)
             if path is None and (earlier := sorted(directory.glob(f"*{SUFFIX}"))):
                 rank_zero_info(f"renamed {list_few(p.name for p in earlier)} in {directory} to *{SUFFIX}{REPLACED}")
@@ -135,16 +124,6 @@ def _adopt_version(logger: Any) -> bool:
     numbers = [int(name.removeprefix("version_")) for name in names if re.fullmatch(r"version_\d+", name)]
     lightning_internals.set_version(logger, max(numbers, default=None))
     return bool(numbers)
-
-
-def _refuse_later(directories: list[Path], path: str, step: int) -> None:
-    """Raise ValueError where the directories hold later checkpoints: the next --resume auto would take one of those."""
-    later, reached, _ = find_newest(directories)
-    if reached > step:
-        raise ValueError(
-            f"ckpt_path is {path}, of step {step}, but {later} is of step {reached}: move later ones away, or give "
-            f"this run {SEPARATE}"
-        )
 
 
 @contextmanager

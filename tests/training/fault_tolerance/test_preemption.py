@@ -5,9 +5,7 @@ import multiprocessing
 import os
 import signal
 import stat
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -31,7 +29,7 @@ from diffvision.training.fault_tolerance.ranks import (
     describe_shards,
     end_with_first_rank,
 )
-from ranks import Ended, Ranks, alive, alone, children, kill, send, until
+from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
@@ -164,25 +162,6 @@ def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
     assert saved(tmp_path)["global_step"] == 3
 
 
-@pytest.mark.forks
-def test_a_later_fit_of_the_process_hears_signals_again(tmp_path):
-    def work():
-        for name in ("first", "second"):
-            trainer = trainer_of(tmp_path / name)
-            code = 0
-            try:
-                trainer.fit(Tiny(2, send(signal.SIGTERM)), DataLoader(torch.ones(6, 3)), DataLoader(torch.ones(4, 3)))
-            except SystemExit as ended:
-                code = ended.code
-            assert code == 143, name
-        sys.exit(7)
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(30)
-    assert process.exitcode == 7
-
-
 def test_a_step_of_several_batches_is_finished(tmp_path):
     module = Tiny(1, send(signal.SIGTERM))  # in the first of the three batches of the second step
     _, code = fitted(tmp_path, module, batches=9, accumulate_grad_batches=3)
@@ -231,14 +210,6 @@ def test_before_training_there_is_nothing_to_save(tmp_path):
 def test_the_last_step_ends_by_itself(tmp_path):
     _, code = fitted(tmp_path, module := Tiny(5, send(signal.SIGTERM)), max_steps=6, limit_val_batches=0)
     assert (code, module.hooks[-1]) == (0, ("on_save_checkpoint", 6))
-
-
-def test_during_a_save_it_is_finished_and_another_follows(tmp_path):
-    module = Tiny(1, send(signal.SIGTERM), hook="on_save_checkpoint")
-    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    _, code = fitted(tmp_path, module, callbacks=[every])
-    assert (code, saved(tmp_path)["global_step"]) == (143, 2)
-    assert find_newest([tmp_path])[2] == {}
 
 
 def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
@@ -401,19 +372,13 @@ def test_a_rank_ends_with_the_first_one_that_started_it(tmp_path):
             os.kill(left, signal.SIGKILL)
 
 
-@pytest.mark.forks
 @pytest.mark.parametrize(
-    ("process_1", "variables", "code"),
-    [
-        ("/sbin/init", {"LOCAL_RANK": "1"}, 1),
-        (sys.executable, {"LOCAL_RANK": "1"}, 0),  # the first rank, in a container
-        ("/sbin/init", {"LOCAL_RANK": "0"}, 0),
-        ("/sbin/init", {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7"}, 0),
-    ],
+    ("variables", "calls"), [({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "0"}, 0), ({"TORCHELASTIC_RUN_ID": "7"}, 0)]
 )
-def test_a_rank_whose_parent_is_process_1_is_an_orphan_unless_that_is_the_first_rank(
-    process_1, variables, code, monkeypatch
-):
-    monkeypatch.setattr(ranks, "INIT", Path(process_1))
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert alone(lambda: (os.environ.update(variables), end_with_first_rank())).code == code
+def test_the_kernel_ends_ranks_that_lightning_has_started(variables, calls, monkeypatch):
+    called = []
+    monkeypatch.setattr(ranks.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *given: called.append(given)))
+    for name, value in ({"LOCAL_RANK": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    end_with_first_rank()
+    assert len(called) == calls

@@ -6,7 +6,6 @@ from collections import defaultdict
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import Profiler
@@ -87,15 +86,6 @@ def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fi
         names = [type(callback).__name__ for callback in trainer.callbacks]
         assert names == ["EarlyStopping", "SameShards", "Preemption", "ModelCheckpoint", "LastCheckpoint"]
     assert isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
-
-
-def test_a_checkpoint_plugin_that_was_asked_for_is_kept(tmp_path):
-    class Custom(TorchCheckpointIO):
-        pass
-
-    trainer = trainer_of(tmp_path, 1, plugins=[Custom()])
-    with protect(trainer, Tiny()):
-        assert type(trainer.strategy.checkpoint_io) is Custom
 
 
 def test_no_modelcheckpoint_writes_the_same_file(tmp_path):

@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from diffvision.training.fault_tolerance import resume
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.resume import check_resumable, lock, prepare, run_directories
@@ -190,8 +189,6 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
     run(tmp_path, steps=3)
     given, last = saved(tmp_path) / "step=1.ckpt", saved(tmp_path) / "last.ckpt"
     assert run(tmp_path, ckpt_path=str(given), steps=3) == [1, 2]
-    with pytest.raises(ValueError, match=r"last\.ckpt"):
-        run(tmp_path, ckpt_path=str(given), version=0)
     assert run(tmp_path, ckpt_path=str(last), version=0, steps=4) == [2, 3]
     with pytest.raises(ValueError, match=r"ckpt_path is .* and resume is auto"):
         run(tmp_path, "auto", ckpt_path=str(given))
@@ -272,17 +269,6 @@ def test_a_module_says_what_to_set(checkpoint):
         check_resumable(str(checkpoint), Whole(), world_size=1, ranks="same")
 
 
-def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
-    class Later(Tiny):
-        def configure_model(self):
-            pass
-
-    check_resumable(str(checkpoint), Later(), world_size=1, ranks="same")
-    loose = Tiny(layers=3)
-    loose.strict_loading = False
-    check_resumable(str(checkpoint), loose, world_size=1, ranks="same")
-
-
 def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
     module = Tiny(layers=2, optimizer=torch.optim.SGD)
     with pytest.raises(ValueError, match="its optimizer is AdamW and here"):
@@ -300,25 +286,6 @@ def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
     with pytest.raises(ValueError, match="1 processes trained it, not 4"):
         check_resumable(str(checkpoint), module, world_size=4, ranks="same")
     check_resumable(str(checkpoint), module, world_size=4, ranks="any")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"state_dict": Tiny(layers=2).state_dict(), "global_step": 1}, "it is not a checkpoint with an optimizer"),
-        ({"state_dict": {}, "object": Path(".")}, "it holds more than tensors and plain values"),
-        ([1], "it is not a checkpoint with an optimizer"),
-        (None, "it is damaged or no checkpoint"),
-    ],
-)
-def test_what_is_no_checkpoint_is_refused(content, message, tmp_path):
-    path = tmp_path / "x.ckpt"
-    if content is None:
-        path.write_bytes(b"PK\x03\x04 and no more")
-    else:
-        torch.save(content, path)
-    with pytest.raises(ValueError, match=rf"cannot resume from .*x.ckpt: {message}"):
-        check_resumable(str(path), Tiny(layers=2), world_size=1, ranks="same")
 
 
 def hold(directory, ready, done):
@@ -356,22 +323,8 @@ def test_nothing_is_written_to_what_links_lead_to(tmp_path):
     assert other.read_text() == "years of work"
 
 
-def test_a_filesystem_without_locks_is_warned_of(tmp_path, monkeypatch):
-    def unable(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(resume.fcntl, "lockf", unable)
-    with pytest.warns(UserWarning, match="cannot be locked"), lock(tmp_path):
-        pass
-
-
-def test_full_and_read_only_disks_are_one_error_before_data_is_read(tmp_path, monkeypatch):
+def test_directories_that_cannot_be_written_are_one_error_before_data_is_read(tmp_path, monkeypatch):
     data = Data()
-    with monkeypatch.context() as patched:
-        usage = shutil.disk_usage(tmp_path)
-        patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
-        with pytest.raises(OSError, match=r"has 10 bytes free, but a checkpoint takes \d+"):
-            run(tmp_path, data=data)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="no checkpoint can be written"):
         run(tmp_path / "file", data=data)
