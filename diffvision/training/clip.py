@@ -182,8 +182,12 @@ class ContrastiveModule(TrainingModule):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         rate = self.highest_lr
-        loss = self.backward_chunks(batch) if self.accum_freq > 1 else self.backward_whole(batch)
-        mean = self.mean_if_logged(loss)
+        if self.accum_freq > 1:
+            loss = self.backward_chunks(batch)
+        else:
+            loss = self.compute_loss(self.model(batch["image"], batch["text"]))
+            self.manual_backward(loss)
+        mean = self.mean_if_logged(loss.detach())
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
         if scheduler is not None:  # a subclass may have none
@@ -192,16 +196,10 @@ class ContrastiveModule(TrainingModule):
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
         self.log_step(rate, loss=mean, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
-        return loss
-
-    def backward_whole(self, batch: ImageTextBatch) -> Tensor:
-        """Compute the gradients of the batch in one pass; return the loss of this rank, detached."""
-        loss = self.compute_loss(self.model(batch["image"], batch["text"]))
-        self.manual_backward(loss)
         return loss.detach()
 
     def backward_chunks(self, batch: ImageTextBatch) -> Tensor:
-        """Compute the gradients of `backward_whole` with the activations of one chunk at a time in memory.
+        """Compute the gradients of the batch with the activations of one chunk at a time in memory; return the loss.
 
         1. Compute the features of every chunk, without a graph. 2. Compute the loss of all features together, with all
         negatives, and its gradient for the features and the scale. This is done once, whereas OpenCLIP's accum-freq
@@ -232,7 +230,7 @@ class ContrastiveModule(TrainingModule):
                 with hold() if i < len(chunks) - 1 else nullcontext():
                     out = self.model(image, text)
                     self.manual_backward(sum((widen(out[k]) * g).sum() for k, g in chunk_gradients[i].items()))
-        return loss.detach()
+        return loss
 
     def compute_loss(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
         """Return the loss of features and scale, in float32: bfloat16 has no fractional digits for logits near 100."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import chain
 from typing import Any
 
@@ -38,9 +37,7 @@ class EMA(EMAWeightAveraging):
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             name = type(trainer.strategy).__name__
             raise ValueError(f"EMA cannot average the sharded weights of {name}: use ddp, or remove EMA")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="You're using the WeightAveraging callback with a model that")
-            super().setup(trainer, pl_module, stage)
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             (averages,) = (value for value in vars(self).values() if isinstance(value, AveragedModel))
             Averages.convert(averages, self.decay)

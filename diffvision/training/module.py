@@ -108,11 +108,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             return self.trainer
         return None
 
-    def schedules(self) -> list[WarmupDecay]:
-        """Return the schedules of this module's optimizers; a subclass may have none."""
-        configs = [] if (trainer := self.attached_trainer) is None else trainer.lr_scheduler_configs
-        return [config.scheduler for config in configs if isinstance(config.scheduler, WarmupDecay)]
-
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, each with its weight decay."""
         return param_groups(self.model, self.settings.weight_decay, is_muon=self.settings.is_muon)
@@ -131,8 +126,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             or str(getattr(callback, "monitor", "")).startswith("train/")
             for callback in callbacks
         )
-        for scheduler in self.schedules():
-            scheduler.begin(self.trainer)
+        for config in self.trainer.lr_scheduler_configs:  # a subclass may have none
+            if isinstance(config.scheduler, WarmupDecay):
+                config.scheduler.begin(self.trainer)
         if self.hparams.get("compile"):
             rank_zero_info(COMPILING_NOTICE)
 

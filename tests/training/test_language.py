@@ -7,10 +7,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import training_fits
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from training_fits import Gradients, in_two, same
+from training_fits import Gradients, same
 
 from diffvision.data.text.chat import CHATML, Chat
 from diffvision.data.text.documents import JsonLines, RowMember
@@ -21,10 +20,7 @@ from diffvision.evaluation.language.generations import continued
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.opening import open_model
-from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.resume import check_resumable
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -320,46 +316,6 @@ def test_ddp_has_the_gradients_and_the_validation_of_one_process(documents, tmp_
     assert both.callback_metrics["val/tokens"] == one.callback_metrics["val/tokens"]
     for key in ("val/loss", "train/loss"):
         torch.testing.assert_close(both.callback_metrics[key], one.callback_metrics[key], rtol=1e-6, atol=0)
-
-
-def sharded(directory, name, settings):
-    """Two steps with FSDP2, a validation and a checkpoint."""
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    module = make(name, grad_checkpointing=True, **settings)
-    trainer = train(
-        module, Gradients(directory), LambdaMonitor(), data=Tokens(documents=True), max_steps=2,
-        log_every_n_steps=1, devices=2, strategy=strategy, precision="32-true", limit_val_batches=1.0,
-        val_check_interval=1, plugins=[DurableCheckpointIO()],
-    )  # fmt: skip
-    trainer.save_checkpoint(directory / "x.ckpt")
-    torch.save({k: v.item() for k, v in trainer.logged_metrics.items()}, directory / f"metrics{trainer.global_rank}.pt")
-
-
-@pytest.mark.forks
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("diffv2-debug", {}), ("diff-debug", {"compile": True})],
-)
-@pytest.mark.slow
-def test_fsdp_has_the_steps_and_the_validation_of_one_process(name, settings, tmp_path, monkeypatch):
-    compiled = torch.nn.Module.compile
-    chosen = {"backend": "aot_eager", "options": None}  # Inductor takes minutes
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
-    in_two(sharded, tmp_path, name, settings)
-    module, kept = make(name), Gradients()
-    validated = {"limit_val_batches": 1.0, "val_check_interval": 1}
-    one = train(module, kept, LambdaMonitor(), data=Tokens(documents=True), max_steps=2, log_every_n_steps=1,
-                **validated, precision="32-true")  # fmt: skip
-    for rank in (0, 1):
-        same(kept.seen, torch.load(tmp_path / f"{rank}.pt", weights_only=True), rtol=1e-5, atol=1e-7)
-        metrics = torch.load(tmp_path / f"metrics{rank}.pt", weights_only=True)
-        # V2's lambda is of the tokens that a rank sees; the first one's are those of one process.
-        for key in ("val/loss", "val/tokens", "train/loss", "train/grad_norm", *(["lambda"] if rank == 0 else [])):
-            assert metrics[key] == pytest.approx(one.logged_metrics[key].item(), rel=1e-5), key
-    # The second step began from the first one's weights, with a validation between them.
-    same(dict(module.model.state_dict()), dict(language.load(tmp_path / "x.ckpt").state_dict()), rtol=1e-5, atol=1e-6)
-    # Gathered to the first process, which writes it as any other.
-    check_resumable(str(tmp_path / "x.ckpt"), module, world_size=2, ranks="same")
 
 
 def test_tensor_parallelism_is_refused():

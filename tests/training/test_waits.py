@@ -18,14 +18,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from diffvision.analysis.curves import read_metrics
 from diffvision.training import fault_tolerance, optim
 from diffvision.training.callbacks import Throughput
 from diffvision.training.classification import ClassificationModule
-from diffvision.training.clip import ContrastiveModule, create_loss
+from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import finite
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
@@ -111,39 +110,6 @@ def test_a_step_on_the_meta_device_reads_nothing(case, monkeypatch, tmp_path):
     assert all(parameter.is_meta for parameter in module.parameters())
     (group,) = {group["fused"] for group in trainer.optimizers[0].param_groups}
     assert group
-
-
-def as_fake_cuda(module):
-    """Put empty parameters and buffers on a fake GPU in place of a module's."""
-    for layer in module.modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
-                layer._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for name, buffer in layer._buffers.items():
-            if buffer is not None:
-                layer._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
-
-
-@pytest.mark.quick("contrastive", "classification", "language, documents")
-@pytest.mark.parametrize("case", CASES)
-def test_a_forward_pass_on_a_fake_gpu_meets_no_tensor_of_the_cpu(case):
-    """The choices are those that the code makes for CUDA; `autocast` is off, as there is no device."""
-    module, row = CASES[case]()
-    with FakeTensorMode():
-        as_fake_cuda(module)
-        batch = {name: torch.empty((4, *value.shape), dtype=value.dtype, device="cuda") for name, value in row.items()}
-        if isinstance(module, ContrastiveModule):
-            loss = module.compute_loss(
-                module.model(batch["image"], batch["text"]), create_loss(module.loss_name, rank=0, world_size=1)
-            )
-        elif isinstance(module, ClassificationModule):
-            loss = nn.functional.cross_entropy(module.model(batch["image"]).float(), batch["label"])
-        else:
-            batch["ends"] = torch.empty(9, dtype=torch.int32, device="cuda")
-            loss = module.sum_losses(batch)[0]
-    assert loss.device.type == "cuda"
-    assert loss.dtype == torch.float32
 
 
 # --- collectives ---
@@ -274,16 +240,3 @@ def test_steps_skipped_between_two_readings_change_nothing_and_are_all_reported(
     assert trainer.logged_metrics["train/skipped_steps"] == 3
     saved = torch.load(tmp_path / "kept" / "step=9.ckpt", weights_only=True)
     assert saved["callbacks"]["StepGuard"] == {"skipped": 2, "in_a_row": 0}
-
-
-def test_a_run_stops_at_the_next_reading(monkeypatch, tmp_path):
-    """Three in a row are read at the checkpoint after step 6, one more than is allowed; it is not written."""
-    module, trainer, data = train(tmp_path, (3, 4, 5), monkeypatch, max_skipped=2)
-    trainer.log_every_n_steps = 50
-    with (
-        pytest.warns(UserWarning, match="skipped") as warned,
-        pytest.raises(FloatingPointError, match="steps 3 to 5"),
-    ):
-        trainer.fit(module, data)
-    assert [path.name for path in (tmp_path / "kept").glob("*.ckpt")] == ["step=3.ckpt"]
-    assert [step for step, *_ in reported(warned)] == [3, 4, 5]

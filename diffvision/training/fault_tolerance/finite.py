@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from diffvision.training.fault_tolerance import lightning_internals
 
@@ -103,7 +104,9 @@ class StepGuard(pl.Callback):
             FloatingPointError: on all ranks, where more than `max_skipped` steps in a row are not finite.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = gradient_norm(parameters)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()  # each rank holds a part of it
         finite = norm.isfinite()
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
@@ -200,12 +203,6 @@ def spread_nan(loss: Tensor) -> None:
     if loss.requires_grad:
         factor = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
         loss.register_hook(lambda gradient: gradient * factor)
-
-
-def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the norm of all gradients together, over all shards of those that are sharded."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank holds a part of the norm
 
 
 def gather_from_ranks(trainer: pl.Trainer, value: Any) -> list[Any]:
