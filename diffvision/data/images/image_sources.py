@@ -38,7 +38,7 @@ from diffvision.data.images.library_datasets import (
     unpack_archive,
 )
 from diffvision.data.shards.remote import TAR, is_remote
-from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard
+from diffvision.data.shards.sources import has_shards, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
 
@@ -99,15 +99,7 @@ def is_image_source(source: Any) -> bool:
         return False
     if path.is_file():
         return path.suffix.lower() in (*NAMED_TABLES, ARCHIVE)
-    return not has_shards(path) or _has_images(path)
-
-
-def _has_images(path: Path) -> bool:
-    """Return whether a folder of images also has shards, such as a backup."""
-    if any((path / name).is_file() for name in (MANIFEST, SIZES)):
-        return False
-    images = walk(path, IMAGE_SUFFIXES)
-    return any(image.parent != path or image.with_suffix(".txt").is_file() for image in images)
+    return not has_shards(path)
 
 
 def is_shard_source(source: Any) -> bool:

@@ -166,20 +166,13 @@ def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
         make_sugarcrepe(tmp_path / "again", source, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["lines", "images above", "parquet"])
-def test_winoground_is_pairs_by_their_tag(tmp_path, layout):
+def test_winoground_is_pairs_by_their_tag(tmp_path):
     source = tmp_path / "winoground"
-    images = [picture(source / f"data/images/ex_0_img_{side}.png", side) for side in (0, 1)]
-    if layout == "images above":
-        (source / "data/images").rename(source / "images")
-    if layout != "parquet":
-        names = {f"image_{side}": f"ex_0_img_{side}" for side in (0, 1)}
-        text(source / "data/examples.jsonl", {"id": 0, **names, **CAPTIONS, **TAGS})
-    else:
-        (source / "data/images").rename(tmp_path / "not-needed")
-        cells = {f"image_{side}": {"bytes": images[side], "path": None} for side in (0, 1)}
-        rows = pyarrow.Table.from_pylist([{"id": 0, **cells, **CAPTIONS, **TAGS}])
-        parquet.write_table(rows, source / "data/test-00000-of-00001.parquet")
+    images = [picture(tmp_path / f"{side}.png", side) for side in (0, 1)]
+    cells = {f"image_{side}": {"bytes": images[side], "path": None} for side in (0, 1)}
+    rows = pyarrow.Table.from_pylist([{"id": 0, **cells, **CAPTIONS, **TAGS}])
+    (source / "data").mkdir(parents=True)
+    parquet.write_table(rows, source / "data/test-00000-of-00001.parquet")
     make_winoground(tmp_path / "made", source)
     assert samples(tmp_path / "made/pairs") == [
         {
