@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -473,31 +471,6 @@ def test_a_file_that_names_a_stranger(house, tmp_path):
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
-
-LOADED = """
-import sys
-from diffvision import open_model
-model = open_model("hf:" + sys.argv[1])
-print(type(model.module).__name__, model.tokenizer.eos_id)
-"""
-
-
-@pytest.mark.slow
-def test_our_own_export_opens_in_a_new_process(theirs):
-    """Nothing has registered our classes there, and nobody answers transformers' question."""
-    command = [sys.executable, "-c", LOADED, str(theirs / "exported")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-    assert (done.returncode, done.stdout.split()) == (0, ["DiffLlamaForCausalLM", "0"]), done.stderr
-
-
-def test_no_code_of_a_folder_is_run(tmp_path):
-    pytest.importorskip("transformers")
-    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none_of_ours", "auto_map": classes}))
-    (tmp_path / "code.py").write_text("raise SystemExit(3)")
-    for spec in (f"hf:{tmp_path}", str(tmp_path)):
-        with pytest.raises(ValueError, match="has code for its causal language"):
-            open_model(spec)
 
 
 def test_transformers_missing_is_one_sentence(house, monkeypatch):

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import json
 import math
 import re
 import subprocess
@@ -266,23 +265,6 @@ def test_create_model_and_transforms():
     torch.testing.assert_close(text_features.norm(dim=-1), torch.ones(2))
 
 
-def test_locking_towers():
-    model = build("DiffCLIP-debug")
-    model.lock_image_tower()
-    model.lock_text_tower()
-    trainable = {name for name, value in model.named_parameters() if value.requires_grad}
-    assert trainable == {"logit_scale", *([] if PROJECTION else ["visual.head.proj.weight"])}
-
-    model = build("DiffCLIP-debug")
-    model.lock_image_tower(unlocked_groups=2)
-    model.lock_text_tower(unlocked_layers=2)  # the projection, and the last block with the final norm
-    trainable = {name for name, value in model.named_parameters() if value.requires_grad}
-    assert "visual.trunk.norm.weight" in trainable
-    assert "visual.trunk.patch_embed.proj.weight" not in trainable
-    assert "transformer.resblocks.1.attn.lambda_q1" in trainable
-    assert "transformer.resblocks.0.attn.lambda_q1" not in trainable
-
-
 @pytest.mark.parametrize(("name", "custom_text"), [("DiffCLIP-debug", True), ("DiffCLIP-V2-debug", False)])
 def test_a_locked_tower_trains_what_is_left_with_checkpointing_too(name, custom_text):
     image, text = images_and_text()
@@ -360,51 +342,7 @@ def test_custom_text_model_is_the_same_model():
     assert custom.text.transformer.resblocks[0].attn.q_proj.weight.grad is None
 
 
-def test_zero_shot_classifier():
-    model = build("DiffCLIP-debug").eval()
-    weights = open_clip.build_zero_shot_classifier(
-        model, open_clip.get_tokenizer("DiffCLIP-debug"), ["one", "two", "three"], ["a {}.", "the number {}"]
-    )
-    assert weights.shape == (64, 3)
-    torch.testing.assert_close(weights.norm(dim=0), torch.ones(3))
-
-
-def test_intermediate_features():
-    image, text = images_and_text()
-    model = build("DiffCLIP-debug").eval()
-    output = model.forward_intermediates(image, text, text_indices=2)
-    torch.testing.assert_close(output["text_features"], model.encode_text(text, normalize=True))
-    torch.testing.assert_close(output["image_features"], model.encode_image(image, normalize=True))
-    assert [features.shape for features in output["text_intermediates"]] == [(3, 24, 64)] * 2
-
-
 # -------------------------------------------------------------------------------------------------------- checkpoints
-
-
-WITHOUT_DIFFVISION = """
-import sys, open_clip
-open_clip.add_model_config(".")
-for name in ("text-only", "DiffCLIP-debug"):
-    try:
-        open_clip.create_model(name, pretrained=name + ".pt")
-    except RuntimeError as error:
-        print(error)
-assert "diffvision" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-def test_loading_without_diffvision_fails_loudly(tmp_path):
-    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
-    text_only = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": {**TEXT, "block_type": "diffvision:v1"}}
-    for name, config in (("text-only", text_only), ("DiffCLIP-debug", open_clip.get_model_config("DiffCLIP-debug"))):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        torch.save(open_clip.CLIP(**config).state_dict(), tmp_path / f"{name}.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DIFFVISION], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert 'Missing key(s) in state_dict: "transformer.resblocks.0.attn.in_proj_weight"' in done.stdout
-    assert "Unknown model (diff_vit_debug_clip)" in done.stdout
 
 
 # -------------------------------------------------------------------------------------- sizes, twins, published layout

@@ -20,18 +20,6 @@ WEIGHTS = DiffAttention(32, 2).state_dict()
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", ["module._orig_mod.", "_orig_mod.module.", "module.module."])
-def test_wrappers_in_any_order(prefix, tmp_path):
-    torch.save({"model_state_dict": {prefix + name: value for name, value in WEIGHTS.items()}}, tmp_path / "x.pt")
-    assert read_state(tmp_path / "x.pt").keys() == WEIGHTS.keys()
-
-
-def test_what_a_training_run_saved_has_the_model_s_own_names(tmp_path):
-    state = {f"model.{name}": value for name, value in WEIGHTS.items()}
-    torch.save({"pytorch-lightning_version": "2.6", "state_dict": state}, tmp_path / "x.ckpt")
-    assert read_state(tmp_path / "x.ckpt").keys() == WEIGHTS.keys()
-
-
 def test_weights_that_are_there_twice(tmp_path):
     torch.save({**WEIGHTS, "module.proj.bias": WEIGHTS["proj.bias"] + 1}, tmp_path / "x.pt")
     with pytest.raises(ValueError, match="holds weights twice, with"):

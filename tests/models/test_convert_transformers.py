@@ -102,22 +102,6 @@ def test_there_and_back(variant, kv_heads, tied):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"variant": "gda"}, "variant='gda'"),
-        ({"variant": "v2", "head_norm": True}, "head_norm=True"),
-        ({"lambda_init": 0.8}, "lambda_init=0.8"),
-        ({"head_norm": False}, "head_norm=False"),
-        ({"variant": "standard", "head_norm": True}, "head_norm=True"),
-        ({"norm_eps": 1e-6}, "norm_eps=1e-06"),
-    ],
-)
-def test_what_theirs_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        to_hugging_face(LanguageConfig(**{**SHAPE, **settings}), {})
-
-
-@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"model_type": "gpt2"}, "type 'gpt2' is not diffllama"),

@@ -15,7 +15,7 @@ from timm.models import FeatureInfo, get_notrace_functions, get_notrace_modules
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torchvision.models.feature_extraction import NodePathTracer, create_feature_extractor, get_graph_node_names
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from diffvision.models import vit
 
@@ -114,15 +114,6 @@ def test_every_size_on_the_meta_device(name):
 
 
 # -------------------------------------------------------------------------------------------- forward and backward
-
-
-@each_model
-def test_forward(name):
-    model = build(name)
-    batch = images(model, 1)
-    outputs = model(batch)
-    assert outputs.shape == (1, classes(name))
-    assert outputs.isfinite().all()
 
 
 @each_model
@@ -241,16 +232,6 @@ def test_forward_intermediates(name):
     torch.testing.assert_close(model.forward_intermediates(batch)[0], output, rtol=1e-4, atol=1e-5)
 
 
-@each_model
-def test_pruning_to_intermediate_layers(name):
-    model = build(name, **SHORT[name])
-    batch = images(model)
-    expected = model.forward_intermediates(batch, [1], intermediates_only=True)[0]
-    assert model.prune_intermediate_layers([1]) == [1]
-    assert len(model.blocks) == 2
-    torch.testing.assert_close(model.forward_intermediates(batch, [1], intermediates_only=True)[0], expected)
-
-
 # ------------------------------------------------------------------------------------------------------- input sizes
 
 
@@ -332,22 +313,16 @@ def test_a_saved_model_adapts_as_timms_do(tmp_path):
 # ------------------------------------------------------------------------------------------------ tracing and compiling
 
 
-def _fx_model(model: nn.Module, train: bool = False) -> nn.Module:
-    """As timm's tests trace a model: the nodes that lead to the output, in training and in evaluation."""
+def _fx_model(model: nn.Module) -> nn.Module:
+    """As timm's tests trace a model."""
     tracing = {
         "leaf_modules": get_notrace_modules(),
         "autowrap_functions": get_notrace_functions(),
         "param_shapes_constant": True,
     }
     train_nodes, eval_nodes = get_graph_node_names(model, tracer_kwargs=tracing)
-    returned = [train_nodes[-1]]
-    if train:
-        nodes = list(reversed(NodePathTracer(**tracing).trace(model).nodes))
-        order = [node.name for node in nodes]
-        returned = [train_nodes[-order.index(node.name)] for node in nodes[0]._input_nodes]
-    return create_feature_extractor(
-        model, train_return_nodes=returned, eval_return_nodes=[eval_nodes[-1]], tracer_kwargs=tracing
-    )
+    returned = {"train_return_nodes": [train_nodes[-1]], "eval_return_nodes": [eval_nodes[-1]]}
+    return create_feature_extractor(model, **returned, tracer_kwargs=tracing)
 
 
 @pytest.mark.quick("diff_vit_debug", "diff_vit_tiny_patch16_reg4_gap_256")
@@ -359,22 +334,6 @@ def test_fx_forward_is_exact(name):
     with torch.inference_mode():
         (output,) = traced(batch).values()
         assert torch.equal(output, model(batch))
-
-
-@pytest.mark.quick("diff_vit_debug", "diff_vit_tiny_patch16_reg4_gap_256")
-@each_model
-def test_fx_backward(name):
-    model = build(name, num_classes=42, **SHORT[name]).train()
-    batch = images(model)
-    model(batch).mean().backward()
-    expected = gradients(model)
-    traced = _fx_model(model, train=True)
-    traced.zero_grad()
-    output = torch.cat(tuple(traced(batch).values()))
-    assert output.shape == (2, 42)
-    output.mean().backward()
-    for parameter, gradient in gradients(traced).items():
-        assert torch.equal(gradient, expected[parameter]), parameter
 
 
 def test_fx_features_of_single_blocks():

@@ -1,20 +1,17 @@
 """The table of timm models: names, sizes and heads by the rules, timm's own initialisation, and timm's own results."""
 
-import logging
 import re
 from functools import partial
 
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 import diffvision
 from diffvision import nn as diffnn
 from diffvision.models import vit
-from diffvision.models.convert import convert
 
 # Parameters of each size at its usual patch and resolution, 1000 classes: (plain, V1, V2).
 PARAMETERS = {
@@ -89,27 +86,6 @@ def test_untrained_names_pretend_to_no_weights(settings):
     (plain,) = re.findall(r"`diffvision adapt (\S+) FOLDER`", str(caught.value))
     assert timm.is_model_pretrained(plain)
     assert not timm.is_model_pretrained("dint_vit_debug")
-
-
-def test_what_is_converted_is_loaded_by_name(tmp_path):
-    """The file of a conversion is a checkpoint_path of the name."""
-    model = timm.create_model("diff_vit_debug").eval()
-    theirs = {name.replace("head_norm", "sub_norm"): value for name, value in model.state_dict().items()}
-    for block in range(4):
-        for kind in ("weight", "bias"):
-            names = [f"blocks.{block}.attn.{letter}_proj.{kind}" for letter in "qkv"]
-            theirs[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([theirs.pop(name) for name in names])
-    save_file(theirs, tmp_path / "theirs.safetensors")
-    convert(str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours.safetensors"), to="diffvision")
-    loaded = timm.create_model("diff_vit_debug", checkpoint_path=str(tmp_path / "ours.safetensors")).eval()
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(loaded(images), model(images))
-
-
-def test_registering_warns_of_nothing(caplog):
-    with caplog.at_level(logging.WARNING):
-        on_meta("diff_vit_base_patch16_clip_224")
-    assert not caplog.records
 
 
 # ---------------------------------------------------------------------------------------------------------------- sizes
@@ -227,15 +203,6 @@ def test_initialised_by_timm(name, again):
         assert lambdas.mean().item() == pytest.approx(0.0, abs=0.01)
         assert all((block.attn.head_norm.weight == 1).all() for block in model.blocks)
         assert model.blocks[0].attn.compute_lambda().item() == pytest.approx(0.2, abs=0.5)
-
-
-@pytest.mark.parametrize("mode", ["jax", "jax_nlhb", "moco", "skip", "reset"])
-def test_timms_other_initialisations(mode):
-    model = timm.create_model("diff_vit_debug", weight_init=mode)
-    if mode == "skip":
-        model.init_weights()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert model(torch.randn(1, 3, 32, 32)).isfinite().all()
 
 
 def test_fix_init_scales_the_output_projections():

@@ -172,3 +172,43 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 def _ratio(size: float, base: float) -> float:
     return size / base if base else 0.0
+
+
+def tensors(b=2, h=4, hk=None, m=7, n=7, d=8, v=16, keys=2, dtype=torch.float64, lam=(1,), device="cpu"):
+    """q, k, v and lam, in memory as projections leave them: [B, M, H, 2, D]."""
+    hk = h if hk is None else hk
+    q, k = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4), torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
+    made = [q, k, torch.randn(b, n, hk, v).transpose(1, 2), torch.rand(lam) + 0.2]
+    return [t.to(device, dtype).requires_grad_() for t in made]
+
+
+PROBLEMS = {
+    "v1": {},
+    "v1 grouped": {"hk": 2},
+    "v1 of one size": {"v": 8},
+    "v1 wide": {"d": 128, "v": 256, "m": 3, "n": 3, "h": 2},
+    "v1 uneven": {"d": 104, "v": 250, "m": 3, "n": 3, "h": 2},
+    "v2": {"keys": 1, "v": 8},
+    "v2 grouped": {"hk": 2, "keys": 1, "v": 8},
+    "odd value size": {"v": 5},
+    "value wider and odd": {"v": 19, "d": 6},
+    "lam per head": {"lam": (4, 1, 1)},
+    "lam per sample": {"lam": (2, 4, 1, 1)},
+    "lam per token": {"lam": (2, 4, 7, 1)},
+    "one token": {"m": 1, "n": 1},
+    "a cache of keys": {"m": 3, "n": 9},
+    "one query, many keys": {"m": 1, "n": 9, "hk": 2},
+    "one query, v2, lam per head": {"m": 1, "n": 9, "keys": 1, "v": 8, "lam": (2, 4, 1, 1)},
+    "more queries than keys": {"m": 9, "n": 4, "lam": (2, 4, 9, 1)},
+    "no keys": {"n": 0, "hk": 2},
+    "long before the first key": {"b": 1, "h": 10, "hk": 2, "m": 232, "n": 93, "d": 24, "v": 5, "keys": 1},
+}
+
+
+def masks(q, k):
+    """A mask of each kind; in one a row has no key."""
+    (b, h), m, n = q.shape[:2], q.shape[3], k.shape[3]
+    full = torch.rand(b, h, m, n) > 0.4
+    full[0, :, m // 2] = False
+    padding = torch.arange(n) < torch.arange(n, n - b, -1)[:, None, None, None]
+    return {"full": full, "of all heads": full[:, :1], "of keys": padding, "of one row": full[:1, :1, :1]}

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from oracle import PROBLEMS, masks, tensors
 from stand_ins import RELEASES, StandIn, plain_flex
 from torch.autograd import gradcheck
 
@@ -15,14 +16,6 @@ from diffvision.ops.attention import BACKENDS, Problem, flash, flex
 
 # The backends that compute in float64 anywhere; tests/ops/test_battery.py runs over every one.
 NAMES = ["eager", "blocked", "sdpa"]
-
-
-def tensors(b=2, h=4, hk=None, m=7, n=7, d=8, v=16, keys=2, dtype=torch.float64, lam=(1,)):
-    """q, k, v and lam, in memory as projections leave them: [B, M, H, 2, D]."""
-    hk = h if hk is None else hk
-    q, k = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4), torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
-    made = [q, k, torch.randn(b, n, hk, v).transpose(1, 2), torch.rand(lam) + 0.2]
-    return [t.to(dtype).requires_grad_() for t in made]
 
 
 def by_the_formula(q, k, v, lam, causal=False, mask=None, scale=None):
@@ -45,38 +38,6 @@ def by_the_formula(q, k, v, lam, causal=False, mask=None, scale=None):
             maps.append((keys @ q[b, h, p, i].double() * (q.shape[4] ** -0.5 if scale is None else scale)).softmax(0))
         out[b, h, i] = (maps[0] - lam[b, h, i] * maps[1]) @ v[b, kv, allowed].double()
     return out
-
-
-PROBLEMS = {
-    "v1": {},
-    "v1 grouped": {"hk": 2},
-    "v1 of one size": {"v": 8},
-    "v1 wide": {"d": 128, "v": 256, "m": 3, "n": 3, "h": 2},
-    "v1 uneven": {"d": 104, "v": 250, "m": 3, "n": 3, "h": 2},
-    "v2": {"keys": 1, "v": 8},
-    "v2 grouped": {"hk": 2, "keys": 1, "v": 8},
-    "odd value size": {"v": 5},
-    "value wider and odd": {"v": 19, "d": 6},
-    "lam per head": {"lam": (4, 1, 1)},
-    "lam per sample": {"lam": (2, 4, 1, 1)},
-    "lam per token": {"lam": (2, 4, 7, 1)},
-    "one token": {"m": 1, "n": 1},
-    "a cache of keys": {"m": 3, "n": 9},
-    "one query, many keys": {"m": 1, "n": 9, "hk": 2},
-    "one query, v2, lam per head": {"m": 1, "n": 9, "keys": 1, "v": 8, "lam": (2, 4, 1, 1)},
-    "more queries than keys": {"m": 9, "n": 4, "lam": (2, 4, 9, 1)},
-    "no keys": {"n": 0, "hk": 2},
-    "long before the first key": {"b": 1, "h": 10, "hk": 2, "m": 232, "n": 93, "d": 24, "v": 5, "keys": 1},
-}
-
-
-def masks(q, k):
-    """A mask of each kind; in one a row has no key."""
-    (b, h), m, n = q.shape[:2], q.shape[3], k.shape[3]
-    full = torch.rand(b, h, m, n) > 0.4
-    full[0, :, m // 2] = False
-    padding = torch.arange(n) < torch.arange(n, n - b, -1)[:, None, None, None]
-    return {"full": full, "of all heads": full[:, :1], "of keys": padding, "of one row": full[:1, :1, :1]}
 
 
 EVERY = [*NAMES, "single", "flex", *RELEASES]
@@ -124,6 +85,19 @@ def test_every_backend_on_every_problem(backend, problem, monkeypatch):
         calls = 1 if k.shape[2] == 1 else 2
         is_cut = inputs[2].shape[3] > made.package.largest or (q.shape[4] > 64 and inputs[2].shape[3] > 128)
         assert len(made.calls) == 2 * calls * (2 if is_cut else 1)
+
+
+def test_one_query_on_a_cpu_is_for_single_alone():
+    problem = Problem(batch=1, heads=4, kv_heads=4, queries=1, keys=500, head_dim=16, value_dim=32)
+    assert supported_backends(problem)["single"].startswith("chosen")
+    assert supported_backends(problem._replace(queries=2))["single"] == "cannot: it takes one query per head, not 2"
+    with pytest.raises(ValueError, match="'single' cannot take this call"):
+        diff_attention(*tensors(m=1), dropout=0.1, backend="single")
+    for dtype in (torch.bfloat16, torch.float16):  # rounded once
+        q, k, v, lam = tensors(m=1, n=40, hk=2, dtype=dtype)
+        out, exact = diff_attention(q, k, v, lam, backend="single"), by_the_formula(q, k, v, lam)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out, exact.to(dtype), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])  # the others' gradients are compared with these

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Inputs, errors, rounding
+from oracle import PROBLEMS, Inputs, errors, rounding
+from oracle import tensors as tensors_of
 from torch.autograd import gradcheck
 
 from diffvision.ops import diff_attention
@@ -179,26 +180,13 @@ def test_a_row_without_keys_is_zeros_forward_and_backward(backend, device, dtype
     assert (grads[0][:, :, :, :23] == 0).all()
 
 
-FORMS = {
-    "grouped": {"h": 4, "hk": 2},
-    "shared keys": {"maps": 1, "v": 32},
-    "shared keys, grouped": {"h": 4, "hk": 2, "maps": 1, "v": 32},
-    "lam a head": {"lam": (2, 1, 1)},
-    "lam a token": {"lam": (1, 2, 33, 1)},
-    "a cache": {"n": 70},
-    "odd sizes": {"d": 24, "v": 40},
-    "two samples": {"b": 2},
-    "one query": {"m": 1, "n": 300},
-    "more queries than keys": {"m": 150, "n": 40},
-    "wide heads, grouped": {"h": 4, "hk": 2, "m": 300, "d": 128, "v": 256},
-}
-
-
 @pytest.mark.parametrize(("backend", "device", "dtype"), ON_GPU)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_forward_and_backward(backend, device, dtype, form):
-    inputs = tensors(device, dtype, **{"m": 33} | FORMS[form])
-    padding = torch.rand(inputs[0].shape[0], 1, 1, inputs[1].shape[3], device=device) > 0.3
+@pytest.mark.parametrize("problem", [name for name in PROBLEMS if name != "no keys"])
+def test_every_problem_forward_and_backward(backend, device, dtype, problem):
+    """Those of test_attention.py, with heads of a size that kernels take."""
+    q, k, v, lam = tensors_of(**{"d": 32, "v": 64} | PROBLEMS[problem], dtype=dtype, device=device)
+    inputs = [q, k, v, lam.detach().float().requires_grad_()]
+    padding = torch.rand(q.shape[0], 1, 1, k.shape[3], device=device) > 0.3
     for causal, mask in itertools.product((False, True), (None, padding)):
         out = attend(backend, *inputs, causal=causal, mask=mask)
         true, true_grads = exact(inputs, causal, mask)

@@ -59,25 +59,11 @@ def test_ends_of_documents():
     assert ops.document_ends(NUMBERS).dtype == torch.int32
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize(("keys", "value_dim"), [(2, 16), (1, 8), (2, 5)])
 @pytest.mark.parametrize("lam", [(1,), (1, 4, 1, 1), (2, 4, 9, 1)])
-def test_the_operation_equals_the_mask(stand_in, causal, keys, value_dim, lam):
-    shapes = [(2, 4, 2, 9, 8), (2, 2, keys, 9, 8), (2, 2, 9, value_dim), lam]
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
-    outs = [ops.diff_attention(*leaves, mask=mask, causal=causal) for mask in (documents, documents.mask())]
-    assert len(stand_in) == keys
-    grad = torch.randn_like(outs[0])
-    for got, expected in zip(*((out, *torch.autograd.grad(out, leaves, grad)) for out in outs), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("keys", "value_dim"), [(2, 16), (1, 8), (2, 5)])
-@pytest.mark.parametrize("scale", [None, -0.3])
-def test_with_dropout_the_operation_equals_the_mask(stand_in, monkeypatch, causal, keys, value_dim, scale):
-    """The stand-in draws no dropout: what is compared is all but that."""
+def test_the_operation_equals_the_mask(stand_in, monkeypatch, keys, value_dim, lam, dropout):
+    """With dropout by torch's operator, whose stand-in draws none: what is compared is all but that."""
 
     def operator(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale):
         assert (dropout, return_debug_mask) == (0.25, False)
@@ -86,19 +72,20 @@ def test_with_dropout_the_operation_equals_the_mask(stand_in, monkeypatch, causa
         return (of_each(q, k, v, cu_q, cu_k, scale=scale, window_size=(-1, 0) if is_causal else (-1, -1)),)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    shapes = [(2, 4, 2, 9, 12), (2, 2, keys, 9, 12), (2, 2, 9, value_dim), (2, 4, 9, 1)]
+    shapes = [(2, 4, 2, 9, 12), (2, 2, keys, 9, 12), (2, 2, 9, value_dim), lam]
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     documents = ops.Documents(NUMBERS, ops.document_ends(NUMBERS))
-    settings = {"causal": causal, "scale": scale}
-    outs = [ops.diff_attention(*leaves, mask=documents, dropout=0.25, **settings)]
-    outs.append(ops.diff_attention(*leaves, mask=documents.mask(), **settings))
-    grad = torch.randn_like(outs[0])
-    for got, expected in zip(*((out, *torch.autograd.grad(out, leaves, grad)) for out in outs), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     q, k, v = leaves[0][:, :, 0], leaves[1][:, :, 0], leaves[2]
-    out = ops.softmax_attention(q, k, v, causal=causal, mask=documents, dropout=0.25)
-    torch.testing.assert_close(out, ops.softmax_attention(q, k, v, causal=causal, mask=documents.mask()))
-    assert not stand_in
+    for causal, scale in ((False, None), (True, None), (True, -0.3)):
+        stand_in.clear()
+        outs = [ops.diff_attention(*leaves, mask=documents, dropout=dropout, causal=causal, scale=scale)]
+        outs.append(ops.diff_attention(*leaves, mask=documents.mask(), causal=causal, scale=scale))
+        assert len(stand_in) == (0 if dropout else keys)
+        grad = torch.randn_like(outs[0])
+        for got, expected in zip(*((out, *torch.autograd.grad(out, leaves, grad)) for out in outs), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        out = ops.softmax_attention(q, k, v, causal=causal, mask=documents, dropout=dropout)
+        torch.testing.assert_close(out, ops.softmax_attention(q, k, v, causal=causal, mask=documents.mask()))
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -231,22 +218,6 @@ def test_flex_equals_the_mask_by_the_formula(monkeypatch, packing, keys, value_d
     out = flex.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=causal, documents=documents)
     expected = ops.softmax_attention(q[:, :, 0], k[:, :, 0], v, causal=causal, mask=documents.mask())
     torch.testing.assert_close(out, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="FlexAttention needs AVX512 on a CPU"
-)
-@pytest.mark.parametrize("keys", [1, 2])
-def test_flex_by_name_equals_the_mask(keys):
-    for packing in ("of one token, odd length", "longer than blocks"):
-        documents = PACKINGS[packing]
-        length = documents.numbers.shape[1]
-        shapes = [(2, 4, 2, length, 16), (2, 2, keys, length, 16), (2, 2, length, 32)]
-        q, k, v = (torch.randn(shape) for shape in shapes)
-        out = ops.diff_attention(q, k, v, 0.5, mask=documents, causal=True, backend="flex")
-        expected = ops.diff_attention(q, k, v, 0.5, mask=documents.mask(), causal=True, backend="eager")
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_share_the_blocks_of_a_batch():

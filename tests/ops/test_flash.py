@@ -223,15 +223,6 @@ def all_installed(packages):
     return packages
 
 
-@pytest.mark.parametrize("package", flash.PACKAGES, ids=lambda package: package.name)
-def test_each_alone(package, packages):
-    packages("flash_attn_config.py", CONFIG % False)
-    path = package.module.replace(".", "/")
-    packages(f"{path}.py" if package.module == "flash_attn_interface" else f"{path}/__init__.py", FUNCTIONS)
-    [found] = flash.find_libraries()
-    assert (found.package, found.attend()) == (package, package.module)
-
-
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
@@ -255,28 +246,3 @@ def test_a_flash_attention_3_that_lacks_what_is_used_is_none(packages, reason):
     if "DISABLE" in reason:
         packages("flash_attn_config.py", CONFIG % True)
     assert reason in flash.find_libraries()
-
-
-TRACEABLE = """
-import torch
-
-def flash_attn_func(q, k, v, softmax_scale, causal):
-    weights = (torch.einsum("bmhd,bnhd->bhmn", q, k) * softmax_scale).softmax(-1)
-    return torch.einsum("bhmn,bnhd->bmhd", weights, v)
-
-flash_attn_varlen_func = flash_attn_func
-"""
-
-
-@pytest.mark.slow
-def test_a_compiled_graph_finds_it_and_stays_whole(packages):
-    packages("flash_attn/__init__.py", TRACEABLE)
-    inputs = tensors(dtype=torch.float32)
-
-    def call(*inputs):
-        assert flash.limit(PROBLEM) is None
-        return flash.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
-
-    out = torch.compile(call, backend="aot_eager", fullgraph=True)(*inputs)
-    expected = reference.diff_attention(*inputs, causal=False, mask=None, scale=None, dropout=0.0)
-    torch.testing.assert_close(out, expected)

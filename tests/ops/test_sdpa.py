@@ -159,13 +159,6 @@ def test_a_graph_leaves_kernels_disabled_that_its_caller_disabled():
     assert kernels[1] == {"EFFICIENT_ATTENTION", "CUDNN_ATTENTION"}  # cuDNN's for what follows
 
 
-@pytest.mark.parametrize("size", [192, 256, 264])
-def test_heads_too_wide_for_the_flash_kernel_are_repeated_in_older_releases(calls, monkeypatch, size):
-    monkeypatch.setattr(sdpa, "_VERSION", (2, 14))
-    softmax_attention(heads(4, 9, size), heads(2, 9, size), heads(2, 9, size))
-    assert calls[0][1][1] == (4 if size == 264 else 2)
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_graph_of_any_number_of_heads(count):
     q, k = torch.randn(1, 4, 2, 9, 8), torch.randn(1, count, 2, 9, 8)

@@ -77,17 +77,6 @@ def test_every_mode_of_generation_gives_our_tokens(mode, ours, theirs):
     assert out[:, 12:].tolist() == generate(ours, tokens, max_new_tokens=16)
 
 
-def test_padded_rows_give_the_tokens_of_each_alone(ours, theirs):
-    short, long = torch.randint(97, (1, 7)), torch.randint(97, (1, 12))
-    both = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1), long])
-    mask = torch.ones_like(both)
-    mask[0, :5] = 0
-    out = theirs.generate(
-        both, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert out[:, 12:].tolist() == [generate(ours, row, max_new_tokens=10)[0] for row in (short, long)]
-
-
 def test_a_row_of_several_documents_is_each_of_them(ours, theirs):
     """Positions that begin anew are another document: what packed training and varlen kernels pass."""
     first, second = torch.randint(97, (1, 9)), torch.randint(97, (1, 14))
@@ -117,13 +106,6 @@ model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=
 print(type(model).__name__, model(torch.arange(5)[None]).logits.shape)"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "DiffLlamaV2ForCausalLM torch.Size([1, 5, 97])"
-
-
-def test_an_exported_folder_opens_as_ours_again(folder, ours):
-    model = open_model(folder)
-    assert (model.library, model.module.config) == ("language", ours.config)
-    for name, weight in ours.state_dict().items():
-        assert torch.equal(model.module.state_dict()[name], weight), name
 
 
 def test_half_precision_and_the_chat_template_come_along(ours, tmp_path):

@@ -157,10 +157,6 @@ def _end(folder):
     return transformers.AutoTokenizer.from_pretrained(folder).eos_token
 
 
-def _end(folder):
-    return transformers.AutoTokenizer.from_pretrained(folder).eos_token
-
-
 def test_export_finds_the_end_of_a_document(tmp_path, make_model):
     """The one that tokenizer_config.json names, else the first of the names that our own tokenizers look for."""
     model = make_model("diff-debug")
