@@ -7,7 +7,6 @@ from diffvision.ops.attention import (
     diff_attention,
     document_ends,
     softmax_attention,
-    supported_backends,
 )
 from diffvision.ops.norm import rms_norm
 from diffvision.ops.rotary import apply_rotary, rotary_tables
@@ -22,5 +21,4 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "softmax_attention",
-    "supported_backends",
 ]

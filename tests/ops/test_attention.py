@@ -11,8 +11,9 @@ from oracle import PROBLEMS, masks, tensors
 from stand_ins import RELEASES, StandIn, plain_flex
 from torch.autograd import gradcheck
 
-from diffvision.ops import attention_backend, attention_maps, diff_attention, supported_backends
+from diffvision.ops import attention_backend, attention_maps, diff_attention
 from diffvision.ops.attention import BACKENDS, Problem, flash, flex
+from diffvision.ops.attention.choice import choose
 
 # The backends that compute in float64 anywhere; tests/ops/test_battery.py runs over every one.
 NAMES = ["eager", "blocked", "sdpa"]
@@ -87,12 +88,11 @@ def test_every_backend_on_every_problem(backend, problem, monkeypatch):
         assert len(made.calls) == 2 * calls * (2 if is_cut else 1)
 
 
-def test_one_query_on_a_cpu_is_for_single_alone():
-    problem = Problem(batch=1, heads=4, kv_heads=4, queries=1, keys=500, head_dim=16, value_dim=32)
-    assert supported_backends(problem)["single"].startswith("chosen")
-    assert supported_backends(problem._replace(queries=2))["single"] == "cannot: it takes one query per head, not 2"
+def test_single_takes_one_query():
     with pytest.raises(ValueError, match="'single' cannot take this call"):
         diff_attention(*tensors(m=1), dropout=0.1, backend="single")
+    with pytest.raises(ValueError, match="one query per head, not 2"):
+        diff_attention(*tensors(m=2), backend="single")
     for dtype in (torch.bfloat16, torch.float16):  # rounded once
         q, k, v, lam = tensors(m=1, n=40, hk=2, dtype=dtype)
         out, exact = diff_attention(q, k, v, lam, backend="single"), by_the_formula(q, k, v, lam)
@@ -161,25 +161,18 @@ def test_sdpa_never_takes_the_math_path_on_a_cpu_without_dropout():
     assert not any("attention_math" in name for name in names)
 
 
-def test_auto_is_what_supported_backends_says():
-    short = Problem(2, 4, 4, 33, 33, 16, 32)
-    chosen = {
+def test_what_auto_takes():
+    short, cuda = Problem(2, 4, 4, 33, 33, 16, 32), {"device": "cuda", "dtype": torch.bfloat16}
+    long = short._replace(queries=4096, keys=4096)
+    for name, problem in {
         "eager": short,
-        "blocked": short._replace(queries=4096, keys=4096),
-        "sdpa": short._replace(device="cuda", dtype=torch.bfloat16),
-    }
-    for name, problem in chosen.items():
-        report = supported_backends(problem)
-        assert next(iter(report)) == name
-        assert set(report) == set(BACKENDS)
-        assert report[name].startswith("chosen: ")
-        assert all(
-            reason.startswith(("passed over: ", "cannot: ")) for other, reason in report.items() if other != name
-        )
-    assert supported_backends(short)["flash"].startswith("cannot: ")
-    dropped = supported_backends(short._replace(queries=4096, keys=4096, dropout=0.1))
-    assert next(iter(dropped)) == "sdpa"
-    assert dropped["blocked"] == "cannot: it draws no dropout, got 0.1"
+        "blocked": long,
+        "sdpa": long._replace(dropout=0.1),
+        "single": long._replace(queries=1),
+    }.items():
+        assert choose("auto", problem)[0] == name
+        assert choose("auto", problem._replace(**cuda))[0] == "sdpa"
+        assert BACKENDS[name].limit(problem) is None
 
 
 def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():

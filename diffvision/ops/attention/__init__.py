@@ -4,7 +4,7 @@ Backends do not import each other; layers with parameters are in `diffvision.nn`
 """
 
 from diffvision.ops.attention.api import diff_attention, softmax_attention
-from diffvision.ops.attention.choice import BACKENDS, attention_backend, supported_backends
+from diffvision.ops.attention.choice import BACKENDS, attention_backend
 from diffvision.ops.attention.document_masks import Documents, document_ends
 from diffvision.ops.attention.problem import Problem
 from diffvision.ops.attention.reference import attention_maps
@@ -18,5 +18,4 @@ __all__ = [
     "diff_attention",
     "document_ends",
     "softmax_attention",
-    "supported_backends",
 ]

@@ -44,7 +44,7 @@ def diff_attention(
         dropout: probability, drawn for each map separately (pass 0 in evaluation). In `eager` and `sdpa`, and of
             documents in `varlen`.
         backend: a name of `BACKENDS`, which never falls back to another, or "auto", which chooses by shape, dtype and
-            device (see `supported_backends`).
+            device (`diffvision doctor` prints the choice for common shapes).
 
     Returns:
         [B, H, M, V] in q's dtype. The difference's rows sum to 1 - lam and may be negative; a row that may not attend

@@ -100,21 +100,6 @@ def rule(device: str, queries: int, keys: int, dropout: float) -> tuple[str, str
     return "blocked", f"on a CPU it is the fastest above {EAGER_MAX_KEYS_CPU} keys"
 
 
-def supported_backends(problem: Problem) -> dict[str, str]:
-    """Return the backend that "auto" would choose for a problem, and why the others were passed over.
-
-    Returns:
-        backend name -> a sentence that starts with "chosen", "passed over" or "cannot"; the chosen one comes first.
-    """
-    chosen, why = choose("auto", problem)
-    reasons = {chosen: f"chosen: {why}"}
-    for name, module in BACKENDS.items():
-        if name != chosen:
-            reason = module.limit(problem)
-            reasons[name] = f"passed over: {chosen} was chosen, {why}" if reason is None else f"cannot: {reason}"
-    return reasons
-
-
 def takes_blocks(backend: str, problem: Problem) -> bool:
     """Return whether `flex` computes rows of documents that no kernel for packed sequences takes."""
     name = preferred if backend == "auto" else backend

@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 class Problem(NamedTuple):
-    """One call of `diff_attention`, described by everything but its values.
-
-    To see which backend is chosen for a shape, without tensors, pass one to `supported_backends`.
-    """
+    """One call of `diff_attention`, described by everything but its values."""
 
     batch: int
     heads: int  # differential heads
