@@ -93,8 +93,8 @@ def adapt_to_folder(
     """Make a pretrained model differential, and write it as a folder to train on from, once outputs are compared.
 
     Args:
-        model: NAME.TAG of timm's or OpenCLIP's, or NAME with `checkpoint`, a folder, a .ckpt of a
-            training run, or a model on the Hugging Face Hub (hf:ID); of text: ours, or transformers' Llama.
+        model: NAME.TAG of timm's or OpenCLIP's, or NAME with `checkpoint`, a folder, a .ckpt of a training run, or a
+            model on the Hugging Face Hub (hf-hub:ID); of text: ours, or transformers' Llama (a folder, or hf:ID).
         destination: the folder to write; it must not exist yet.
         method: v2 or dex, which compute the same at first; v1, which does not.
         checkpoint: if model is a name without a tag: a file of weights.
