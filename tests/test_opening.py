@@ -69,6 +69,10 @@ LAYOUTS = {
         lambda state: lightning_checkpoint(prefixed(state, "model.")) | {"current_model_state": {}},
         True,
     ),
+    "model.pth": (
+        lambda state: {"arch": "x", "state_dict": dict.fromkeys(state, state["logit_scale"]), "state_dict_ema": state},
+        True,
+    ),
     "last.pth.tar": (lambda state: {"state_dict": state, "args": argparse.Namespace(lr=1, betas=[0.9, 0.98])}, False),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffvision.data.images.caption_tokenizer import text_only
 from diffvision.models.architecture import check
-from diffvision.models.checkpoint import Checkpoint, allow_plain_classes, read_checkpoint
+from diffvision.models.checkpoint import Checkpoint, allow_plain_classes, holds_average, read_checkpoint
 from diffvision.models.hub import HUB
 from diffvision.models.weight_files import FOLDER, is_unreadable, tensors_only
 from diffvision.opening.model import Model
@@ -61,8 +61,8 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
     weights = None if path is None or path.suffix in (".npz", ".npy") else read_weights(path, name)
     if weights is not None:
         preprocess = {**_recorded_preprocess(weights), **preprocess}
-    # OpenCLIP does not know our layouts, and ignores a checkpoint that is passed with a folder.
-    ours = weights is not None and (weights.lightning or weights.about)
+    # OpenCLIP does not know our layouts or averages, and ignores a checkpoint that is passed with a folder.
+    ours = weights is not None and path is not None and (weights.lightning or weights.about or holds_average(path))
     state = weights.state if weights is not None and (ours or name.startswith((FOLDER, HUB))) else None
     config = open_clip.get_model_config(name)
     # SigLIP's bias is set by a run, not by its configuration.
