@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diffvision.data.shards.report import BadDataError, Limits, Report
     from diffvision.data.shards.storage import ShardSet
     from diffvision.data.shards.writer import write_manifest
-    from diffvision.data.text.module import TextData
+    from diffvision.data.text.text_data import TextData
     from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
     from diffvision.data.text.tokens import TokenSequence, TokenWindows
 
@@ -72,7 +72,7 @@ _NAMES = {
     "shards.report": "BadDataError Limits Report",
     "shards.storage": "ShardSet",
     "shards.writer": "write_manifest",
-    "text.module": "TextData",
+    "text.text_data": "TextData",
     "text.tokenizers": "Tokenizer load_tokenizer train_tokenizer",
     "text.tokens": "TokenSequence TokenWindows",
 }

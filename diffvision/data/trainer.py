@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.report import Limits
 from diffvision.data.shards.sample import SampleKind, SampleSource
-from diffvision.data.shards.workers import STALL_TIMEOUT
+from diffvision.data.shards.worker_batches import STALL_TIMEOUT
 
 
 class LoaderData(pl.LightningDataModule):

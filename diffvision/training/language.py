@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffvision import ops
 from diffvision.data.batches import TokenBatch
-from diffvision.data.text.module import TextData
+from diffvision.data.text.text_data import TextData
 from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import KEY, architecture, check

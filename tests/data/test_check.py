@@ -189,12 +189,6 @@ def test_json_alone_is_read_by_training_and_check_without_a_setting(tmp_path):
     assert account(tmp_path) == (4, {})
 
 
-def test_members_that_are_not_read_are_no_documents(tmp_path):
-    tar(tmp_path / "0.tar", ("0", {"txt": b"a"}))
-    tar(tmp_path / "1.tar", ("1", {"txt": b"a", "md5": b"x"}))
-    assert [(result.good, result.ok) for result in check_shards(tmp_path, 0)] == [(1, True)] * 2
-
-
 def test_keys_with_dots_are_refused(tmp_path, capsys):
     """64 images were one sample, and good."""
     tar(tmp_path / "0.tar", *[(f"photo.{n:04}", {"jpg": IMAGE, "txt": b"a"}) for n in range(64)])

@@ -22,14 +22,10 @@ NESTED = {"question": "a", "meta": {"b": 1}}
     [
         ("a.jsonl", lines(), [(1, ROWS[0]), (3, ROWS[1])]),
         ("a.txt", lines(), [(1, ROWS[0]), (3, ROWS[1])]),
-        ("lines.json", lines(), [(1, ROWS[0]), (3, ROWS[1])]),
-        ("A.JSON", json.dumps(ROWS).encode(), LISTED),
         ("marked.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode(), LISTED),
         ("one.json", json.dumps(ROWS[0]).encode(), [(1, ROWS[0])]),
         ("keys.json", json.dumps({"q1": ROWS[0], "q2": ROWS[1]}).encode(), [("q1", ROWS[0]), ("q2", ROWS[1])]),
         ("nested.json", json.dumps(NESTED).encode(), [(1, NESTED)]),
-        ("none.json", b"[]", []),
-        ("listed.txt", json.dumps(ROWS, indent=1).encode(), LISTED),
     ],
 )
 def test_rows_of_each_form(name, data, expected, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.writer import write_tar
-from diffvision.data.splits import by_split, named_splits
+from diffvision.data.splits import by_split
 
 LAYOUTS = [
     ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
@@ -44,16 +44,6 @@ def test_splits_are_those_of_datasets(files, tmp_path):
 def test_what_is_ambiguous_is_refused(files, named):
     with pytest.raises(ValueError, match=named):
         by_split(files, "x")
-
-
-def test_named_splits():
-    assert list(named_splits(["unlabelled", "dev", "Train"], "x").items()) == [
-        ("train", "Train"),
-        ("validation", "dev"),
-        ("unlabelled", "unlabelled"),
-    ]
-    with pytest.raises(ValueError, match="val and valid"):
-        named_splits(["val", "valid"], "x")
 
 
 def test_shards_of_several_splits_in_one_folder(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import webdataset as wds
 
-import diffvision
 from diffvision.data import ImageLabelData, ImageTextData, ShardSet
 from diffvision.data.images.decode import decode_image
 from diffvision.data.images.folders import find_folders
@@ -15,7 +14,7 @@ from diffvision.data.images.image_sources import is_image_source
 from diffvision.data.make import make
 from diffvision.data.shards.loader import EvaluationLoader
 from diffvision.data.shards.report import Limits
-from diffvision.training import ClassificationModule, ContrastiveModule
+from diffvision.training import ContrastiveModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*does not have many workers")
 
@@ -83,15 +82,6 @@ def test_what_cannot_be_used_is_left_out_with_a_warning(corpus, tmp_path):
     assert batch["label"].tolist() == [number % 10 for number in range(20) if number != 3]
 
 
-def test_a_caption_in_json_that_was_not_decoded_is_an_error(corpus):
-    sample = {"png": torch.zeros(3, 2, 2), "json": b'{"caption": "a"}'}
-    data = ImageTextData(
-        wds.DataPipeline([[sample]]), 1, num_workers=0, tokenizer=corpus.tokenize, caption_key="json:caption"
-    )
-    with pytest.warns(UserWarning, match="own order"), pytest.raises(TypeError, match="bytes, not text"):
-        list(data.train_dataloader())
-
-
 @pytest.mark.parametrize("sample", [(torch.zeros(4, 3, 2, 2), ["a"] * 4), {"png": torch.zeros(3, 2, 2)}, "text"])
 def test_what_is_no_sample_is_an_error(corpus, sample):
     data = ImageTextData(wds.DataPipeline([[sample]]), 1, num_workers=0, tokenizer=corpus.tokenize)
@@ -124,11 +114,6 @@ def test_a_users_pipeline_trains_a_clip_model(tars, tmp_path, of):
     samples = pipeline(tars).decode("pil").to_tuple("png", "txt").map_tuple(module.transform, str)
     source = samples if of == "samples" else wds.WebLoader(samples.batched(8), batch_size=None)
     assert trained(module, ImageTextData(source, 8, num_workers=0), tmp_path)
-
-
-def test_a_users_pipeline_trains_a_classifier(tars, tmp_path):
-    module = ClassificationModule("diff_vit_debug", num_classes=10)
-    assert trained(module, ImageLabelData(pipeline(tars), 8, num_workers=0), tmp_path)
 
 
 def write_shards(folder, numbers, corpus, **members):
@@ -211,13 +196,6 @@ def test_samples_of_one_image_are_one_image_in_retrieval(corpus, tmp_path, membe
     assert [one for batch in batches for one in batch["captions"]] == expected
     assert batches.report.skipped.total() == 2
     assert [corpus.numbers(batch["image"]) for batch in batches] == [[0, 1, 2]]
-
-
-def test_evaluate_says_which_shards_it_reads(corpus, tmp_path, capsys):
-    write_shards(tmp_path / "train", range(3), corpus, txt=lambda n: f"sample {n}")
-    write_shards(tmp_path / "val", range(7), corpus, txt=lambda n: f"sample {n}")
-    diffvision.evaluate("CLIP-nano.digits", str(tmp_path), num_workers=0)
-    assert f"evaluating on {tmp_path}, split validation: 7 images\n" in capsys.readouterr().out
 
 
 def test_shards_beside_images_or_too_deep(corpus, tmp_path):

@@ -31,7 +31,7 @@ from diffvision.data.images.image_data import ImageLabelData, ImageTextData
 from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
 from diffvision.data.text.chat import TEMPLATES, Chat
 from diffvision.data.text.documents import JsonLines, RowMember
-from diffvision.data.text.module import TextData
+from diffvision.data.text.text_data import TextData
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput

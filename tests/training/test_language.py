@@ -13,7 +13,7 @@ from training_fits import Gradients, same
 
 from diffvision.data.text.chat import CHATML, Chat
 from diffvision.data.text.documents import JsonLines, RowMember
-from diffvision.data.text.module import TextData
+from diffvision.data.text.text_data import TextData
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import Tokenizer, train_tokenizer
 from diffvision.evaluation.language.generations import continued

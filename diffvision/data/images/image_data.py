@@ -41,7 +41,7 @@ from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import SampleSource
 from diffvision.data.shards.sources import find_shards, split_shards
 from diffvision.data.shards.storage import ShardSet
-from diffvision.data.shards.workers import STALL_TIMEOUT
+from diffvision.data.shards.worker_batches import STALL_TIMEOUT
 from diffvision.data.trainer import LoaderData
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
 from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.workers import LONGEST_STALL, STALL_TIMEOUT, read_batches
+from diffvision.data.shards.worker_batches import LONGEST_STALL, STALL_TIMEOUT, read_batches
 
 _PREPARING_THREADS = 2
 

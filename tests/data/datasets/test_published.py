@@ -94,14 +94,6 @@ def test_mmvp_rows_that_are_no_pair_are_refused(tmp_path, row, message):
         make_mmvp(tmp_path / "mmvp", source)
 
 
-def test_mmvp_does_not_take_the_flat_images_of_the_other_set(tmp_path):
-    source = mmvp(tmp_path / "source")
-    for number in range(1, 19):
-        picture(tmp_path / f"MMVP Images/{number}.jpg", 99)
-    with pytest.raises(ValueError, match=r"18 of 18 images .* first"):
-        make_mmvp(tmp_path / "mmvp", source, tmp_path / "MMVP Images")
-
-
 # ---- SugarCrepe ----------------------------------------------------------------------------------------------------
 
 
@@ -183,25 +175,6 @@ def test_winoground_is_pairs_by_their_tag(tmp_path):
             "json": {"kind": "Object", "tag": "Noun"},
         }
     ]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"image_0": {"bytes": None, "path": None}}, "an image in the table"),
-        ({"caption_1": None}, "caption_1 in row 1 .*parquet must be a str"),
-        ({}, "parquet cannot be read"),
-    ],
-)
-def test_winoground_tables_that_are_damaged(tmp_path, changed, message):
-    cell = {"bytes": picture(tmp_path / "a.png"), "path": None}
-    rows = pyarrow.Table.from_pylist([{"image_0": cell, "image_1": cell, **CAPTIONS, **TAGS} | changed])
-    table = tmp_path / "test-00000-of-00001.parquet"
-    parquet.write_table(rows, table)
-    if not changed:
-        table.write_bytes(table.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=message):
-        make_winoground(tmp_path / "made", tmp_path)
 
 
 # ---- POPE ----------------------------------------------------------------------------------------------------------

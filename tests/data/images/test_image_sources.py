@@ -161,13 +161,11 @@ REFUSED = {
     # files, the source among them ("." for their folder), what the message has
     "no folder": ({}, "none", "there is no"),
     "empty folder": ({"notes.md": "x"}, ".", "no images in"),
-    "no class": ({**CLASSES, "loose.png": None}, ".", "loose.png"),
     "a link to nothing": (CLASSES, ".", "fox links to"),
     "class without images": ({**CLASSES, "fox/notes.md": "x"}, ".", "fox"),
     "annotations of COCO": ({"train2017/1.png": None, "annotations/captions.json": "{}"}, ".", "captions.json"),
     "table of something else": ({**CLASSES, "prices.csv": "a,b\n"}, ".", "prices.csv"),
     "a split and others": (["train/cat/1.png", "test/cat/2.png", "more/cat/3.png"], ".", "pets"),
-    "one split and another": (["train/cat/1.png", "more/cat/3.png"], ".", "train"),
     "splits too deep": (["data/train/cat/1.png", "data/test/cat/2.png"], ".", "test and train"),
     "splits below classes": (["cat/train/1.png", "cat/test/2.png"], ".", "test and train"),
     "two of one split": (["val/cat/1.png", "valid/cat/2.png"], ".", "two validation splits"),
@@ -181,17 +179,12 @@ REFUSED = {
     "folders twice": (["training_set/training_set/cat/1.png", "test_set/test_set/cat/2.png"], ".", "train"),
     "empty table": ({"t.csv": ""}, "t.csv", "t.csv"),
     "no rows": ({"t.csv": "image,caption\n"}, "t.csv", "has no rows"),
-    "semicolons": ({"t.csv": "image;caption\n1.png;a\n"}, "t.csv", "image;caption"),
-    "no header": ({"t.csv": "1.png,a\n"}, "t.csv", "image"),
     "no caption": ({"t.csv": "image,size\n1.png,3\n"}, "t.csv", "caption"),
     "too many cells": ({"t.csv": "file,caption\n1.png,a cat, asleep\n"}, "t.csv", "line 2"),
-    "too many cells, tabs": ({"t.tsv": "file\tcaption\n1.png\ta\tb\n"}, "t.tsv", "line 2"),
     "two captions": ({"t.csv": "file,caption,caption\n1.png,a,b\n"}, "t.csv", "'caption'"),
-    "two usual names": ({"t.csv": "file,Text,text \n1.png,a,b\n"}, "t.csv", "'Text'"),
     "a quote that never ends": ({"t.csv": 'file,caption\n1.png,a\n2.png,"b\n3.png,c\n'}, "t.csv", "after line 2"),
     "a quote in a cell": ({"t.csv": 'file,caption\n1.png,"a" dog\n'}, "t.csv", "written twice"),
     "URLs": ({"t.tsv": "url\tcaption\nhttp://a.b/2.jpg\ta dog\n"}, "t.tsv", "img2dataset"),
-    "URLs without names": ({"t.tsv": "a cat\thttps://a.b/1.jpg\nhttp://a.b/2.jpg\ta dog\n"}, "t.tsv", "img2dataset"),
     "Latin-1": ({"t.tsv": b"file\tcaption\n1.png\tcaf\xe9\n"}, "t.tsv", "line 2"),
     "outside": (
         {"t.csv": "file,caption\n1.png,a\n../secret.png,b\n"},
@@ -201,13 +194,10 @@ REFUSED = {
     "absolute": ({"t.csv": "file,caption\n/etc/passwd,b\n"}, "t.csv", "line 2: '/etc/passwd' is not a path"),
     "a link": ({"t.csv": "file,caption\nlink.png,b\n"}, "t.csv", "line 2: 'link.png' is not a path"),
     "several images": ({"t.jsonl": f'{{"file": {SEVERAL}, "caption": "a"}}\n'}, "t.jsonl", "must be one path"),
-    "several images as text": ({"t.tsv": f"file\tcaption\n{SEVERAL}\ta\n"}, "t.tsv", "must be one path"),
     "no path": ({"t.jsonl": '{"file": true, "caption": "a"}\n'}, "t.jsonl", "line 1: True is not a path"),
     "cut line": ({"t.jsonl": JSON_ROW + "}\n" + JSON_ROW}, "t.jsonl", "line 2"),
     "a name twice": ({"t.jsonl": JSON_ROW + ', "caption": "b"}\n'}, "t.jsonl", "two values of 'caption'"),
-    "no object": ({"t.jsonl": "[1]\n"}, "t.jsonl", "line 1"),
     "a list of Karpathy's": ({"c.json": '{"images": [5]}'}, "c.json", "is neither"),
-    "no list of Karpathy's": ({"c.json": '{"images": "x"}'}, "c.json", "is neither"),
     "no split of Karpathy's": (
         {"c.json": '{"images": [{"filename": "0.png", "split": null, "sentences": [{"raw": "a"}]}]}'},
         "c.json",
@@ -391,23 +381,6 @@ def test_splits_of_parquet_as_on_the_hub(tmp_path):
     data = ImageLabelData(str(tmp_path / "hub"), 2, str(tmp_path / "hub"), num_workers=0, num_classes=3)
     data.setup("fit")
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (2, 1)
-
-
-def test_classes_that_parquet_numbers_stay_and_one_split_is_opened(captioned, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    names = ["zebra", "ant"]
-    features = datasets.Features({"file": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
-    for split, labels in (("train", [0, 1, 0]), ("test", [0])):
-        rows = {"file": [f"{n}.png" for n in range(len(labels))], "label": labels}
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(captioned / f"{split}.parquet"))
-    opened, load = [], datasets.Dataset.from_parquet
-    monkeypatch.setattr(
-        datasets.Dataset, "from_parquet", lambda files, **kw: (opened.extend(files), load(files, **kw))[1]
-    )
-    for split, labels in (("train", [0, 1, 0]), ("test", [0])):
-        images = find_images(captioned, split)
-        assert (images.labels.tolist(), images.classnames) == (labels, ("zebra", "ant"))
-    assert opened == [str(captioned / "train.parquet"), str(captioned / "test.parquet")]
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "mixed"])
@@ -596,25 +569,6 @@ def test_rows_of_an_image_are_one_image(captioned, tmp_path, ending):
     shards = ShardSet(tmp_path / "shards")
     packed = [shards.members((0, row)) for row in range(int(shards.counts.sum()))]
     assert [CaptionMember("json:caption").read(members) for members in packed] == list(expected.values())
-
-
-def test_an_image_that_coco_has_twice_is_one_image(captioned):
-    images = [{"id": n, "file_name": f"{n % 2}.png"} for n in range(4)]
-    annotations = [{"image_id": n, "caption": f"caption {n}"} for n in range(4)]
-    (captioned / "c.json").write_text(json.dumps({"images": images, "annotations": annotations}))
-    both = {0: ["caption 0", "caption 2"], 1: ["caption 1", "caption 3"]}
-    assert captions_evaluated(find_folders(captioned / "c.json")[0]) == (both, 2)
-    images = [{"filename": f"{n % 2}.png", "split": "test", "sentences": [{"raw": f"caption {n}"}]} for n in range(4)]
-    (captioned / "c.json").write_text(json.dumps({"images": images}))
-    assert captions_evaluated(find_folders(captioned / "c.json")[0]) == (both, 2)
-
-
-@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl"])
-def test_a_table_is_read_line_by_line(captioned, form, monkeypatch):
-    rows = [{"file": f"{n}.png", "caption": f"caption {n}"} for n in range(3)]
-    table = write_rows(captioned, rows, form)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
-    assert len(find_images(table)) == 3
 
 
 def test_a_row_without_a_caption_is_counted_and_its_image_keeps_the_others(captioned):

@@ -9,8 +9,8 @@ from diffvision.data import ShardLoader, ShardSet
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.chat import TEMPLATES, Chat
 from diffvision.data.text.documents import JsonLines, RowMember
-from diffvision.data.text.module import TextData
 from diffvision.data.text.packing import PackedSequence, PackedWindows, best_fit_decreasing
+from diffvision.data.text.text_data import TextData
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.files import sha256

@@ -7,7 +7,7 @@ import pytest
 
 from diffvision.data import BadDataError, ShardSet
 from diffvision.data.shards.writer import write_shards
-from diffvision.data.text.module import TextData
+from diffvision.data.text.text_data import TextData
 from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.files import user_cache
@@ -79,15 +79,6 @@ def test_validation_sees_each_sequence_once(places, world_size):
     sizes = [len(batch["tokens"]) for batch in read(data_of(places, "tokens", eval_batch_size=10).val_dataloader())]
     assert set(sizes[:-1]) == {10}
     assert 0 < sizes[-1] <= 10
-
-
-def test_ranks_and_epoch_come_from_the_trainer(places):
-    data = data_of(places, "tokens")
-    alone = read(data.train_dataloader())
-    data.trainer = SimpleNamespace(global_rank=1, world_size=2, current_epoch=0)
-    assert read(data.train_dataloader()) == [{"tokens": batch["tokens"][2:]} for batch in alone]
-    data.trainer.current_epoch = 2
-    assert data.train_dataloader().epoch == 2
 
 
 @pytest.mark.parametrize("source", ["text", "tokens"])
