@@ -30,7 +30,7 @@ def test_an_unfinished_dataset_is_made_again(tmp_path, monkeypatch):
     assert len(made) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_are_trained_once_in_processes_that_print_little(tmp_path, capfd):
     """What `fit` prints is in the log; a run that cannot be trained says why; then the report of two runs."""
     digits.make_digits(tmp_path / "digits", copies=1)

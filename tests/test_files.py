@@ -30,7 +30,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (target.read_bytes(), link.read_bytes(), link.is_symlink()) == (b"of somebody else", b"new", False)
 
 
-def test_locks_exclude(tmp_path):
+def test_a_lock_excludes_others_until_it_is_left(tmp_path):
     lock = tmp_path / "lock"
     with locked(lock):
         with locked_if_free(lock) as free:

@@ -124,7 +124,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_rank_ends_the_others_and_leaves_a_whole_checkpoint(tmp_path):
     write_shards(tmp_path / "shards", [{"__key__": str(n), "png": png(), "txt": "a cat"} for n in range(64)])
     (tmp_path / "run.py").write_text(KILLED)

@@ -152,7 +152,7 @@ def exit_status(words):
         return (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
 
 
-def test_nearest_names():
+def test_nearest_names_are_of_likely_letters():
     known = ["diff_vit_base", "diff_vit_small", "CLIP-debug"]
     assert nearest("diff_vit_bse", known) == ["diff_vit_base"]
     assert nearest("clip-DEBUG", known, 2)[0] == "CLIP-debug"

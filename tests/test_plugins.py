@@ -155,5 +155,5 @@ def test_table_says_which_package_is_at_fault(installed, entries, message):
 def test_two_packages_with_one_name_are_refused(installed):
     installed("[diffvision]\nsome.third = json:dumps\n")
     installed("[diffvision]\nsome.third = json:loads\n", "other-plugin")
-    with pytest.raises(ValueError, match=r"both add 'third' "):
+    with pytest.raises(ValueError, match="'third'"):
         plugins.entry_points("some")

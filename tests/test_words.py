@@ -52,6 +52,6 @@ def test_composed_and_decomposed_texts_are_equal(text):
     assert len({" ".join(words(form)) for form in forms}) == len({fold(form) for form in forms}) == 1
 
 
-def test_points():
+def test_points_stay_in_numbers_alone():
     assert words("U.S. dogs. 3.5 m, .5. v1.5") == ["u", "s", "dogs", "3.5", "m", ".5", "v1.5"]
     assert words("...") == []

@@ -107,7 +107,7 @@ def test_a_language_model_and_its_beginning(variant):
 
 def test_visual_contrast_attention_has_no_maps_and_says_so():
     model = timm.create_model("vca_vit_debug", depth=2)
-    with pytest.raises(ValueError, match=r"GridTransformer can be captured: .*no map"):
+    with pytest.raises(ValueError, match="GridTransformer"):
         next(open_layers(model, {"image": torch.zeros(1, 3, 32, 32)}))
-    with pytest.raises(ValueError, match="no map from tokens to tokens"):
+    with pytest.raises(ValueError, match="map"):
         check_attention(model)

@@ -36,7 +36,7 @@ def test_a_causal_row_is_compared_with_what_it_may_attend_to():
     assert last.tolist() == pytest.approx([1, 1])
 
 
-def test_ranks():
+def test_ranks_of_maps_worked_out_by_hand():
     assert statistics.effective_rank(EVEN).item() == pytest.approx(1, abs=1e-4)
     assert statistics.effective_rank(ONE).item() == pytest.approx(4)
     two = torch.diag(torch.tensor([1.0, 1.0, 0.005, 0.0]))
@@ -72,5 +72,5 @@ def test_mass_counts_both_signs():
     assert statistics.largest_column(EVEN).item() == 0.25
 
 
-def test_rms():
+def test_rms_is_over_rows_of_each_head():
     assert statistics.rms(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist() == pytest.approx([math.sqrt(12.5), 0])

@@ -127,7 +127,7 @@ def test_a_run_and_what_became_of_it(here, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_language_models(here):
+def test_language_models_are_compared_by_their_loss(here):
     comparison = compare(["runs/text", "end=exported/language"], data="data/text/train", **QUIET)
     assert [row.name for row in comparison.rows] == ["nll", "perplexity"]
     nll, perplexity = comparison.rows

@@ -35,15 +35,15 @@ def test_is_the_accuracy_of_the_model_s_logits(model, memory_folder):
 
 def test_more_outputs_than_the_folder_has_classes_is_a_warning(model, memory_folder):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 1)]}, classnames=["a", "b"])
-    with pytest.warns(UserWarning, match="model has 3 outputs"):
+    with pytest.warns(UserWarning, match="3 outputs"):
         evaluate(model, folder, ["classification"], transform=transform)
 
 
 def test_what_has_no_such_classifier(model, memory_folder):
     folder = memory_folder("zero_shot", {"test": [(0, 0), (100, 3)]})
-    with pytest.raises(ValueError, match="has label 3, but the model has 3"):
+    with pytest.raises(ValueError, match="label 3"):
         evaluate(model, folder, ["classification"], transform=transform)
-    with pytest.raises(ValueError, match="VisionTransformer has no linear"):
+    with pytest.raises(ValueError, match="VisionTransformer"):
         evaluate(timm.create_model("diff_vit_debug", num_classes=0), folder, ["classification"], transform=transform)
 
 

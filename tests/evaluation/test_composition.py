@@ -40,5 +40,5 @@ def test_kinds_weigh_the_same_whatever_their_number():
 
 def test_an_image_without_a_wrong_caption(circle, to_tensor, numbers, swapped):
     swapped.rows["test"][1][1].pop()
-    with pytest.raises(ValueError, match="image 1 of split 'test' has fewer"):
+    with pytest.raises(ValueError, match="image 1"):
         evaluate(circle, swapped, transform=to_tensor, tokenizer=numbers)

@@ -75,7 +75,7 @@ def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warne
     content = {"pytorch-lightning_version": "2.6", "state_dict": state, "diffvision": about}
     torch.save(content, tmp_path / "checkpoints" / "last.ckpt")
     (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: [elsewhere, {data / 'test'}]}}}}")
-    with pytest.warns(UserWarning, match="colours/test is what CLIP-debug was"):
+    with pytest.warns(UserWarning, match="colours/test"):
         measured = diffvision.evaluate(tmp_path, data, num_workers=0)
     out = capsys.readouterr().out
     assert out.startswith("zero_shot/colours: 2 classes, ")

@@ -15,7 +15,7 @@ ABSENT = torch.tensor([0.1, 0.3, 0.4, 0.3, 0.1, 0.6, 0.2, 0.1])
 OWNER = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
 
 
-def test_by_hand():
+def test_metrics_of_scores_worked_out_by_hand():
     # The threshold for images 0 and 2 is of images 1 and 3, and the other way round:
     #   1 and 3: yes at .7 .2 .9 .5, no at .4 .3 .2 .1: best between .4 and .5, 7 of 8 right
     #   0 and 2: yes at .9 .8 .6 .6, no at .1 .3 .1 .6: best between .3 and .6, 7 of 8 right
@@ -59,7 +59,7 @@ def test_no_answer_is_yes():
     [([2.0, 3.0], [0.0, 1.0], 1.5), ([2.0, 0.5], [0.0, 1.0], 1.5), ([1.0], [1.0], 2.0)],
     ids=["separable", "the higher of two", "equal"],
 )
-def test_thresholds(yes, no, threshold):
+def test_the_best_threshold_lies_between_two_scores(yes, no, threshold):
     scores, truth = torch.tensor([*yes, *no]), torch.arange(len(yes) + len(no)) < len(yes)
     assert best_threshold(scores, truth) == threshold
 
@@ -71,11 +71,11 @@ def test_a_known_model(circle, to_tensor, numbers, memory_folder):
     assert metrics["objects/memory/paired_acc"] == pytest.approx(4 / 5)
     assert list(metrics)[:3] == ["objects/memory/auc", "objects/memory/ap", "objects/memory/paired_acc"]
     folder.templates = ["a photo"]
-    with pytest.raises(ValueError, match=r"the template 'a photo' has no \{c\}"):
+    with pytest.raises(ValueError, match=r"'a photo'.*\{c\}"):
         evaluate(circle, folder, transform=to_tensor, tokenizer=numbers)
 
 
 def test_one_image_has_no_other_half(circle, to_tensor, numbers, memory_folder):
     folder = memory_folder("objects", {"test": [(10, ["15", "100"])]}, templates=[])
-    with pytest.raises(ValueError, match="'memory' has 1 image in split"):
+    with pytest.raises(ValueError, match="'memory'"):
         evaluate(circle, folder, transform=to_tensor, tokenizer=numbers)

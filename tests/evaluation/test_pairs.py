@@ -15,7 +15,7 @@ NEITHER = [[0.1, 0.9], [0.8, 0.2]]
 TIED = [[0.5, 0.2], [0.5, 0.9]]  # image 0 has two captions of one score
 
 
-def test_by_hand():
+def test_scores_of_pairs_worked_out_by_hand():
     right = pair_scores(torch.tensor([RIGHT, ONLY_TEXT, ONLY_IMAGE, NEITHER, TIED]))
     assert right["text_score"].tolist() == [True, True, False, False, False]
     assert right["image_score"].tolist() == [True, False, True, False, True]

@@ -33,7 +33,7 @@ def test_labels_of_a_subset_in_both_numberings():
     among_all = torch.tensor([prompts.indices[i] for i in within])
     assert torch.equal(local_labels(among_all, prompts, "imagenet-r"), within)
     outside = next(i for i in range(300, 1000) if i not in prompts.indices)
-    with pytest.raises(ValueError, match=r"sample 1 has the label [0-9]+"):
+    with pytest.raises(ValueError, match="sample 1"):
         local_labels(torch.tensor([prompts.indices[0], outside]), prompts, "imagenet-r")
 
 
@@ -50,7 +50,7 @@ def test_a_folder_is_completed_by_its_name(memory_folder):
 
 def test_other_folders_need_names_and_templates(memory_folder):
     folder = memory_folder("zero_shot", {}, name="birds", templates=["a {c}"])
-    with pytest.raises(ValueError, match=r"'birds' has no classnames.txt"):
+    with pytest.raises(ValueError, match=r"'birds'.*classnames\.txt"):
         prompts_of(folder)
     folder.classnames, folder.templates = ["wren"], None
     with pytest.raises(ValueError, match=r"zeroshot_classification_templates"):
@@ -83,12 +83,12 @@ def test_a_template_s_place_is_replaced_and_nothing_is_evaluated():
     "template", ["a {c:>3000000000}", "a {c.__class__}", "a {c!r}", "a {}", "a {name}", "a photo", ""]
 )
 def test_a_template_without_a_place_is_refused(template):
-    with pytest.raises(ValueError, match=r"the template .* has no \{c\}"):
+    with pytest.raises(ValueError, match=r"template .*\{c\}"):
         Prompts(["wren"], ["a {c}", template], None).texts()
 
 
 def test_a_template_cannot_multiply_a_name():
-    with pytest.raises(ValueError, match="make a text of 3,000,000,000"):
+    with pytest.raises(ValueError, match="3,000,000,000"):
         Prompts(["wren", "w" * 100_000], ["{c}" * 30_000], None).texts()
 
 

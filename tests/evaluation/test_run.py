@@ -109,13 +109,13 @@ def test_several_models_have_a_column_each(data, tmp_path, capsys):
     assert f"{both['first']['zero_shot/colours/acc1']:.4f}" in row
     written = [json.loads(path.read_text()) for path in sorted((tmp_path / "records").iterdir())]
     assert sorted(record["pretrained"] for record in written) == [str(path) for path in paths]
-    with pytest.raises(ValueError, match="two models are named 'last'"):
+    with pytest.raises(ValueError, match="'last'"):
         run([str(path) for path in paths], **settings)
-    with pytest.raises(ValueError, match=r"checkpoint is 'x.pt', and 2 models"):
+    with pytest.raises(ValueError, match=r"checkpoint.*'x\.pt'"):
         run(models, **settings, checkpoint="x.pt")
 
 
-def test_under_torchrun(data, checkpoint, tmp_path):
+def test_ranks_of_torchrun_have_the_numbers_of_one_process(data, checkpoint, tmp_path):
     settings = {
         "model": "DiffCLIP-debug",
         "data": str(data),
@@ -141,7 +141,7 @@ def test_under_torchrun(data, checkpoint, tmp_path):
     assert len(list((tmp_path / "records").iterdir())) == 3
 
 
-def test_half_precision(data, checkpoint):
+def test_half_precision_is_enough_for_the_probe(data, checkpoint):
     settings = {"model": "DiffCLIP-debug", "data": str(data), "checkpoint": checkpoint, "device": "cpu"}
     metrics = run(**settings, tasks="linear_probe", precision="bf16", num_workers=0)
     assert metrics["linear_probe/colours/acc1"] == 1.0

@@ -72,15 +72,15 @@ def test_every_module_keeps_its_own_mode(circle, to_tensor, numbers, classified)
 
 def test_labels_that_are_no_class(circle, to_tensor, numbers, classified):
     classified.classnames = ["10", "100"]
-    with pytest.raises(ValueError, match="'memory': sample 5 has the label 2"):
+    with pytest.raises(ValueError, match=r"'memory'.*sample 5"):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers)
 
 
 def test_empty_and_missing_splits(circle, to_tensor, numbers, classified):
     classified.rows["empty"] = []
-    with pytest.raises(ValueError, match="split 'empty' of evaluation folder"):
+    with pytest.raises(ValueError, match="'empty'"):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="empty"))
-    with pytest.raises(ValueError, match="has no split val, which zero_shot"):
+    with pytest.raises(ValueError, match=r"val.*zero_shot"):
         evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="val"))
 
 

@@ -120,7 +120,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def test_language_models(checkpoint, tmp_path):
+def test_a_page_of_a_language_model_and_its_answer(checkpoint, tmp_path):
     output = tmp_path / "text"
     given = ["--text", "the cat sat on the mat and the", "--answer", "cat sat", "--output", str(output)]
     assert cli.main(["inspect", str(checkpoint / "diff"), *given]) == 0

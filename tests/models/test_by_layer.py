@@ -58,9 +58,9 @@ def test_heads_of_matched_layers():
     assert matched_heads("v1", "standard", 8, 2) == (4, 1)
     assert matched_heads("v1_head", "v1", 4, 2) == (4, 2)
     assert matched_heads("v2", "standard", 3, 3) == (3, 3)
-    with pytest.raises(ValueError, match="num_heads is 3, and the matched"):
+    with pytest.raises(ValueError, match=r"num_heads.*3"):
         matched_heads("v1", "standard", 3)
-    with pytest.raises(ValueError, match="num_heads is 4 and num_kv_heads 1"):
+    with pytest.raises(ValueError, match=r"num_heads.*4"):
         matched_heads("v1", "v2", 4, 1)
 
 
@@ -119,7 +119,7 @@ def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
         config.write_text(json.dumps({**values, "variant_by_layer": wrong}))
         with pytest.raises(ValueError, match=rf"blocks\.{layer}\.attn"):
             language.load(tmp_path / "a")
-    with pytest.raises(ValueError, match="3 layers, and there are 2"):
+    with pytest.raises(ValueError, match="3 layers"):
         mixed(text="3*standard")
 
 

@@ -269,7 +269,7 @@ def test_a_tag_of_a_tower_is_no_path(tmp_path, monkeypatch):
     assert torch.equal(model.vision_tower.timm_model.blocks[0].mlp.fc1.weight, weights)
 
 
-def test_open_vlm(tokenizer, tmp_path):
+def test_a_folder_is_opened_with_its_processor(tokenizer, tmp_path):
     model = create("diff-vlm-debug", tokenizer=tokenizer)
     processor = make_processor(model, tokenizer)
     model.save_pretrained(tmp_path / "model")

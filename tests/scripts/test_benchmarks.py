@@ -41,7 +41,7 @@ def written(folder: Path, name: str, printed: str) -> dict:
     return report
 
 
-def test_attention(monkeypatch, tmp_path, capsys):
+def test_the_benchmark_of_attention_writes_a_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(bench_attention.SHAPES, "cpu", [Shape(1, 5, causal=True)])
     monkeypatch.setattr(attention_modules.importlib.util, "find_spec", lambda name: None)
     assert bench_attention.main([*SMALL, "--output", str(tmp_path)]) == 0
@@ -60,7 +60,7 @@ def shards(tmp_path_factory) -> Path:
     return folder
 
 
-def test_data(shards, monkeypatch, capsys):
+def test_the_benchmark_of_data_prints_a_row_a_loader(shards, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_data.py", str(shards), "--rounds", "1"])
     bench_data.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if "ShardLoader" in line]

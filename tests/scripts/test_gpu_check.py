@@ -15,12 +15,10 @@ ROOT = Path(__file__).parents[2]
 CHECK = ["bash", str(ROOT / "scripts/gpu_check.sh")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "part",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tests", "layer")),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("steps", "fits")),
-    ],
+    ["tests", "layer", "steps", "fits"],
 )
 def test_each_part_passes_without_a_gpu(part, tmp_path):
     environment = os.environ | {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}

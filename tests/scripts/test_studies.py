@@ -70,7 +70,7 @@ def test_a_run_that_is_done_is_not_trained_again(tmp_path):
     for _ in range(2):
         runs.train(runs.tuning(), train)
     assert trained == [Run("plain", 1e-3, 100)]
-    with pytest.raises(SystemExit, match="no learning rate is chosen yet"):
+    with pytest.raises(SystemExit, match="learning rate"):
         Grid(tmp_path, ("plain",), (1e-3, 2e-3), ("right",), (1,), 1).confirming()
 
 
@@ -83,7 +83,7 @@ def test_the_best_rate_of_four_is_a_parabolas_vertex():
     assert best_rate({1e-3: 0.5, 2e-3: 0.7, 4e-3: 0.6}) == 2e-3
 
 
-def test_holms_correction():
+def test_holms_correction_multiplies_p_by_rank():
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
 
 

@@ -98,7 +98,7 @@ def test_a_prompt_ends_where_the_label_begins(task, words):
     (prompt, *_) = encode_prompts(task, PAIRS[:1], words)
     assert words.decode(prompt) == "<end>" + text
     assert [words.decode(tokens) for tokens in label_tokens(task, words)] == [" ja\n", " nein\n"]
-    with pytest.raises(ValueError, match="8 shots of words with a label are"):
+    with pytest.raises(ValueError, match="8 shots"):
         encode_prompts(task, PAIRS, words, max_length=80)
 
 
@@ -110,11 +110,11 @@ def test_tasks_from_files(tmp_path):
     task = read_task(file, queries)
     assert (task.name, task.labels, task.queries) == ("test", ["1", "2"], [Example("c", "1")])
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "b", "label": "2"}\n')
-    with pytest.warns(UserWarning, match=r"1 of the 2 queries in .*test.jsonl"):
+    with pytest.warns(UserWarning, match=r"queries in .*test\.jsonl"):
         read_task(file, queries)
     queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .*test\.jsonl is no"):
+    with pytest.raises(ValueError, match=r"line 2 of .*test\.jsonl"):
         read_task(file, queries)
     queries.write_text('{"text": "c", "label": null}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .* is no example"):
+    with pytest.raises(ValueError, match="line 1 of"):
         read_task(file, queries)

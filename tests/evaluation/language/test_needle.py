@@ -76,7 +76,7 @@ def test_a_blind_model_has_chance(words, copier):
 
 
 def test_bad_needles_are_named(words, synthetic, draw):
-    with pytest.raises(ValueError, match="a context of 24 is too short for 6"):
+    with pytest.raises(ValueError, match="context of 24"):
         list(needle_samples(words, length=25, depth=0, needles=6, queries=2, form="synthetic"))
     with pytest.raises(ValueError, match="2 needles and 3 queries"):
         compose(synthetic, [], draw, len, needles=2, queries=3, depth=0)

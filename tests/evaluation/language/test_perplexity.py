@@ -59,5 +59,5 @@ def test_loss_by_position_is_the_running_mean(table):
     assert metrics["documents"] == 2
     few = position_nll(table(NEXT), documents, length=4, points=2)
     assert set(few) == {"nll/1", "nll/4", "documents"}
-    with pytest.raises(ValueError, match=r"more than 10 tokens \(the longest"):
+    with pytest.raises(ValueError, match="10 tokens"):
         position_nll(table(NEXT), documents, length=10)

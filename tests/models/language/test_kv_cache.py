@@ -33,7 +33,7 @@ def test_cached_equals_whole(variant, pattern, backend):
 
 
 @pytest.mark.parametrize("variant", ATTENTION)
-def test_given_rotation(variant):
+def test_a_rotation_that_is_given_is_the_layers_own(variant):
     """Angles given once for all layers, with positions of each row's own (left padding)."""
     layer, x = _layer(variant), torch.randn(2, 9, 32)
     cos, sin = ops.rotary_tables(torch.arange(9), layer.head_dim, 1e4)
@@ -46,7 +46,7 @@ def test_given_rotation(variant):
     torch.testing.assert_close(padded[1, 4:], layer(x[1:, 4:], is_causal=True)[0], **CLOSE)
 
 
-def test_sizes():
+def test_a_cache_of_each_variant_holds_as_much():
     """V1 keeps its values once; V2 keeps one key for both maps."""
     kept = {}
     for variant, heads in (("standard", 8), ("v1", 4), ("v2", 8)):
@@ -62,12 +62,12 @@ def test_bad_input_is_named():
     layer = _layer("v1")
     cache = LayerCache(layer, 2, 10)
     layer(torch.randn(2, 8, 32), is_causal=True, cache=cache)
-    with pytest.raises(ValueError, match="3 tokens after 8 make 11, over"):
+    with pytest.raises(ValueError, match="11"):
         layer(torch.randn(2, 3, 32), is_causal=True, cache=cache)
     assert cache.length == 8
-    with pytest.raises(ValueError, match=r"a batch of 2 in torch.float32, got"):
+    with pytest.raises(ValueError, match="batch"):
         layer(torch.randn(1, 1, 32), is_causal=True, cache=cache)
-    with pytest.raises(ValueError, match="at least 1, got 0 and 5"):
+    with pytest.raises(ValueError, match="got 0"):
         KVCache([layer], 0, 5)
 
 
@@ -89,5 +89,5 @@ def test_kept_tokens_are_gathered_and_the_next_position_is_unchanged(variant):
     mask = mask.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
     expected = layer(x[:, 16:], mask, is_causal=True, cache=whole)
     torch.testing.assert_close(layer(x[:, 16:], is_causal=True, cache=cache), expected, **CLOSE)
-    with pytest.raises(ValueError, match="a capacity of 3 is below the 5"):
+    with pytest.raises(ValueError, match="capacity"):
         cache.keep(index, 3)

@@ -142,7 +142,7 @@ def test_too_long_a_sequence_is_one_error():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_initialisation(name):
+def test_weights_are_initialised_by_width_and_depth(name):
     model = language.create(name, depth=8, dim=160)
     expected = (2 / (5 * 160)) ** 0.5
     for block in model.blocks:
@@ -196,7 +196,7 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**values, **changed}))
 
     write(variant="standard")
-    with pytest.raises(ValueError, match="does not fit its configuration"):
+    with pytest.raises(ValueError, match="configuration"):
         language.load(tmp_path)
     write(activation="silu")  # of an earlier version
     with pytest.raises(ValueError, match=r"activation.*make it again"):
@@ -209,7 +209,7 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
     with pytest.raises(ValueError, match="is damaged"):
         language.load(tmp_path)
     save_file({"embed.weight": torch.zeros(4096, 64)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="weights of depth 0, and"):
+    with pytest.raises(ValueError, match="depth 0"):
         language.load(tmp_path)
 
 
