@@ -17,7 +17,7 @@ from diffvision import data, training
 from diffvision.cli import GROUPS, TRAINER_COMMANDS, command_names
 from diffvision.evaluation import suite
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS
-from diffvision.training.recipes import recipe
+from diffvision.training.recipes import find_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -140,7 +140,7 @@ def _check_trainer_options(words: list[str]) -> None:
     for index, word in enumerate(words):
         if word == "--config" and words[index + 1].startswith(("configs/", "clip/", "vision/", "language/")):
             name = words[index + 1].replace("$1", "diffclip")
-            assert (ROOT / name).is_file() or recipe(name).is_file(), name
+            assert (ROOT / name).is_file() or find_recipe(name).is_file(), name
         setting, *more = word.partition("=")[0].removeprefix("--").removesuffix("+").split(".")
         if word.startswith("--") and setting in CONFIGURED and more:
             argument = more[1] if more[0] == "init_args" else more[0]

@@ -34,7 +34,7 @@ from diffvision.training.compilation import compile_in_place
 from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.module import TrainingModule, mark_batch_dynamic, tuples_to_lists
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
-from diffvision.training.progress import follow
+from diffvision.training.progress import track_evaluation
 from diffvision.training.sharding import gather_weights, release_weights, to_whole
 
 FEATURES = ("image_features", "text_features")
@@ -308,7 +308,7 @@ class ContrastiveModule(TrainingModule):
             tokenizer=self.tokenizer,
             device=self.device,
             precision=PRECISIONS.get(str(self.trainer.precision), "fp32"),
-            progress=follow(self.trainer),
+            progress=track_evaluation(self.trainer),
         )
         for key, value in metrics.items():
             # Every rank has the same value; sync_dist only tells Lightning so.

@@ -29,7 +29,7 @@ Decay = Literal["cosine", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Settings of an optimizer with a linear warm-up and then a decay, both stepwise.
+    """Settings of the optimizer and of its schedule: linear warm-up, then decay, both per step.
 
     Attributes:
         name: "adamw", or another optimizer of `timm.optim.list_optimizers()`, such as "lion". Those with "muon" in
@@ -40,17 +40,17 @@ class OptimizerSettings:
         betas: the optimizer's; null for its default. That of "adamw" is the module's: (0.9, 0.98) for CLIP,
             (0.9, 0.999) for classification, (0.9, 0.95) for language.
         eps: the optimizer's; null for its default. That of "adamw" is the module's: 1e-6 for CLIP, else 1e-8.
-        warmup_epochs: length of the warm-up; fractions are allowed. One that is not shorter than the run is shortened
-            to a tenth of the run.
-        warmup_steps: the same in optimizer steps; it wins over warmup_epochs.
-        default_warmup_steps: the warm-up if neither of the two is set; None: one epoch. If that is more than half of
-            the run, the warm-up is a tenth of the run.
-        start_lr: where the warm-up starts from.
-        end_lr: where the decay ends.
+        warmup_epochs: length of the warm-up; may be fractional. If it is not shorter than the run, a tenth of the
+            run is used.
+        warmup_steps: the same in optimizer steps; overrides warmup_epochs.
+        default_warmup_steps: the warm-up if neither of the two is set; None: one epoch. If it is more than half of the
+            run, a tenth of the run is used.
+        start_lr: learning rate at which the warm-up starts.
+        end_lr: learning rate at which the decay ends.
         decay: "cosine", or "linear" as the DIFF Transformer's.
         clip_norm: the gradient's norm is clipped to this; None: no clipping.
-        max_skipped: steps in a row that are skipped because their loss or gradient is not finite; the next one stops
-            the run, 0 stops it at the first.
+        max_skipped: limit on consecutive steps skipped because their loss or gradient is not finite; one more stops the
+            run.
     """
 
     name: str = "adamw"
@@ -86,8 +86,8 @@ class OptimizerSettings:
             self._check_optimizer()
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The optimizer's arguments that are set, besides its rate and decay."""
+    def arguments(self) -> dict[str, Any]:
+        """The optimizer's arguments, without learning rate and weight decay."""
         return {name: value for name in ADAMW if (value := getattr(self, name)) is not None} | self.args
 
     @property
@@ -96,7 +96,7 @@ class OptimizerSettings:
         return self.name.endswith("muon")
 
     def _check_optimizer(self) -> None:
-        """Raise ValueError for an optimizer, or arguments, with which no step can be made."""
+        """Raise ValueError for an unknown optimizer, or for arguments with which it cannot step."""
         from timm.optim import get_optimizer_info, list_optimizers
 
         if self.name not in (every := cast(list[str], list_optimizers())):
@@ -118,10 +118,10 @@ class OptimizerSettings:
                     optimizer.step()
         except Exception as error:
             text = " ".join(str(error).split())
-            raise ValueError(f"optimizer {self.name} does not work with {self.given}: {text}") from error
+            raise ValueError(f"optimizer {self.name} does not work with {self.arguments}: {text}") from error
 
 
-def without_decay(name: str, parameter: Tensor) -> bool:
+def is_undecayed(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is excluded from weight decay.
 
     That is anything 1-D or scalar (norms, biases, logit scale, V1's lambda vectors), V2's lambda projection and CoDA's
@@ -137,21 +137,21 @@ def param_groups(
     scales: Mapping[str, float] | None = None,
     is_muon: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the trainable parameters in groups: those without decay, and those with it.
+    """Return the trainable parameters in groups by weight decay and learning-rate multiplier.
 
     Args:
         model: the model.
-        weight_decay: of those with it.
-        undecayed: names of more parameters without decay.
-        scales: by names of parameters, what multiplies the learning rate; see `layer_scales`.
-        is_muon: leave all but the matrices of blocks to AdamW, for an optimizer of timm's with Muon.
+        weight_decay: for parameters that are not excluded from it (`is_undecayed`).
+        undecayed: names of further parameters without decay.
+        scales: learning-rate multiplier of each parameter, by name; see `layer_scales`.
+        is_muon: mark all but the matrices of blocks for timm's fallback from Muon to AdamW.
     """
     in_blocks = {id(p) for block in find_blocks(model) for p in block.parameters()} if is_muon else set()
     groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays = not (name in undecayed or without_decay(name, parameter))
+        decays = not (name in undecayed or is_undecayed(name, parameter))
         scale, falls_back = (scales or {}).get(name, 1.0), is_muon and not (decays and id(parameter) in in_blocks)
         group: dict[str, Any] = {"params": [], "weight_decay": weight_decay if decays else 0.0}
         group |= {"lr_scale": scale} if scales is not None else {}
@@ -171,7 +171,9 @@ def param_groups(
 
 
 def layer_scales(model: nn.Module, decay: float, names: Collection[str]) -> dict[str, float]:
-    """Return by names of a tower's parameters `decay` to the power of the layers above: 1 for what follows its blocks.
+    """Return each parameter's learning-rate multiplier, by name: `decay` to the power of the layers above it.
+
+    Parameters after the blocks, such as the head, have 1.
 
     Args:
         model: the model.
@@ -200,20 +202,20 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `groups`; a group's `lr_scale` (layer decay) multiplies its learning rate.
 
-    AdamW is torch's fused kernel, in one pass instead of one for each term of the formula, which also skips a step that
-    is not finite without a wait for the device. With a gradient scaler (16-mixed) or Trainer's gradient_clip_val it is
-    not used: it would unscale the gradients itself, after their norm was clipped and logged.
+    AdamW is torch's fused kernel: faster, and it skips a step that is not finite without synchronising. It is not used
+    with a gradient scaler (16-mixed) or Trainer's gradient_clip_val, because it would unscale the gradients only after
+    their norm was clipped and logged.
     """
     from timm.optim import create_optimizer_v2  # takes seconds
 
     for group in groups:
         group["lr"] = settings.lr * group.get("lr_scale", 1.0)
-    given = settings.given
+    arguments = settings.arguments
     if settings.name == "adamw":
         parameters = [parameter for group in groups for parameter in group["params"]]
         unscaled = trainer is None or not (
             getattr(trainer.precision_plugin, "scaler", None) or trainer.gradient_clip_val
         )
         fused = (unscaled and all(p.device.type in FUSED for p in parameters)) or None
-        given = {"fused": fused} | ADAMW | given
-    return create_optimizer_v2(groups, settings.name, lr=settings.lr, weight_decay=settings.weight_decay, **given)
+        arguments = {"fused": fused} | ADAMW | arguments
+    return create_optimizer_v2(groups, settings.name, lr=settings.lr, weight_decay=settings.weight_decay, **arguments)

@@ -1,4 +1,4 @@
-"""The progress of a run: Lightning's bar in a terminal or a notebook, and a line now and then elsewhere."""
+"""The progress of a run: Lightning's bar in a terminal or notebook, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffvision.training.fault_tolerance import watch_signals
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_synced_step
 from diffvision.training.schedule import total_steps
 
-REDRAWN, PRINTED = 0.25, 10.0  # seconds between two drawings of the bar, and between two lines in a file
+BAR_INTERVAL, LINE_INTERVAL = 0.25, 10.0  # seconds between updates of the bar, and between printed lines
 MINOR = ("lr", "logit_scale", "lambda", "data_wait")  # on the bar where there is room, and not in printed lines
 ON_DEVICE = ("train/loss", "train/logit_scale")  # shown although Lightning does not read them at every step
 
@@ -31,7 +31,7 @@ class ProgressLine(TQDMProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._metrics: dict[str, str] = {}
-        self._of_step: dict[str, Any] = {}  # numbers that are those of all ranks together
+        self._reduced: dict[str, Any] = {}  # values that are reduced over all ranks
         self._shown, self._is_printing = 0.0, False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -61,7 +61,7 @@ class ProgressLine(TQDMProgressBar):
         logs = is_logging_step(trainer, trainer.global_step)
         if logs:
             self._read(trainer)
-        if time.monotonic() - self._shown < (PRINTED if self._is_printing else REDRAWN):
+        if time.monotonic() - self._shown < (LINE_INTERVAL if self._is_printing else BAR_INTERVAL):
             return
         if not self._is_printing:
             self._shown = time.monotonic()
@@ -75,7 +75,7 @@ class ProgressLine(TQDMProgressBar):
         super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave a line of the epoch; with `overfit_batches`, where an epoch is a step, show it on the bar alone."""
+        """Print a line for the epoch, except with `overfit_batches`, where an epoch is one step."""
         self._read(trainer)  # every rank: metrics of an epoch are computed in collectives
         super().on_train_epoch_end(trainer, pl_module)
         if (self.is_enabled or self._is_printing) and not getattr(trainer, "overfit_batches", 0):
@@ -84,8 +84,8 @@ class ProgressLine(TQDMProgressBar):
     def _read(self, trainer: pl.Trainer) -> None:
         logged = trainer.callback_metrics
         if is_synced_step(trainer, trainer.global_step):
-            self._of_step = {name: logged[name] for name in ON_DEVICE if name in logged}
-        shown = self._of_step | trainer.progress_bar_metrics
+            self._reduced = {name: logged[name] for name in ON_DEVICE if name in logged}
+        shown = self._reduced | trainer.progress_bar_metrics
         if trainer.is_global_zero:
             order = sorted(shown, key=lambda name: (name != "train/loss", name.startswith(("train/", "lambda"))))
             self._metrics = {name.removeprefix("train/"): f"{float(shown[name]):.3g}" for name in order}
@@ -108,15 +108,15 @@ def describe_epoch(trainer: pl.Trainer) -> str:
     return f"epoch {trainer.current_epoch + 1}" + ("" if epochs is None else f"/{epochs}")
 
 
-def follow(trainer: pl.Trainer) -> Callable[[Any, str], Iterable[Any]]:
-    """Return the function through which an evaluation in a run passes its batches.
+def track_evaluation(trainer: pl.Trainer) -> Callable[[Any, str], Iterable[Any]]:
+    """Return the function `(batches, description) -> batches` that an evaluation during a fit wraps its batches in.
 
-    Between two of them the run acts on signals, and in a terminal a bar shows how many are done.
+    It lets the run act on signals between batches, and shows a progress bar in a terminal.
     """
     is_shown = isinstance(trainer.progress_bar_callback, ProgressLine) and trainer.is_global_zero
 
-    def through(batches: Any, description: str) -> Iterable[Any]:
+    def wrap(batches: Any, description: str) -> Iterable[Any]:
         watched = watch_signals(trainer, batches)
         return track(watched, f"evaluating {description}", len(batches)) if is_shown else watched
 
-    return through
+    return wrap

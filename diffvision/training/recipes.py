@@ -1,4 +1,4 @@
-"""Recipes by name, and what is wrong with a configuration file before anything heavy is imported.
+"""Recipes by name, and checks of configuration files before anything slow is imported.
 
 A recipe is a file of configs/, which lies next to the package in a clone and inside it in a wheel.
 """
@@ -16,13 +16,13 @@ _PACKAGE = Path(__file__).parent.parent
 _FLAGS = ("--config", "-c")  # of Lightning's command line
 
 
-def recipe(name: str) -> Path:
+def find_recipe(name: str) -> Path:
     """Return the file of a recipe such as "clip/debug.yaml"; "configs/clip/debug.yaml" names the same.
 
     Raises:
         FileNotFoundError: no recipe has the name; the message lists the nearest ones.
     """
-    folder, bare, names = _folder(), name.removeprefix("configs/"), recipes()
+    folder, bare, names = _folder(), name.removeprefix("configs/"), list_recipes()
     if bare in names:
         return folder / bare
     stems = [name.removesuffix(".yaml") for name in names]
@@ -31,14 +31,14 @@ def recipe(name: str) -> Path:
     raise FileNotFoundError(f"no configuration file {name or repr(name)}: {known}")
 
 
-def recipes() -> list[str]:
+def list_recipes() -> list[str]:
     """Return the names of all recipes."""
     folder = _folder()
     return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.yaml"))
 
 
 def resolve_recipes(args: Sequence[str]) -> list[str]:
-    """Return a command line with the path of each recipe instead of its name. A file of that name takes precedence.
+    """Replace the names of recipes in a command line by their paths. A file of the same name takes precedence.
 
     Raises:
         FileNotFoundError: a configuration file that is neither a file nor a recipe.
@@ -55,7 +55,7 @@ def resolve_recipes(args: Sequence[str]) -> list[str]:
 
 
 def _configuration(value: str) -> str:
-    """Return the path of a configuration, which is read to check it; YAML itself stays."""
+    """Return the path of a configuration after checking that it can be read; inline YAML is returned as it is."""
     is_yaml = re.search("[:{]", value) and not value.endswith((".yaml", ".yml", ".json"))
     if "\n" in value or value == "null" or is_yaml:
         return value
@@ -65,12 +65,16 @@ def _configuration(value: str) -> str:
 
 
 def find_configuration(value: str | Path) -> Path:
-    """Return the path of a configuration: a file's, or that of a recipe by its name."""
-    return Path(value) if Path(value).is_file() else recipe(str(value))
+    """Return the path of a configuration, given as a path or as the name of a recipe."""
+    return Path(value) if Path(value).is_file() else find_recipe(str(value))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML file; an error names the file and the line, as a parser's does not."""
+    """Return the mapping in a YAML file.
+
+    Raises:
+        ValueError: it is not YAML, or not a mapping; the message names the file and line.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:

@@ -19,11 +19,11 @@ from diffvision.training.optim import OptimizerSettings
 
 
 class WarmupDecay(LambdaLR):
-    """Linear warm-up to each group's rate, then a cosine or a line to `end_lr`: a pure function of the step.
+    """Linear warm-up to each group's learning rate, then cosine or linear decay to `end_lr`.
 
-    `begin` sets its length once the trainer knows how many batches an epoch has. (`estimated_stepping_batches` would
-    create the loaders before a checkpoint's position in the data is restored.) Its state is the step alone: rates,
-    decay, betas and eps are those of the configuration, also in a resumed run.
+    The rate is a function of the step alone, which is the only state: a resumed run takes rates, decay, betas and eps
+    from its configuration. `begin` sets the length once the trainer knows an epoch's number of batches;
+    `estimated_stepping_batches` would create the loaders before their position is restored.
 
     Attributes:
         warmup: steps of the warm-up.
@@ -53,7 +53,7 @@ class WarmupDecay(LambdaLR):
         self._last_lr = self.get_lr()
 
     def factor(self, step: int) -> float:
-        """Return the learning rate of a step (from 0) over the highest one."""
+        """Return the learning rate at a step (counted from 0) as a fraction of the highest one."""
         if self.total is None:
             if step == 0:
                 return 1.0
@@ -77,9 +77,9 @@ class WarmupDecay(LambdaLR):
 
 
 def epoch_steps(trainer: pl.Trainer, epoch: int = 0) -> int | None:
-    """Return the optimizer steps of an epoch; None where the loader does not know its length.
+    """Return the number of optimizer steps of an epoch; None if the loader has no length.
 
-    GradientAccumulationScheduler changes them from epoch to epoch.
+    It may differ between epochs, by GradientAccumulationScheduler.
     """
     every = trainer.accumulate_grad_batches
     for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):
@@ -89,7 +89,7 @@ def epoch_steps(trainer: pl.Trainer, epoch: int = 0) -> int | None:
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
-    """Return the optimizer steps of a run, in all its processes; None where neither steps nor epochs limit them."""
+    """Return the number of optimizer steps of a run; None if neither steps nor epochs limit it."""
     limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and epoch_steps(trainer) is not None:
         limits.append(sum(epoch_steps(trainer, number) or 0 for number in range(trainer.max_epochs)))
@@ -97,18 +97,18 @@ def total_steps(trainer: pl.Trainer) -> int | None:
 
 
 def warmup_steps(settings: OptimizerSettings, epoch: int | None, total: int) -> int:
-    """Return the steps of the warm-up in a run of `total` steps: a tenth of them where the configured one is too long.
+    """Return the number of warm-up steps of a run: a tenth of `total` if the configured number is too large.
 
-    The default is too long if it is more than half of the run; one that was set, if it is not shorter than the run.
+    A default is too large above half of the run, a configured number if it is not below `total`.
 
     Raises:
-        ValueError: warmup_epochs is set, and an epoch's steps are not known.
+        ValueError: warmup_epochs is set, and the loader has no length.
     """
     if settings.warmup_steps is not None:
         steps = settings.warmup_steps
     elif settings.warmup_epochs is not None:
         if epoch is None and settings.warmup_epochs:
-            raise ValueError("warmup_epochs needs a loader with a length to know an epoch's steps; set warmup_steps")
+            raise ValueError("warmup_epochs needs a loader with a length: set warmup_steps")
         steps = round(settings.warmup_epochs * (epoch or 0))
     else:
         default = epoch if settings.default_warmup_steps is None else settings.default_warmup_steps

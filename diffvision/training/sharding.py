@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and moments divided over the devices, in the same way for the model of every module."""
+"""FSDP2: sharding of weights, gradients and optimizer moments over devices, the same for every module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffvision.training.compilation import compile_in_place
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated parts of a model, such as the blocks of its towers: the items of lists of one class."""
+    """Yield the repeated parts of a model, such as its towers' blocks: the items of lists of one class."""
     for child in model.children():
         items = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else []
         if len({type(item) for item in items}) == 1 and all(any(item.children()) for item in items):
@@ -28,12 +28,12 @@ def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
 def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> None:
     """Shard each block of a model, and the rest together.
 
-    FSDP2 takes no parameter without an axis, such as OpenCLIP's logit scale. Such a parameter is whole on every device,
-    and its gradient is averaged; in checkpoints it looks as without sharding.
+    FSDP2 does not shard 0-d parameters, such as OpenCLIP's logit scale. They are replicated, their gradients are
+    averaged, and they are saved as without sharding.
 
     Args:
-        model: whole, and the same in each process.
-        mesh: of one axis, over the devices.
+        model: the whole model, equal in each process.
+        mesh: 1-d mesh of the devices.
         methods: methods of the model, besides `forward`, that use its weights.
     """
     scalars = set()
@@ -63,7 +63,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
 
 
 def _to_local(value: DTensor) -> Tensor:
-    """Return this device's tensor of what was computed from whole parameters; its gradient is a term of their mean."""
+    """Return the local tensor of a replicated value; its gradient is averaged over devices."""
     return value.to_local(grad_placements=[Partial("avg")]).clone()  # FSDP2 warns of views
 
 
@@ -72,7 +72,7 @@ def _average_gradient(parameter: Tensor) -> None:
 
 
 def gather_weights(model: nn.Module) -> None:
-    """Hold the whole weights on each device until `release_weights`, so that ranks need not run in step."""
+    """Keep the whole weights on each device until `release_weights`, so that ranks may run independently."""
     if not is_sharded(model):
         return
     with torch.inference_mode(False), torch.no_grad():  # the next training step uses the same memory
@@ -97,7 +97,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def restore_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Distribute moments as their parameters are: torch loads those of parameters without an axis as plain tensors."""
+    """Distribute moments like their parameters: torch loads those of 0-d parameters as plain tensors."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor) and not parameter.ndim:
             for name in state.keys() - {"step"}:
@@ -109,10 +109,10 @@ def restore_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def to_whole(value: Tensor) -> Tensor:
-    """Return a tensor of which each device may hold a part."""
+    """Gather a tensor if it is sharded, else return it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def sharded_parts(model: nn.Module) -> list[FSDPModule]:
-    """Return the parts of a model that are gathered together; none where it is not sharded."""
+    """Return the FSDP modules of a model; an empty list if it is not sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,4 +1,4 @@
-"""What a run prints: its model in one line at the start; its metrics, checkpoints and the next command at the end."""
+"""What a run prints: the model at its start, and metrics, checkpoints and the next command at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fault_tolerance import LastCheckpoint
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 
-OF_TRAINING = ("train/", "data/", "lambda")  # how the names of metrics begin that are no evaluation's
+TRAINING_PREFIXES = ("train/", "data/", "lambda")  # of metrics that no evaluation logs
 
 
 class RunSummary(pl.Callback):
@@ -48,7 +48,7 @@ class RunSummary(pl.Callback):
         trained = f"trained{resumed} to step {step:,} in {timedelta(seconds=seconds)}"
         if step == self._first_step:
             trained = f"already at step {step:,}: nothing was trained"
-        metrics = {name: float(value) for name, value in logged.items() if not name.startswith(OF_TRAINING)}
+        metrics = {name: float(value) for name, value in logged.items() if not name.startswith(TRAINING_PREFIXES)}
         averaged = ", averaged weights (EMA)" if find_callbacks(trainer, WeightAveraging) else ""
         table = [make_table(metrics, f"last evaluation{averaged}")] if metrics else []
         Console(highlight=False).print(trained, *table, *paths, sep="\n", soft_wrap=True)
@@ -57,7 +57,7 @@ class RunSummary(pl.Callback):
 def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """Describe a model in one line, such as "DiffCLIP-debug: 3.5 M parameters, on cpu in 32-true".
 
-    A run that resumes has its weights from the checkpoint; another one names what it starts from, if not new weights.
+    Unless the run resumes, the line names the initial weights, if they are not randomly initialised.
     """
     sizes = {p: p.numel() for p in module.parameters() if not is_lazy(p)}
     count, trained = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
@@ -71,7 +71,7 @@ def describe_run(trainer: pl.Trainer, module: pl.LightningModule) -> str:
 
 
 def make_table(metrics: dict[str, float], title: str) -> Table:
-    """Return a table of metrics under their full names, as they can be monitored."""
+    """Return a table of metrics by the full names that `monitor` takes."""
     rows = Table("metric", title=title, title_justify="left", box=box.SIMPLE_HEAD)
     rows.add_column("value", justify="right")
     for name, value in metrics.items():
@@ -81,7 +81,7 @@ def make_table(metrics: dict[str, float], title: str) -> Table:
 
 
 def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Return lines with the best and the last checkpoint, and the command that evaluates the first; on every rank."""
+    """Return lines with the best and last checkpoint and the command to evaluate the best; every rank must call it."""
     savers = find_callbacks(trainer, ModelCheckpoint)
     best = [saver for saver in savers if saver.monitor and saver.best_model_path]
     last = [saver.last_model_path for saver in find_callbacks(trainer, LastCheckpoint)]
@@ -99,7 +99,7 @@ def list_checkpoints(trainer: pl.Trainer, module: pl.LightningModule) -> list[st
 
 
 def evaluation_command(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: str) -> list[str]:
-    """Return the command that evaluates a checkpoint on the data of the run's validation; every rank calls it."""
+    """Return the command to evaluate a checkpoint on the run's validation data; every rank must call it."""
     directory = trainer.log_dir  # a collective
     data: Any = getattr(trainer, "datamodule", None)
     if isinstance(module, ContrastiveModule):

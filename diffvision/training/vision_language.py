@@ -51,8 +51,8 @@ class Lora:
 class VisionLanguageModule(NextTokenModule):
     """A `TimmLlava` that learns the answers of conversations about images.
 
-    A step's loss is the mean over its learned tokens, of all its batches and on all ranks together; that of a batch is
-    logged. Parts that are not trained have no gradients and stay in evaluation mode.
+    The loss of an optimizer step is the mean over all learned tokens of its batches on all ranks; the logged loss is
+    that of one batch. Parts that are not trained have no gradients and stay in evaluation mode.
 
     Attributes:
         model: the `TimmLlava`; its keys in a checkpoint's state_dict have the prefix "model.".
@@ -88,23 +88,24 @@ class VisionLanguageModule(NextTokenModule):
         Args:
             model: name of a vision-language model, such as "vlm-debug" or "diff-vlm-debug"; "local-dir:FOLDER", a saved
                 one to start from; or a configuration, as a checkpoint records it.
-            tower: another image tower than the named model's: timm's name, or an OpenCLIP name whose tower is timm's.
+            tower: replaces the named model's image tower: a name of timm, or an OpenCLIP name whose tower is timm's.
             tower_args: arguments of the tower.
             tower_pretrained: weights of the tower: a tag, a file or a folder.
-            language: another language model: a name of ours, local-dir:FOLDER or hf:PATH, with its weights.
-            language_args: fields of `LanguageConfig`, for a name.
+            language: replaces the named model's language model: a name of this package, local-dir:FOLDER or hf:PATH.
+            language_args: fields of `LanguageConfig`, if `language` is a name.
             model_args: fields of `TimmLlavaConfig` (feature_layer, projector, shuffle, preprocess).
-            tokenizer: tokenizer.json or its folder; that of the language model.
-            pretrained: the run, checkpoint or folder of an earlier stage to start from; of the same model.
+            tokenizer: tokenizer.json or its folder; by default the language model's.
+            pretrained: run, checkpoint or folder of an earlier stage of the same model, to start from.
             train: "all", "projector", or a list of parts: tower, projector, language_model.
-            optimizer: it and its schedule; or a dictionary of what differs from the defaults, which are LLaVA-1.5's.
+            optimizer: settings of the optimizer and schedule, or a dictionary of those that differ from the defaults,
+                which are LLaVA-1.5's.
             projector_lr: highest learning rate of the projector; null: the optimizer's.
-            lora: train adapters of the language model instead of its weights; or a dictionary of its settings.
+            lora: settings of LoRA, to train adapters of the language model instead of its weights; or a dictionary.
             grad_checkpointing: recompute the blocks' activations in the backward pass.
             compile: torch.compile the tower and the language model's decoder, in place.
 
         Raises:
-            ValueError: settings that no model has; weights, or a tokenizer, of another model.
+            ValueError: a setting is unknown or out of range, or weights or tokenizer are of another model.
         """
         lora = Lora(**lora) if isinstance(lora, dict) else lora
         super().__init__(locals() | {"lora": asdict(lora) if lora else None}, LLAVA)
@@ -114,7 +115,7 @@ class VisionLanguageModule(NextTokenModule):
         if projector_lr is not None and (projector_lr <= 0 or "projector" not in self.trained):
             raise ValueError(f"projector_lr must be above 0, or null if train leaves projector out, got {projector_lr}")
         if lora is not None and "language_model" not in self.trained:
-            raise ValueError(f"lora is set, and train is {train!r}, without language_model: add it, or leave lora out")
+            raise ValueError(f"train must include language_model if lora is set, got {train!r}")
         from diffvision.models import vision_language
 
         self.name = model if isinstance(model, str) else vision_language.TimmLlavaConfig.model_type
@@ -174,16 +175,14 @@ class VisionLanguageModule(NextTokenModule):
     def configure_model(self) -> None:
         """Refuse sharding, which is not supported."""
         if self.device_mesh is not None:
-            raise ValueError(
-                "trainer.strategy shards the weights, which vision-language models do not support: use ddp"
-            )
+            raise ValueError("trainer.strategy must not shard weights for vision-language models: use ddp")
 
     @cached_property
     def processor(self) -> Any:
         """The processor of the model, for its data.
 
         Raises:
-            FileNotFoundError, ValueError: there is no tokenizer, or that of another model.
+            FileNotFoundError, ValueError: there is no tokenizer, or it is another model's.
         """
         from diffvision.models.vision_language import make_processor
 
@@ -210,7 +209,7 @@ class VisionLanguageModule(NextTokenModule):
         length = getattr(getattr(self.trainer, "datamodule", None), "length", None)
         limit = getattr(self.model.config.text_config, "max_position_embeddings", None)
         if isinstance(length, int) and limit is not None and length > limit:
-            raise ValueError(f"data.length is {length} tokens, over the language model's {limit}: lower data.length")
+            raise ValueError(f"data.length must be at most the language model's {limit} tokens, got {length}")
 
     def forward(self, tokens: Tensor, image: Tensor | None = None) -> Tensor:
         """Return logits [B, N, vocab_size] of the tokens that follow each of `tokens` [B, N]."""
@@ -225,10 +224,10 @@ class VisionLanguageModule(NextTokenModule):
     def compute_states(self, batch: VisionLanguageBatch) -> tuple[Tensor, Tensor]:
         """Return final hidden states [B, N, dim], or logits, and their targets [B, N].
 
-        The padding follows the text, which therefore does not attend to it: no mask is needed.
+        Padding is on the right, where causal attention cannot see it, so no mask is needed.
         """
         inputs, targets, _ = shift(batch)
-        # Without images a blank one, for whose gradients, zeros, DDP waits.
+        # DDP waits for the projector's gradients: without images, a blank one gives zeros.
         pixels = batch["image"] if len(batch["image"]) else batch["image"].new_zeros(1, 3, *self.model.image_size)
         images = self.model.get_image_features(pixels).pooler_output
         words = self.model.language_model
@@ -249,13 +248,13 @@ class VisionLanguageModule(NextTokenModule):
         return param_groups(self.model, settings.weight_decay, scales=scales, is_muon=settings.is_muon)
 
     def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the metrics of VisionLanguageData's evaluation, if it has one."""
+        """Return the names of the metrics that validation logs; none without evaluation data."""
         if not isinstance(data, VisionLanguageData):
             return None
         return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError where a checkpoint is of another model; `fit` calls it before it reads data."""
+        """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""
         from diffvision.models.vision_language import check_record
 
         what = str(getattr(self.attached_trainer, "ckpt_path", None) or "the checkpoint")
@@ -263,13 +262,13 @@ class VisionLanguageModule(NextTokenModule):
         check_record(about, self.model, what)
         here = asdict(self.lora) if self.lora else None
         if (there := about.get("lora")) != here:
-            raise ValueError(f"{what} has lora {there}, and here it is {here}: set model.lora to it")
+            raise ValueError(f"model.lora must be {there}, as in {what}, got {here}")
         self._check_tokenizer(about, what)
 
     def _check_tokenizer(self, about: dict[str, Any], what: str) -> None:
         prints = {about.get("fingerprint"), self.fingerprint} - {None}
         if len(prints) > 1:
-            raise ValueError(f"{what} is of another tokenizer than {self.tokenizer}: set model.tokenizer to its own")
+            raise ValueError(f"model.tokenizer must be that of {what}, got {self.tokenizer}")
 
     def describe(self) -> dict[str, Any]:
         """Return the model's name, tokenizer, configuration, adapters and architecture."""
@@ -296,7 +295,7 @@ def _parts(train: str | list[str]) -> tuple[str, ...]:
 
 
 def _open(source: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a run, a checkpoint of ours or a folder, and the record of a checkpoint."""
+    """Open the model of a run, checkpoint or folder; return it and the checkpoint's record."""
     from diffvision.models.vision_language import TimmLlava, load
     from diffvision.opening.vlm import find_trained, open_vlm
 
@@ -324,7 +323,7 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
         settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
         inject_adapter_in_model(settings, decoder)
     except ValueError as error:
-        raise ValueError(f"lora is {lora}, which the language model cannot have: {error}") from error
+        raise ValueError(f"lora does not fit the language model: {error}") from error
     for name, layer in decoder.named_modules():
         if not isinstance(base := getattr(layer, "base_layer", None), nn.Linear | None):
             raise ValueError(
@@ -335,7 +334,7 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
 
 
 def _freeze_unreached(model: Any) -> None:
-    """Freeze weights that no feature depends on (blocks after its layer): DDP would wait for their gradients."""
+    """Freeze weights that do not affect the features (later blocks): DDP would wait for their gradients."""
     parameters = list(model.vision_tower.parameters())
     total = model.eval().get_image_features(torch.zeros(1, 3, *model.image_size)).pooler_output.sum()
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)

@@ -40,8 +40,8 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, find_newest
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
-from diffvision.training.fault_tolerance.random_state import capture
-from diffvision.training.fault_tolerance.resume import Ranks, prepare
+from diffvision.training.fault_tolerance.random_state import capture_random_state
+from diffvision.training.fault_tolerance.resume import Ranks, prepare_run
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.vision_language import VisionLanguageModule
@@ -318,11 +318,11 @@ def once(
     callbacks: list[Any] = [LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
     trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task), last], memory, settings)
     try:
-        with prepare(trainer, module, last, how="auto", ranks=ranks, ckpt_path=None) as path:
+        with prepare_run(trainer, module, last, how="auto", ranks=ranks, ckpt_path=None) as path:
             outcome.resumed += [Path(path).name] if path else []
             trainer.fit(module, data_of(data, module, setting.task, workers), ckpt_path=path)
         trainer.save_checkpoint(kept.with_suffix(".end"))
-        outcome.generators = capture(torch.device("cpu"))
+        outcome.generators = capture_random_state(torch.device("cpu"))
         outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(UNEQUAL)}
     except Interrupted:
         pass

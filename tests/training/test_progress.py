@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from diffvision.training import progress
-from diffvision.training.progress import ProgressLine, follow
+from diffvision.training.progress import ProgressLine, track_evaluation
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -32,15 +32,15 @@ class Module(BoringModel):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
-        for _ in follow(self.trainer)([1, 2, 3], "digits/test"):
+        for _ in track_evaluation(self.trainer)([1, 2, 3], "digits/test"):
             self.log("zero_shot/digits/acc1", 0.5, prog_bar=True)
 
 
 def run(monkeypatch, out, **settings):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", out)
-    monkeypatch.setattr(progress, "REDRAWN", 0.0)
-    monkeypatch.setattr(progress, "PRINTED", 0.0)
+    monkeypatch.setattr(progress, "BAR_INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     quiet |= {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 1, "log_every_n_steps": 2}
     trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[ProgressLine()], **quiet | settings)

@@ -21,9 +21,9 @@ def wheel(tmp_path, monkeypatch):
 
 def test_a_clone_has_its_recipes_next_to_the_package(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    path = recipes.recipe("clip/debug.yaml")
+    path = recipes.find_recipe("clip/debug.yaml")
     assert path.is_file()
-    assert path == recipes.recipe("configs/clip/debug.yaml")
+    assert path == recipes.find_recipe("configs/clip/debug.yaml")
     assert recipes.resolve_recipes(["fit", "--config", "clip/debug.yaml", "--seed_everything", "1"]) == [
         *("fit", "--config", str(path), "--seed_everything", "1")
     ]
@@ -35,7 +35,7 @@ def test_a_wheel_has_its_recipes_inside(wheel):
         *("fit", f"--config={path}", "-c", str(path))
     ]
     with pytest.raises(FileNotFoundError, match="no configuration file"):
-        recipes.recipe("clip/other.yaml")
+        recipes.find_recipe("clip/other.yaml")
 
 
 def test_a_file_of_the_working_directory_comes_first(wheel, tmp_path):

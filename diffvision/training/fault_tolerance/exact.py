@@ -33,7 +33,7 @@ from diffvision.training.fault_tolerance.checkpoints import (
 )
 from diffvision.training.fault_tolerance.finite import StepGuard, gather_from_ranks
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
-from diffvision.training.fault_tolerance.random_state import capture, restore
+from diffvision.training.fault_tolerance.random_state import capture_random_state, restore_random_state
 
 # Settings of a configuration that make no difference to weights or samples.
 IGNORED_SETTINGS = (
@@ -127,7 +127,9 @@ class LastCheckpoint(Checkpoint):
         if (run := self._run) is not None:
             self._run = None
             if run.get("exact"):
-                restore(run["random"][trainer.global_rank % len(run["random"])], trainer.strategy.root_device)
+                restore_random_state(
+                    run["random"][trainer.global_rank % len(run["random"])], trainer.strategy.root_device
+                )
                 lightning_internals.set_loop_counts(trainer, run["counts"])
         if self._positions is not None:
             self.save(trainer, LAST)
@@ -167,7 +169,7 @@ class LastCheckpoint(Checkpoint):
         if "combined_loader" in loop["state_dict"]:
             loop["state_dict"]["combined_loader"] = self._positions
         checkpoint[RUN_KEY] |= {
-            "random": gather_from_ranks(trainer, capture(trainer.strategy.root_device)),
+            "random": gather_from_ranks(trainer, capture_random_state(trainer.strategy.root_device)),
             "counts": lightning_internals.get_loop_counts(trainer),
             "metrics": {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
             "settings": self._describe_settings(trainer),

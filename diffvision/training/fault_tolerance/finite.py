@@ -123,7 +123,7 @@ class StepGuard(pl.Callback):
             if not skips and self.skipped > skipped:
                 for parameter in parameters:
                     parameter.grad = None  # the optimizer skips what has no gradient: no decay, no moments
-                keep_settings(optimizer)
+                restore_settings_after_step(optimizer)
         pl_module.log("train/grad_norm", norm)
         pl_module.log("train/skipped_steps", torch.tensor(float(self.skipped)))
 
@@ -178,7 +178,7 @@ def is_overflow(trainer: pl.Trainer, step: Step) -> bool:
     return all(gather_from_ranks(trainer, all(bool(loss.isfinite().all()) for loss in step.losses)))
 
 
-def keep_settings(optimizer: torch.optim.Optimizer) -> None:
+def restore_settings_after_step(optimizer: torch.optim.Optimizer) -> None:
     """Restore the settings of the groups after the next step: timm's Adan and LAMB count steps there."""
     settings = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}

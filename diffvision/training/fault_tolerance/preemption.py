@@ -111,7 +111,7 @@ class Preemption(pl.Callback):
             self._before |= dict.fromkeys(set(self._before) - {signal.SIGINT}, signal.SIG_IGN)
         self._restore()
 
-    def _max(self, *numbers: int) -> list[int]:
+    def _max_over_ranks(self, *numbers: int) -> list[int]:
         """Return the largest of each number over all ranks."""
         if self._group is None:
             return list(numbers)
@@ -125,7 +125,7 @@ class Preemption(pl.Callback):
         Ranks also agree on how many steps of the slowest of them take `PATIENCE`, and ask again after so many.
         """
         took = (time.monotonic() - self._asked) / max(self._steps, 1)
-        *received, slowest = self._max(*(number in self.received for number in self._known), int(1e3 * took))
+        *received, slowest = self._max_over_ranks(*(number in self.received for number in self._known), int(1e3 * took))
         self._every = 1 if self._group is None else min(int(1e3 * PATIENCE) // max(slowest, 1), MOST)
         self._asked, self._steps = time.monotonic(), 0
         return max(
@@ -163,7 +163,7 @@ class Preemption(pl.Callback):
         """Count how often the ranks will ask each other in this validation."""
         batches = sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
         # Ranks may have different numbers of batches: they ask as often as all of them can.
-        self._turns = -self._max(-int(min(batches, sys.maxsize)))[0]
+        self._turns = -self._max_over_ranks(-int(min(batches, sys.maxsize)))[0]
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Act between two batches of a validation."""
@@ -173,7 +173,7 @@ class Preemption(pl.Callback):
 
     def watch_signals(self, batches: Any) -> Iterator[Any]:
         """Yield the batches of a long evaluation on all ranks; between two of them a run may end."""
-        turns = -self._max(-len(batches))[0]
+        turns = -self._max_over_ranks(-len(batches))[0]
         for number, batch in enumerate(batches):
             if number < turns and self._trainer is not None:
                 self._interrupt(self._trainer)

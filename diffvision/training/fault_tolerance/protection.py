@@ -61,7 +61,7 @@ from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.preemption import Preemption
 from diffvision.training.fault_tolerance.ranks import SameShards, end_with_first_rank
-from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare
+from diffvision.training.fault_tolerance.resume import Ranks, Resume, prepare_run
 
 _OURS = (SameShards, Preemption)
 
@@ -112,7 +112,7 @@ def protect(
     savers = lightning_internals.find_callbacks(trainer, Checkpoint)
     # Signals are agreed on after the other callbacks have finished a step; Lightning calls Checkpoint callbacks last.
     callbacks[:] = [*others, SameShards(), Preemption(last), *[s for s in savers if s is not last], last]
-    with prepare(trainer, module, last, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path:
+    with prepare_run(trainer, module, last, how=resume, ranks=ranks, ckpt_path=ckpt_path) as path:
         yield path
 
 

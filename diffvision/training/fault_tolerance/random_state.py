@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-def capture(device: torch.device) -> dict[str, Any]:
+def capture_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of this process's generators: tensors and numbers, which load with weights_only=True.
 
     Args:
@@ -33,7 +33,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any], device: torch.device) -> None:
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Set this process's generators to what `capture` gave; a state taken on a CPU leaves the GPU's unchanged."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -40,7 +40,7 @@ SEPARATE = "a separate directory (the logger's version, or ModelCheckpoint's dir
 
 
 @contextmanager
-def prepare(
+def prepare_run(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     last: LastCheckpoint,

@@ -19,7 +19,7 @@ from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import exact
 from diffvision.training.fault_tolerance.checkpoints import find_newest
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, describe_changes, flatten
-from diffvision.training.fault_tolerance.random_state import capture, restore
+from diffvision.training.fault_tolerance.random_state import capture_random_state, restore_random_state
 from resume_matrix import CUTS, Case, outcome_of, verdict
 from tiny_runs import BATCHES, EPOCHS, Cut, Outcome, Setting, once, quietly
 
@@ -205,7 +205,7 @@ def test_settings_that_make_no_difference_are_not_compared():
 def test_generators_continue_where_they_were(tmp_path):
     tiny_runs.seed(3)
     torch.randn(3), __import__("random").gauss(0, 1), __import__("numpy").random.normal()  # leave one half of a pair
-    torch.save(capture(torch.device("cpu")), tmp_path / "state.pt")
+    torch.save(capture_random_state(torch.device("cpu")), tmp_path / "state.pt")
 
     def drawn():
         random, numpy = __import__("random"), __import__("numpy").random
@@ -213,5 +213,5 @@ def test_generators_continue_where_they_were(tmp_path):
 
     expected = drawn()
     tiny_runs.seed(4)
-    restore(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
+    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
     assert drawn() == expected

@@ -268,7 +268,7 @@ def test_ranks_ask_each_other_about_once_a_second(seconds, every, monkeypatch):
     monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
 
     class Two(Preemption):
-        def _max(self, *numbers):
+        def _max_over_ranks(self, *numbers):
             asked.append(step)
             return [*numbers[:-1], 2 * numbers[-1]]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
-from diffvision.training.fault_tolerance.resume import check_resumable, lock, prepare, run_directories
+from diffvision.training.fault_tolerance.resume import check_resumable, lock, prepare_run, run_directories
 
 # Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
 pytestmark = [
@@ -81,7 +81,7 @@ def run(root, how="never", *, ckpt_path=None, ranks="same", module=None, data=No
     """The steps that were trained, after `prepare` as `fit` of the command line has it."""
     module, last = module or Tiny(), LastCheckpoint(every_n_train_steps=1)
     trainer = trainer_of(root, last=last, **settings)
-    with prepare(trainer, module, last, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
+    with prepare_run(trainer, module, last, how=how, ranks=ranks, ckpt_path=ckpt_path) as path:
         trainer.fit(module, data or Data(module.width), ckpt_path=path)
     return module.first_batches
 
@@ -206,7 +206,7 @@ def test_accumulation_continues_as_its_epoch_began(tmp_path):
         last, module = LastCheckpoint(every_n_train_steps=1), Tiny()
         trainer = trainer_of(tmp_path, steps=steps, last=last)
         trainer.callbacks.insert(0, GradientAccumulationScheduler({0: 1, 1: 2}))  # as the command line has it
-        with prepare(trainer, module, last, how=how, ranks="same", ckpt_path=None) as path:
+        with prepare_run(trainer, module, last, how=how, ranks="same", ckpt_path=None) as path:
             trainer.fit(module, Data(), ckpt_path=path)
     assert module.first_batches == [9, 9, 10, 10, 11, 11]
 
