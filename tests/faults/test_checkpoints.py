@@ -15,8 +15,8 @@ from diffvision.training.fault_tolerance.checkpoints import (
     LAST,
     RUN_KEY,
     DurableCheckpointIO,
-    clean,
     find_newest,
+    remove_temporary_files,
 )
 from tiny_runs import plain_checkpoint
 
@@ -52,7 +52,7 @@ def test_a_save_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path, mon
         process.join()
         newest, saved, faults = find_newest([folder])
         assert (newest, faults) == (path, {})
-        clean(folder)
+        remove_temporary_files(folder)
         assert {p.name for p in folder.iterdir()} == {path.name}
         assert saved >= step
         step = saved

@@ -93,7 +93,7 @@ def test_a_run_resumes_by_itself_from_the_newest_that_is_whole(shards, whole, tm
     shutil.copytree(whole.trainer.log_dir, version)
     shutil.copy(version / "checkpoints" / "last.ckpt", cut := version / "checkpoints" / "preempted.ckpt")
     os.truncate(cut, 1000)
-    with pytest.warns(UserWarning, match=r"passed over .*preempted.ckpt"):
+    with pytest.warns(UserWarning, match=r"skipped .*preempted.ckpt"):
         resumed = run(shards, tmp_path, "--resume=auto")
     assert resumed.trainer.ckpt_path == str(version / "checkpoints" / "last.ckpt")
     assert resumed.trainer.log_dir == str(version)
@@ -118,7 +118,7 @@ def test_a_run_that_must_resume_ends_in_one_line(shards, tmp_path, capsys):
     model = ["--model=ContrastiveModule", "--model.model=CLIP-debug", f"--trainer.logger.save_dir={tmp_path}"]
     assert main(["fit", *model, *data, "--resume=must"]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "diffvision: error: resume is must, but there is no valid checkpoint in" in line
+    assert "diffvision: error: resume is must" in line
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_under_torchrun_no_process_trains_by_itself(shards, tmp_path, monkeypatc
 def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
     stopped = Path(whole.trainer.log_dir) / "checkpoints" / "last.ckpt"
     changed = ["--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=0.7", "--model.optimizer.end_lr=0.1"]
-    with pytest.warns(UserWarning, match="other settings than before"):
+    with pytest.warns(UserWarning, match="settings have changed"):
         resumed = run(shards, tmp_path, f"--ckpt_path={stopped}", *changed)
     (optimizer,) = resumed.trainer.optimizers
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.7]

@@ -1,9 +1,9 @@
-"""What keeps a run alive and exact: checkpoints, resuming, signals, steps that are not finite.
+"""Fault tolerance: atomic checkpoints, exact resuming, signals, and steps that are not finite.
 
     with protect(trainer, module, resume="auto") as checkpoint:
         trainer.fit(module, data, ckpt_path=checkpoint)
 
-Other packages import from here, and nothing from the modules inside but `lightning_internals`.
+Other packages import these names, and from the modules inside only `lightning_internals`.
 """
 
 from diffvision.training.fault_tolerance.checkpoints import read_step, refuse_link

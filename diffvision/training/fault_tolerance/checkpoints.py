@@ -27,18 +27,18 @@ SUFFIX, REPLACED = ".ckpt", ".replaced"
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Lightning's plugin that saves, loads and removes checkpoints; this one never leaves half of a file.
+    """Lightning's CheckpointIO with atomic writes: a local file is complete or absent.
 
-    Remote checkpoints are left to fsspec, whose stores replace an object at once.
+    Remote stores replace objects atomically, so remote checkpoints are written by fsspec.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint.
 
         Raises:
-            OSError: it cannot be written; a file that was there before is untouched.
+            OSError: it cannot be written.
             ValueError: it holds objects that cannot be loaded with weights_only=True.
-            FloatingPointError: it holds weights that are NaN or infinite; a file that was there before is untouched.
+            FloatingPointError: weights are NaN or infinite. An existing file is kept in each case.
         """
         # With EMA there are two sets of weights.
         sets = (checkpoint.get(name, {}) for name in ("state_dict", "current_model_state"))
@@ -77,12 +77,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; only tensors and plain values, unless weights_only=False is asked for by name."""
+        """Read a checkpoint: only tensors and plain values, unless weights_only=False is passed explicitly."""
         return super().load_checkpoint(path, map_location, weights_only is None or weights_only)
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync a directory to the disk, because a power failure may otherwise undo a rename."""
+    """Sync a directory to disk: otherwise a power failure may undo a rename."""
     opened = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -94,7 +94,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Open a checkpoint and check all its bytes; its tensors are read only when they are used.
+    """Open a checkpoint, memory-mapped, after checking all its bytes.
 
     Raises:
         ValueError: it is damaged, holds objects, or is not a checkpoint with an optimizer; the message begins with a
@@ -105,9 +105,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             damaged = archive.testzip() is not None
         content = {} if damaged else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError("holds more than tensors and plain values, or is none") from error
+        raise ValueError("holds more than tensors and plain values, or is not a checkpoint") from error
     except Exception as error:  # a file that is no checkpoint can fail in any way
-        raise ValueError(f"is damaged or no checkpoint ({type(error).__name__})") from error
+        raise ValueError(f"is damaged or not a checkpoint ({type(error).__name__})") from error
     if damaged:
         raise ValueError("has other bytes than were saved")
     if not isinstance(content, dict) or not content.keys() >= {"state_dict", "global_step", "optimizer_states"}:
@@ -116,10 +116,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Path, str]]:
-    """Find the checkpoint of the highest step that is resumed from exactly.
+    """Find the checkpoint with the highest step among those that a run resumes from exactly.
 
     Returns:
-        Its path or None, its step, and the reason for each file that was passed over.
+        Its path or None, its step, and for each file that was skipped the reason.
     """
     faults: dict[Path, str] = {}
     found: list[tuple[int, float, Path]] = []
@@ -139,12 +139,12 @@ def find_newest(directories: Iterable[Path]) -> tuple[Path | None, int, dict[Pat
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoints of a directory, and of those below it, by name."""
+    """List the checkpoints below a directory, sorted by name."""
     return sorted(directory.rglob(f"*{SUFFIX}"))
 
 
 def read_step(path: Path) -> int:
-    """Return the step of a checkpoint; 0 for a file that is none."""
+    """Return the step of a checkpoint; 0 if the file is not a checkpoint."""
     try:
         return int(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["global_step"])
     except Exception:  # such a file can fail torch's reader in any way
@@ -152,12 +152,12 @@ def read_step(path: Path) -> int:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that a run will write again: ModelCheckpoint would give the new one another name."""
+    """Rename a checkpoint that the run will write again; otherwise ModelCheckpoint would choose another name."""
     path.rename(path.with_name(path.name + REPLACED))
 
 
-def clean(directory: Path) -> None:
-    """Remove the temporary files that killed runs left."""
+def remove_temporary_files(directory: Path) -> None:
+    """Remove temporary files that killed runs have left."""
     for path in directory.glob(TEMPORARY.format("*")):
         path.unlink(missing_ok=True)
 
@@ -165,13 +165,13 @@ def clean(directory: Path) -> None:
 # --- numbers that are not finite ---
 
 
-def find_bad_tensors(weights: dict[str, Any], few: int = 3) -> str:
-    """Name the first few tensors of a state_dict that hold NaN or infinity; return "" where all are finite.
+def find_bad_tensors(weights: dict[str, Any], limit: int = 3) -> str:
+    """Return the names of the first `limit` tensors of a state_dict with NaN or infinity; "" if all are finite.
 
-    A mask of zeros and -inf, which some models keep among their buffers, counts as finite.
+    Masks of 0 and -inf, which some models keep as buffers, count as finite.
     """
     names = [name for name, value in weights.items() if isinstance(value, Tensor) and not _is_finite(value)]
-    return ", ".join(names[:few]) + (f" and {len(names) - few} more" if len(names) > few else "")
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -188,7 +188,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def explain_unwritable(error: OSError, path: Path) -> OSError:
-    """Return the error to raise where a checkpoint cannot be written: which, why, and a remedy."""
+    """Return an OSError that says which checkpoint cannot be written, why, and what to do."""
     return OSError(
         error.errno,
         f"no checkpoint can be written to {path}: {error.strerror or error}: make room, or set ModelCheckpoint's "
@@ -197,11 +197,11 @@ def explain_unwritable(error: OSError, path: Path) -> OSError:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise OSError if a file that will be written to is a symbolic link."""
+    """Raise OSError if a path that will be written to is a symbolic link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{path} is a link to {os.readlink(path)}, which would be written to: remove it")
 
 
 def is_remote(path: str | Path) -> bool:
-    """Return whether a path is a URL, of a remote filesystem such as s3."""
+    """Return whether a path is a URL of a remote filesystem, such as s3."""
     return "://" in str(path)

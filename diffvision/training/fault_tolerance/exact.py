@@ -1,7 +1,7 @@
-"""The file that a run resumes from bit for bit, and how the resumed run continues from it.
+"""Checkpoints from which a run resumes bit for bit, and how the resumed run continues.
 
-It is written at one moment only: when a batch that begins an optimizer step is about to be trained. The step before is
-then over, with its validation, the end of its epoch and its logging. Which file a run resumes from is in `resume`.
+They are written just before the first batch of an optimizer step, when the previous step, its validation, the end of
+its epoch and its logging are finished. `resume` chooses the file to resume from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from diffvision.training.fault_tolerance.finite import StepGuard, gather_from_ra
 from diffvision.training.fault_tolerance.lightning_internals import find_callbacks
 from diffvision.training.fault_tolerance.random_state import capture_random_state, restore_random_state
 
-# Settings of a configuration that make no difference to weights or samples.
+# Settings that affect neither weights nor samples.
 IGNORED_SETTINGS = (
     "config",
     "ckpt_path",
@@ -60,16 +60,16 @@ SHOWN = 100  # characters of a setting's value
 class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt`, which a run resumes from exactly, and `final.ckpt`, the weights at the run's end.
 
-    `last.ckpt` is written after each `every_n_train_steps`, before a step that a validation follows, and before the
-    last step of the run; also before each epoch but the first, if validations are by time or there are none. So a
-    finished run can be extended exactly. It is next to the files of the first ModelCheckpoint. While steps are skipped
-    because they are not finite, it stays as it is.
+    `last.ckpt` is written every `every_n_train_steps` steps, before a step that a validation follows, and before the
+    run's last step, so that a finished run can be extended exactly. If validations are by time or there are none, it is
+    also written before each epoch but the first. It is in the directory of the first ModelCheckpoint, and is not
+    overwritten while steps are skipped because they are not finite.
 
     Attributes:
-        last_model_path: `final.ckpt` once it is written; as ModelCheckpoint's.
-        optimizers: names of the optimizers' classes in the checkpoint that is resumed; None where it has none.
+        last_model_path: path of `final.ckpt` once it is written, as in ModelCheckpoint.
+        optimizers: class names of the optimizers in the resumed checkpoint; None if it does not record them.
         settings: the configuration, as nested dictionaries of plain values.
-        enabled: whether it writes files; otherwise it only resumes from them.
+        enabled: whether files are written; otherwise it only restores.
     """
 
     enabled = True
@@ -78,10 +78,10 @@ class LastCheckpoint(Checkpoint):
     optimizers: list[str] | None = None
 
     def __init__(self, every_n_train_steps: int | None = None) -> None:
-        """Set how often a running epoch is saved.
+        """Set how often to save within an epoch.
 
         Args:
-            every_n_train_steps: optimizer steps between two saves; null: only before validations (or epochs) and the
+            every_n_train_steps: optimizer steps between saves; null: save only before validations (or epochs) and the
                 last step.
         """
         if every_n_train_steps is not None and every_n_train_steps < 1:
@@ -89,14 +89,14 @@ class LastCheckpoint(Checkpoint):
         self.every_n_train_steps = every_n_train_steps
         self.settings: dict[str, Any] = {}
         self.directory: Path | None = None
-        self._positions: list[Any] | None = None  # of the loaders before the batch that is saved at
+        self._positions: list[Any] | None = None  # of the loaders, if a save is due before the next batch
         self._late = self._saving = self._ending = False
         self._run: dict[str, Any] | None = None  # of the checkpoint that was loaded
 
     # --- saving ---
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Decide after a step whether the next one is saved at."""
+        """After a step, decide whether to save before the next one."""
         if lightning_internals.is_accumulating(trainer):
             return
         ended = lightning_internals.is_last_batch(trainer)
@@ -118,12 +118,12 @@ class LastCheckpoint(Checkpoint):
         return any(validates_after(trainer, epoch, batch) for batch in range(first, int(stop)))
 
     def record_position(self, trainer: pl.Trainer) -> None:
-        """Note where the loaders are between two steps: at the next batch's start, when it is saved, they are ahead."""
+        """Record the loaders' positions between two steps; when the next batch starts they have moved on."""
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._positions = [loader.state_dict() for loader in loaders if hasattr(loader, "load_state_dict")]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Restore what the hooks of a start have changed, or save."""
+        """In a resumed run, restore random states and counters that start-up hooks changed; then save if it is due."""
         if (run := self._run) is not None:
             self._run = None
             if run.get("exact"):
@@ -135,7 +135,7 @@ class LastCheckpoint(Checkpoint):
             self.save(trainer, LAST)
 
     def save(self, trainer: pl.Trainer, name: str) -> str | None:
-        """Save the state before this batch under a name; return its path, or None where nothing is saved."""
+        """Save the state before this batch as `name`; return the path, or None if nothing is saved."""
         guards = find_callbacks(trainer, StepGuard)
         for guard in guards:
             guard.report_skipped()
@@ -151,7 +151,7 @@ class LastCheckpoint(Checkpoint):
         return path
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Add the state of the run, under `RUN_KEY`; its keys are in files, so never rename them."""
+        """Add the run's state under `RUN_KEY`. Its keys are part of the file format."""
         checkpoint[RUN_KEY] = {
             "exact": self._saving,
             "world_size": trainer.world_size,
@@ -176,7 +176,7 @@ class LastCheckpoint(Checkpoint):
         }
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the weights for use: with EMA the averages, which are in the module by now."""
+        """Write `final.ckpt`; with EMA it has the averages, which are in the module at this point."""
         if self.directory is not None:
             self._ending, self.last_model_path = True, str(self.directory / FINAL)
             try:
@@ -187,7 +187,7 @@ class LastCheckpoint(Checkpoint):
     # --- resuming ---
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the directory, and check that all processes, each of which looked for it, found the same checkpoint."""
+        """Find the directory, and check that all processes found the same checkpoint."""
         if stage != "fit":
             return
         self._positions, self._late, self.last_model_path = None, False, ""
@@ -201,7 +201,7 @@ class LastCheckpoint(Checkpoint):
             )
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Note what a checkpoint says of its run; refuse averages of weights where none are computed."""
+        """Read the run's state from a checkpoint; refuse EMA weights if the run has no EMA callback."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._run = checkpoint.get(RUN_KEY, {})
@@ -214,7 +214,7 @@ class LastCheckpoint(Checkpoint):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that optimizers are of the kinds whose states will be loaded."""
+        """Check that the optimizers have the classes whose states will be loaded."""
         if self.optimizers not in (None, current := class_names(trainer.optimizers)):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its optimizer is {', '.join(self.optimizers)} and here it is "
@@ -222,7 +222,7 @@ class LastCheckpoint(Checkpoint):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the metrics that callbacks watch, and warn once for each way in which the run differs."""
+        """Restore the metrics that callbacks monitor, and warn of each way in which the resumed run differs."""
         if (run := self._run) is None:
             return
         for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):  # it acts when an epoch begins
@@ -246,10 +246,10 @@ class LastCheckpoint(Checkpoint):
                 "comes as it would have, random numbers (dropout) do not"
             )
         if lines := list(describe_changes(run["settings"], self._describe_settings(trainer))):
-            rank_zero_warn(f"{origin}: it continues with other settings than before: {list_few(lines, limit=NAMED)}")
+            rank_zero_warn(f"{origin}: these settings have changed: {list_few(lines, limit=MAX_CHANGES)}")
 
     def _set_aside(self, trainer: pl.Trainer) -> None:
-        """Rename checkpoints of steps that are trained again."""
+        """Rename checkpoints of steps that will be trained again."""
         savers = find_callbacks(trainer, ModelCheckpoint)
         known = {str(path) for s in savers for path in (s.best_model_path, s.last_model_path, *s.best_k_models)}
         for directory in run_directories(trainer):
@@ -258,7 +258,7 @@ class LastCheckpoint(Checkpoint):
                     set_aside(path)
 
     def _describe_settings(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return what a run's numbers depend on, by name."""
+        """Return the settings, versions and devices that a run's numbers depend on, by name."""
         device = trainer.strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         return flatten(self.settings) | {
@@ -270,12 +270,12 @@ class LastCheckpoint(Checkpoint):
 
 
 def validates_by_batches(trainer: pl.Trainer) -> bool:
-    """Return whether the batches that validations follow are known; they are not where time decides."""
+    """Return whether validations follow known batches, rather than a time interval."""
     return trainer.enable_validation and trainer.val_check_batch not in (None, float("inf"))
 
 
 def validates_after(trainer: pl.Trainer, epoch: int, batch: int) -> bool:
-    """Return whether a validation is known to follow a batch of an epoch, by Lightning's rule."""
+    """Return whether a validation follows a batch of an epoch, by Lightning's rule."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if interval is None or not validates_by_batches(trainer) or (every and (epoch + 1) % every):
         return False
@@ -288,7 +288,7 @@ def validates_after(trainer: pl.Trainer, epoch: int, batch: int) -> bool:
 def run_directories(trainer: pl.Trainer) -> list[Path]:
     """Return the local directories that the trainer's ModelCheckpoint callbacks write to, by Lightning's rule.
 
-    That of the logger's version comes first if no ModelCheckpoint has its own.
+    The logger's version directory comes first if no ModelCheckpoint has a `dirpath`.
     """
     root = trainer.default_root_dir
     if trainer.loggers:
@@ -314,27 +314,27 @@ def flatten(settings: Any, name: str = "") -> dict[str, str]:
 
 
 def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
-    """Describe each setting that is not the same as when the checkpoint was saved."""
+    """Describe each setting that has changed since the checkpoint was saved."""
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name, "not set"), current.get(name, "not set")
-        if {before, now} != {"not set", "None"} and _comparable(before) != _comparable(now):
-            yield f"{name} {now[:SHOWN]} (was {before[:SHOWN]})"
+        if {before, now} != {"not set", "None"} and _normalise_number(before) != _normalise_number(now):
+            yield f"{name} {now[:MAX_VALUE_LENGTH]} (was {before[:MAX_VALUE_LENGTH]})"
 
 
-def _comparable(value: str) -> str:
-    """Return a whole number without its decimals: whether jsonargparse reads 3 as 3.0 follows from what is imported.
+def _normalise_number(value: str) -> str:
+    """Return "3" for "3.0": whether jsonargparse reads 3 as 3.0 depends on which modules are imported.
 
-    1.0 stays, for Lightning takes it as a share where 1 is a number.
+    "1.0" stays, because Lightning takes 1.0 as a fraction and 1 as a count.
     """
     return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
 
 
 def class_names(optimizers: list[Any]) -> list[str]:
-    """Return the names of the classes of optimizers."""
+    """Return the class names of optimizers."""
     return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:
-    """Return the first few of many items as text, with the number of the others."""
+    """Return the first `limit` items as text, and the number of the others."""
     items = sorted(items) if isinstance(items, set) else list(items)
     return joint.join(items[:limit]) + (f"{joint}and {len(items) - limit} more" if len(items) > limit else "")

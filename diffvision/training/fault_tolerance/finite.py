@@ -13,20 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from diffvision.training.fault_tolerance import lightning_internals
 
-UNREAD = 1000  # steps after which they are read even where nothing is logged
-LEAST_SCALE = 1.0  # below it a gradient scaler has no overflow left to avoid: the gradients themselves are infinite
-NAMED = 8  # at most as many samples of a skipped step are named
+MAX_UNREAD = 1000  # steps after which they are read even if nothing is logged
+LEAST_SCALE = 1.0  # below this gradient scale an overflow means infinite gradients
+MAX_SAMPLES = 8  # number of a skipped step's samples in a warning
 
 
 class Step(NamedTuple):
     """An optimizer step whose gradient was computed; its tensors are on the device until they are read.
 
     Attributes:
-        number: of steps before it.
-        epoch: of its batches.
-        batches: their numbers in the epoch.
-        norm: of the gradient.
-        losses: one for each backward pass on this rank.
+        number: index of the step, from 0.
+        epoch: index of its epoch.
+        batches: indices of its batches in the epoch.
+        norm: norm of the gradient.
+        losses: loss of each backward pass on this rank.
     """
 
     number: int
@@ -39,22 +39,21 @@ class Step(NamedTuple):
 class StepGuard(pl.Callback):
     """Clips the gradient before each step and logs its norm; a step whose loss or gradient is not finite is skipped.
 
-    All ranks decide alike without a message between them: the gradients are those after the strategy's reduction, into
-    which a rank whose loss is not finite has put NaN. A skipped step changes no weight and no moment. The trainer's
-    step and the schedule advance, `train/skipped_steps` counts, and a warning has the step's position in the data.
+    A loss that is not finite makes its rank's gradients NaN, so after the strategy's reduction all ranks decide alike
+    without communication. A skipped step changes neither weights nor moments. The trainer's step and the schedule
+    advance, `train/skipped_steps` is incremented, and a warning gives the step's position in the data.
 
-    The device decides, and an optimizer that takes `found_inf` (torch's fused ones) skips by itself. What it decided
-    is read, counted and reported on logging steps, at each checkpoint and at the end, so no step between them waits
-    for the device. On a CPU, where reading costs nothing, that is at every step. Another optimizer is waited for at
-    every step.
+    The decision is made on the device; optimizers that take `found_inf` (torch's fused ones) then skip the step. The
+    decisions are read, counted and reported on logging steps, at checkpoints and at the end, so other steps do not
+    synchronise. On a CPU, and with other optimizers, they are read at every step.
 
-    A gradient scaler (16-mixed) skips overflows by itself while it searches its scale: they count only where a loss
-    was not finite, or the scale has fallen below 1.
+    A gradient scaler (16-mixed) skips overflows while it searches its scale; these count only if a loss was not finite
+    or the scale has fallen below 1.
 
     Attributes:
-        skipped: steps that were skipped in this run, also before it was resumed.
-        in_a_row: steps that were skipped since the last step that was made.
-        is_from_module: whether a TrainingModule made it, for one fit.
+        skipped: number of skipped steps in this run, including before it was resumed.
+        in_a_row: number of steps skipped since the last one that was not.
+        is_from_module: whether a TrainingModule created it, for one fit.
     """
 
     is_from_module = False
@@ -63,8 +62,8 @@ class StepGuard(pl.Callback):
         """Set the limits.
 
         Args:
-            clip_norm: the gradient's norm is clipped to this; None: no clipping.
-            max_skipped: limit on skipped steps in a row; one more stops the run. 0 stops it at the first.
+            clip_norm: limit to which the gradient's norm is clipped; None: no clipping.
+            max_skipped: limit on consecutive skipped steps; one more stops the run.
         """
         self.clip_norm, self.max_skipped = clip_norm, max_skipped
         self.skipped = self.in_a_row = 0
@@ -74,7 +73,7 @@ class StepGuard(pl.Callback):
         self._trainer: pl.Trainer | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, of all steps so far: a checkpoint holds no step that is not reported."""
+        """Return the counts, after reading and reporting all steps so far."""
         self.report_skipped()
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
@@ -87,11 +86,11 @@ class StepGuard(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note the batch, to report it if its step is skipped."""
+        """Record the batch, to report it if its step is skipped."""
         self._batches.append(batch_idx)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Note the loss, and let one that is not finite spread to all ranks."""
+        """Record the loss; if it is not finite, make its gradients NaN, for all ranks to see."""
         self._losses.append(loss.detach())
         spread_nan(loss)
 
@@ -101,7 +100,7 @@ class StepGuard(pl.Callback):
         """Clip the gradient, or skip the step.
 
         Raises:
-            FloatingPointError: on all ranks, where more than `max_skipped` steps in a row are not finite.
+            FloatingPointError: on all ranks, if more than `max_skipped` consecutive steps are not finite.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
@@ -117,7 +116,7 @@ class StepGuard(pl.Callback):
         if skips := scaler is None and lightning_internals.takes_found_inf(optimizer):
             optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]  # as a gradient scaler does
         may_wait = lightning_internals.may_wait_for_device(trainer, trainer.global_step + 1)
-        if not skips or may_wait or len(self._unread) >= UNREAD:
+        if not skips or may_wait or len(self._unread) >= MAX_UNREAD:
             skipped = self.skipped
             self.report_skipped()
             if not skips and self.skipped > skipped:
@@ -131,16 +130,16 @@ class StepGuard(pl.Callback):
         self.report_skipped()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave optimizers as they were."""
+        """Restore the optimizers' attributes."""
         for optimizer in trainer.optimizers:
             vars(optimizer).pop("found_inf", None)
         self._trainer, self._unread = None, []
 
     def report_skipped(self) -> None:
-        """Read from the device which steps were finite, and report the others; all ranks call it together.
+        """Read from the device which steps were finite, and report the others. All ranks must call it.
 
         Raises:
-            FloatingPointError: on all ranks, where more than `max_skipped` steps in a row were not finite.
+            FloatingPointError: on all ranks, if more than `max_skipped` consecutive steps were not finite.
         """
         steps, self._unread = self._unread, []
         if not steps or self._trainer is None:
@@ -152,15 +151,15 @@ class StepGuard(pl.Callback):
                 self._report(self._trainer, step, norm)
 
     def _report(self, trainer: pl.Trainer, step: Step, norm: float) -> None:
-        """Count and report a skipped step; raise FloatingPointError where it is one too many."""
+        """Count and report a skipped step; raise FloatingPointError if it exceeds `max_skipped`."""
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         place = f"step {step.number} (epoch {step.epoch}, batches {', '.join(map(str, step.batches))})"
         text = f"the gradient's norm is {norm} at {place}: it is skipped ({self.in_a_row} in a row)"
         names = getattr(trainer.train_dataloader, "names", None)
         if trainer.is_global_zero and names is not None:
             samples = [name for batch in step.batches for name in names(step.epoch, batch)]
-            more = f" and {len(samples) - NAMED} more" if len(samples) > NAMED else ""
-            text += f"; samples: {', '.join(samples[:NAMED])}{more}"
+            more = f" and {len(samples) - MAX_SAMPLES} more" if len(samples) > MAX_SAMPLES else ""
+            text += f"; samples: {', '.join(samples[:MAX_SAMPLES])}{more}"
         rank_zero_warn(text)
         if self.in_a_row > self.max_skipped:
             raise FloatingPointError(
@@ -171,7 +170,7 @@ class StepGuard(pl.Callback):
 
 
 def is_overflow(trainer: pl.Trainer, step: Step) -> bool:
-    """Return whether a gradient scaler (16-mixed), which searches its scale, made a finite loss's gradient infinite."""
+    """Return whether a gradient is infinite only because a gradient scaler (16-mixed) is searching its scale."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or scaler.get_scale() < LEAST_SCALE:
         return False
@@ -179,7 +178,7 @@ def is_overflow(trainer: pl.Trainer, step: Step) -> bool:
 
 
 def restore_settings_after_step(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the settings of the groups after the next step: timm's Adan and LAMB count steps there."""
+    """Undo changes that the next (skipped) step makes to group settings: timm's Adan and LAMB count steps there."""
     settings = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups
@@ -195,10 +194,10 @@ def restore_settings_after_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def spread_nan(loss: Tensor) -> None:
-    """Make all gradients of a loss that is not finite NaN, so that their reduction shows it to every rank.
+    """Make all gradients of a loss NaN if it is not finite, so that every rank sees it after the reduction.
 
-    They could be finite otherwise. Gradients of a finite loss are multiplied by one, which changes no bit. The GPU
-    is not waited for.
+    Such gradients may be finite otherwise. Those of a finite loss are multiplied by one, which changes no bit. It does
+    not synchronise.
     """
     if loss.requires_grad:
         factor = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
@@ -206,7 +205,7 @@ def spread_nan(loss: Tensor) -> None:
 
 
 def gather_from_ranks(trainer: pl.Trainer, value: Any) -> list[Any]:
-    """Return each rank's value, by rank."""
+    """Return the values of all ranks, in the order of ranks."""
     if trainer.world_size == 1:
         return [value]
     values = [None] * trainer.world_size

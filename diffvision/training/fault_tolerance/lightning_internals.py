@@ -25,25 +25,24 @@ def is_dry_run(trainer: pl.Trainer) -> bool:
 
 
 def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether the trainer logs after so many steps."""
+    """Return whether the trainer logs after `step` steps."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and step % every == 0
 
 
 def may_wait_for_device(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether numbers are read from the device after so many steps.
+    """Return whether values may be read from the device after `step` steps without an additional wait.
 
-    Each such number waits for all that the device has to do. On logging steps Lightning waits anyway, and a CPU is
-    never waited for.
+    Reading waits for all queued work. Lightning waits on logging steps anyway, and a CPU has no queue.
     """
     return trainer.strategy.root_device.type == "cpu" or is_logging_step(trainer, step)
 
 
 def is_synced_step(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether the numbers logged after so many steps are of all ranks together.
+    """Return whether values logged after `step` steps are reduced over all ranks.
 
-    Ranks wait for each other to sum them, so that is on logging steps and at the ends of an epoch and of the run. On
-    others the numbers are each rank's own.
+    Reducing makes ranks wait for each other, so it is done on logging steps and at the ends of epochs and of the run.
+    On other steps each rank logs its own values.
     """
     if is_logging_step(trainer, step) or step == trainer.max_steps or trainer.world_size == 1:
         return True
@@ -51,7 +50,7 @@ def is_synced_step(trainer: pl.Trainer, step: int) -> bool:
 
 
 def takes_found_inf(optimizer: Any) -> bool:
-    """Return whether an optimizer makes no step where its attribute `found_inf` is 1, as torch's fused ones do.
+    """Return whether an optimizer skips a step if its attribute `found_inf` is 1, as torch's fused ones do.
 
     Fused SGD is not one: if its first step is skipped, torch leaves its momentum uninitialised.
     """
@@ -62,33 +61,33 @@ def takes_found_inf(optimizer: Any) -> bool:
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Return whether the last batch leaves gradients to which the next batch adds."""
+    """Return whether the next batch adds to the gradients of the last one."""
     if is_last_batch(trainer) and not trainer.strategy.handles_gradient_accumulation:
         return False
     return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches != 0
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
-    """Return whether no batch is left of the epoch."""
+    """Return whether the current batch is the last of the epoch."""
     loop = trainer.fit_loop
     return loop.epoch_loop.batch_progress.is_last_batch or loop.batch_idx + 1 == trainer.num_training_batches
 
 
 def get_loop_counts(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what `set_loop_counts` takes: how many steps the loggers count, and what was validated."""
+    """Return the counters that `set_loop_counts` restores: logged steps and validated batches."""
     loop = trainer.fit_loop.epoch_loop
     return {"logged": loop._batches_that_stepped, "validated": loop.val_loop.batch_progress.state_dict()}
 
 
 def set_loop_counts(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
-    """Set what Lightning counts once more when a resumed epoch begins."""
+    """Restore the counters that Lightning increments again when a resumed epoch begins."""
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = saved["logged"]
     loop.val_loop.batch_progress.load_state_dict(saved["validated"])
 
 
 def forget_started_batch(trainer: pl.Trainer) -> None:
-    """Let the batch that was about to be trained, when a checkpoint was taken, be counted when it comes again."""
+    """Undo the count of a batch that was started but not trained when the checkpoint was taken: it comes again."""
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     total.ready = total.completed
 
@@ -97,7 +96,7 @@ def forget_started_batch(trainer: pl.Trainer) -> None:
 
 
 def refuse_sharded_checkpoints(strategy: Any) -> None:
-    """Raise ValueError for a strategy that saves shards: they are not atomic, and are read back by unpickling."""
+    """Raise ValueError for a strategy that saves shards, whose files are not atomic and are unpickled."""
     name = type(strategy).__name__
     if getattr(strategy, "_save_distributed_checkpoint", False):
         raise ValueError(f"{name} must save one file: set save_distributed_checkpoint to false")
@@ -106,9 +105,10 @@ def refuse_sharded_checkpoints(strategy: Any) -> None:
 
 
 def would_misplace_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
-    """Return whether a strategy would give the moments of a run without sharding to other parameters.
+    """Return whether a strategy would load moments, saved without sharding, into the wrong parameters.
 
-    FSDP2's numbers are the parameters' places in the module, and those of an optimizer are in the order of its groups.
+    FSDP2 numbers parameters in the order of the module, an optimizer without sharding in the order of its groups. These
+    differ with several groups.
     """
     numbers = [[n for group in state["param_groups"] for n in group["params"]] for state in states]
     by_group = any(len(state["param_groups"]) > 1 for state in states) and all(n == [*range(len(n))] for n in numbers)
@@ -119,12 +119,12 @@ def would_misplace_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
 
 
 def has_open_version(logger: Any) -> bool:
-    """Return whether a logger will choose the next free version by itself."""
+    """Return whether a logger will choose the next free version."""
     return logger is not None and getattr(logger, "_version", 0) is None
 
 
 def set_version(logger: Any, number: int | None) -> None:
-    """Set the version that a logger writes to; None leaves it open."""
+    """Set the version that a logger writes to; None lets it choose."""
     logger._version = number
 
 
@@ -145,7 +145,7 @@ def disable_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def forget_started_ranks(launcher: Any) -> None:
-    """Stop a launcher from watching the ranks that it has started: one that ends preempted would end all of them."""
+    """Stop a launcher from watching the ranks it has started: it would kill all when the first is preempted."""
     getattr(launcher, "procs", []).clear()
 
 
@@ -153,13 +153,13 @@ def forget_started_ranks(launcher: Any) -> None:
 
 
 class BatchHook:
-    """A base for LightningModules: `prepare_batch` changes each batch of a loader before any public hook sees it.
+    """Base of LightningModules: `prepare_batch` is applied to each batch before any public hook.
 
-    The public hook on_before_batch_transfer would replace a data module's if a module overrode it.
+    Overriding the public hook on_before_batch_transfer would replace the data module's.
     """
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a loader's batch as the steps read it."""
+        """Return a loader's batch in the form that the steps take."""
         return batch
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int | None = None) -> Any:

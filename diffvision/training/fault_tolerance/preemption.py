@@ -41,12 +41,12 @@ class Preempted(SIGTERMException):
 
 
 class Preemption(pl.Callback):
-    """Lets a fit save and end on SIGTERM and SIGINT, and requeue itself under SLURM.
+    """Saves and ends a fit on SIGTERM and SIGINT, and requeues it under SLURM.
 
-    A signal to one rank is one to all. They agree over a separate gloo group, on CPUs: no accelerator's queue waits.
+    A signal to one rank stops all. Ranks agree over a separate gloo group on the CPU, without synchronising devices.
 
     Args:
-        last: writes preempted.ckpt, which is replaced each time; None: nothing is saved.
+        last: writes preempted.ckpt, replacing an earlier one; None: nothing is saved.
     """
 
     def __init__(self, last: LastCheckpoint | None) -> None:
@@ -65,7 +65,7 @@ class Preemption(pl.Callback):
     # --- signals ---
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin to note signals; before, each has its usual effect, because there is nothing to save."""
+        """Install the signal handlers. Before this, signals have their usual effect: there is nothing to save."""
         if stage != "fit":
             return
         self._trainer, self._agreed = trainer, 0
@@ -112,7 +112,7 @@ class Preemption(pl.Callback):
         self._restore()
 
     def _max_over_ranks(self, *numbers: int) -> list[int]:
-        """Return the largest of each number over all ranks."""
+        """Return the maximum of each number over all ranks."""
         if self._group is None:
             return list(numbers)
         sent = torch.tensor(numbers, dtype=torch.int64)
@@ -120,9 +120,9 @@ class Preemption(pl.Callback):
         return sent.tolist()
 
     def _agree_on_signal(self) -> int:
-        """Return the signal that any rank has received, the same on all; 0 for none.
+        """Return the signal that any rank has received, the same on all ranks; 0 if none.
 
-        Ranks also agree on how many steps of the slowest of them take `PATIENCE`, and ask again after so many.
+        Ranks also agree on when to ask again: after the steps that the slowest makes in `PATIENCE` seconds.
         """
         took = (time.monotonic() - self._asked) / max(self._steps, 1)
         *received, slowest = self._max_over_ranks(*(number in self.received for number in self._known), int(1e3 * took))
@@ -137,12 +137,12 @@ class Preemption(pl.Callback):
     # --- where the ranks act ---
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End a run that has not trained yet, without a checkpoint."""
+        """End a run that has not trained yet if a signal came; nothing is saved."""
         if number := self._agree_on_signal():
             raise Preempted(number)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Agree after a step on what to do before the next; several ranks ask each other every `PATIENCE` seconds."""
+        """After a step, agree on whether to end before the next; several ranks do so every `PATIENCE` seconds."""
         if lightning_internals.is_accumulating(trainer):
             return
         self._steps += 1
@@ -153,26 +153,25 @@ class Preemption(pl.Callback):
             self.last.record_position(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Save on a signal, requeue the job and stop."""
+        """On a signal, save, requeue the job and end."""
         if self._agreed:
             path = None if self.last is None else self.last.save(trainer, PREEMPTED)
             saved = "no ModelCheckpoint says where to save, so nothing is saved" if path is None else f"saved {path}"
             self._end(trainer, self._agreed, f"{saved} at step {trainer.global_step}")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count how often the ranks will ask each other in this validation."""
+        """Set how often ranks will agree in this validation: as often as the one with the fewest batches."""
         batches = sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
-        # Ranks may have different numbers of batches: they ask as often as all of them can.
         self._turns = -self._max_over_ranks(-int(min(batches, sys.maxsize)))[0]
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Act between two batches of a validation."""
+        """Between two batches of a validation, end the run if a signal came."""
         if self._turns > 0:
             self._turns -= 1
             self._interrupt(trainer)
 
     def watch_signals(self, batches: Any) -> Iterator[Any]:
-        """Yield the batches of a long evaluation on all ranks; between two of them a run may end."""
+        """Yield the batches of an evaluation; between two of them, end the run if a signal came."""
         turns = -self._max_over_ranks(-len(batches))[0]
         for number, batch in enumerate(batches):
             if number < turns and self._trainer is not None:
@@ -180,7 +179,7 @@ class Preemption(pl.Callback):
             yield batch
 
     def _interrupt(self, trainer: pl.Trainer) -> None:
-        """End a run in an evaluation, if a signal asks for it."""
+        """End the run during an evaluation if a signal came."""
         number = self._agreed or self._agree_on_signal()
         if number and trainer.state.fn == "fit":
             self._end(trainer, number, f"ended in an evaluation after step {trainer.global_step}")
@@ -195,7 +194,7 @@ class Preemption(pl.Callback):
 
 
 def watch_signals(trainer: pl.Trainer, batches: Any) -> Iterable:
-    """Return the batches of a long evaluation in a fit, between which the run acts on signals if it is protected."""
+    """Return the batches of an evaluation; in a protected fit, the run may end between two of them."""
     watching = lightning_internals.find_callbacks(trainer, Preemption)
     return watching[0].watch_signals(batches) if watching else batches
 

@@ -1,7 +1,7 @@
-"""The one function that protects a fit, and what happens in such a fit between two batches.
+"""`protect`, which makes a fit fault-tolerant, and the order of hooks between two batches.
 
-A batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `protect`,
-then that of the module; a hook that is not named here is empty.
+One batch of a recipe's fit, from top to bottom. Lightning calls each hook of the callbacks in the order of `protect`,
+then the module's; hooks that are not listed are empty.
 
     the loader's next batch
     prepare_batch               TrainingModule    a dictionary, checked
@@ -81,17 +81,17 @@ def protect(
         with protect(trainer, module, resume="auto") as checkpoint:
             trainer.fit(module, data, ckpt_path=checkpoint)
 
-    Callbacks and a plugin for checkpoints stay with the trainer; a checkpoint plugin that was asked for is kept. Steps
-    that are not finite are skipped by `StepGuard`, which the modules of `diffvision.training` add.
+    It adds callbacks and a checkpoint plugin to the trainer, unless it has such a plugin. Steps that are not finite are
+    skipped by `StepGuard`, which the modules of `diffvision.training` add.
 
     Args:
-        trainer: what will fit the module inside.
-        module: what is trained.
-        resume: "auto": resume from the newest valid checkpoint of the run's directory, or begin where there is none;
-            "must": it is an error that there is none; "never": begin, and it is an error that there is one.
-        ranks: "any": a checkpoint of another number of processes will do.
-        ckpt_path: a checkpoint to resume from; then `resume` is "never".
-        settings: the configuration, as nested dictionaries of plain values: a resumed run names those that differ.
+        trainer: the trainer that fits the module inside the context.
+        module: the module to train.
+        resume: "auto": resume from the newest valid checkpoint in the run's directory, or start if there is none;
+            "must": raise if there is none; "never": start, and raise if there is one.
+        ranks: "same", or "any" to resume from a checkpoint of another number of processes.
+        ckpt_path: a checkpoint to resume from; requires `resume="never"`.
+        settings: the configuration, as nested dictionaries of plain values; a resumed run warns of those that differ.
 
     Yields:
         The checkpoint to resume from, or None.
@@ -117,10 +117,10 @@ def protect(
 
 
 def get_last_checkpoint(trainer: pl.Trainer) -> LastCheckpoint:
-    """Return the trainer's LastCheckpoint, or a new one; no ModelCheckpoint may write the same file.
+    """Return the trainer's LastCheckpoint, or a new one.
 
     Raises:
-        ValueError: one would.
+        ValueError: a ModelCheckpoint would write the same file.
     """
     for saver in lightning_internals.find_callbacks(trainer, ModelCheckpoint):
         if saver.filename == "last":

@@ -1,7 +1,4 @@
-"""The random generators of a process as plain values: Python's, numpy's, torch's and its GPU's.
-
-When they are captured and restored is decided in `exact`.
-"""
+"""The states of a process's random generators as plain values: Python's, numpy's, torch's and the GPU's."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ def capture_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of this process's generators: tensors and numbers, which load with weights_only=True.
 
     Args:
-        device: the one that this process trains on; it draws no random numbers on other GPUs.
+        device: the device that this process trains on.
     """
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002  (what transforms and mixup draw from)
@@ -34,7 +31,7 @@ def capture_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set this process's generators to what `capture` gave; a state taken on a CPU leaves the GPU's unchanged."""
+    """Restore a state of `capture_random_state`; one captured on a CPU leaves the GPU's generator unchanged."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

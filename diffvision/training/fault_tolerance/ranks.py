@@ -1,6 +1,6 @@
-"""What holds the ranks of a run together: none outlives the first, and all read the same shards.
+"""Consistency of a run's ranks: none outlives the first, and all read the same shards.
 
-A rank that fails is left to the launcher: torchrun, srun and Lightning's own end the others.
+If a rank fails, the launcher (torchrun, srun or Lightning's) ends the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # environment variables of 
 
 
 def end_with_first_rank() -> None:
-    """Let the kernel end a rank that the first one has started (Trainer(devices=N)) when that one has ended."""
+    """Let the kernel kill this rank when the first one, which started it (Trainer(devices=N)), ends."""
     if os.environ.get("LOCAL_RANK", "0") == "0" or any(name in os.environ for name in LAUNCHERS):
         return
     if sys.platform == "linux":
@@ -28,7 +28,7 @@ def end_with_first_rank() -> None:
 
 
 class SameShards(pl.Callback):
-    """Checks before the first step that all ranks read the same shards, or they would train on wrong samples."""
+    """Checks before the first step that all ranks read the same shards."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the ranks' shards.
@@ -40,7 +40,7 @@ class SameShards(pl.Callback):
 
 
 def describe_shards(trainer: pl.Trainer) -> str:
-    """Return what identifies a loader's shards; "none" for a loader without shards."""
+    """Return a text that identifies the training loader's shards; "none" for a loader without shards."""
     shards = getattr(trainer.train_dataloader, "shards", None)
     fingerprint, content = getattr(shards, "fingerprint", None), getattr(shards, "content", None)
     if shards is None or fingerprint is None or content is None:

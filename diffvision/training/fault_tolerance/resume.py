@@ -1,6 +1,6 @@
-"""Which checkpoint a run resumes from, and what would stop the run, checked before any data is read.
+"""The choice of the checkpoint to resume from, and checks that are made before any data is read.
 
-How the run then continues exactly is in `exact`; `protect` in `protection` has the arguments.
+`exact` restores the run's state; `protection.protect` documents the arguments.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from diffvision.training.fault_tolerance.checkpoints import (
     REPLACED,
     RUN_KEY,
     SUFFIX,
-    clean,
     explain_unwritable,
     find_checkpoints,
     find_newest,
     read_checkpoint,
+    remove_temporary_files,
     set_aside,
 )
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, list_few, run_directories
@@ -49,11 +49,9 @@ def prepare_run(
     ranks: Ranks,
     ckpt_path: str | None,
 ) -> Iterator[str | None]:
-    """Lock, clean and check the directories of a run; yield the checkpoint that it resumes from, or None."""
+    """Lock, clean and check the directories of a run; yield the checkpoint to resume from, or None."""
     if ckpt_path and how != "never":
-        raise ValueError(
-            f"ckpt_path is {ckpt_path} and resume is {how}: give one of them, because both say where to resume from"
-        )
+        raise ValueError(f"ckpt_path must be null if resume is {how}, got {ckpt_path}: give one of them")
     with ExitStack() as stack, warnings.catch_warnings():
         # These directories may hold files: what a run could overwrite in them is refused or kept below.
         warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
@@ -73,8 +71,8 @@ def prepare_run(
             last.optimizers = content.get(RUN_KEY, {}).get("optimizers")
             if lightning_internals.would_misplace_moments(trainer.strategy, content["optimizer_states"]):
                 raise ValueError(
-                    f"{path} is of a run without sharding, whose moments {type(trainer.strategy).__name__} would mix "
-                    "up: resume with the strategy that wrote it"
+                    f"{path} was saved without sharding, and {type(trainer.strategy).__name__} would mix up its "
+                    "moments: resume with the strategy that wrote it"
                 )
             del content
         for directory in directories if trainer.is_global_zero else ():
@@ -91,19 +89,19 @@ def prepare_run(
 
 
 def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
-    """Find the newest exact checkpoint of the run's directories, and say which are passed over."""
+    """Find the newest exact checkpoint in the run's directories, and warn of damaged ones."""
     logger: Any = trainer.loggers[0] if trainer.loggers else None
     adopted = _adopt_version(logger)
     directories = run_directories(trainer)
     path, _, faults = find_newest(directories)
     for damaged, reason in faults.items():
-        rank_zero_warn(f"passed over {damaged}: it {reason}")
+        rank_zero_warn(f"skipped {damaged}: it {reason}")
     if path is not None:
         rank_zero_info(f"resuming from {path}")
         return str(path)
     searched = list_few(map(str, directories)) or "ModelCheckpoint's directories, none of which is on this machine"
     if how == "must":
-        raise ValueError(f"resume is must, but there is no valid checkpoint in {searched}: set resume to auto to begin")
+        raise ValueError(f"resume is must, but {searched} has no valid checkpoint: set resume to auto to start")
     if adopted:
         lightning_internals.set_version(logger, None)  # leave alone a directory with damaged checkpoints only
         directories = run_directories(trainer)
@@ -112,7 +110,7 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
             f"no checkpoint in {held[0].parent} can be resumed from: move {list_few(p.name for p in held)} away, or "
             "set another logger version"
         )
-    rank_zero_info(f"nothing to resume from in {searched}: a new run")
+    rank_zero_info(f"no checkpoint in {searched}: starting a new run")
     return None
 
 
@@ -127,8 +125,8 @@ def _adopt_version(logger: Any) -> bool:
 
 
 @contextmanager
-def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process; the lock ends with the process, however that ends."""
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Lock a directory for this process; the lock is released when the process ends, however it ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("a")
@@ -143,7 +141,7 @@ def lock(directory: Path) -> Iterator[None]:
                 error.errno, f"another run writes to {directory}: wait for its end, or give this one {SEPARATE}"
             ) from error
         except OSError as error:  # a filesystem without locks
-            rank_zero_warn(f"{directory} cannot be locked ({error.strerror}): see that no other run writes to it")
+            rank_zero_warn(f"{directory} cannot be locked ({error.strerror}): make sure that no other run writes to it")
         yield
 
 
@@ -151,7 +149,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, ranks: Ranks) -> dict[str, Any]:
-    """Check that this module, in so many processes, can resume from a checkpoint; return its content."""
+    """Check that a module can resume from a checkpoint in `world_size` processes; return its content."""
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint {path}: give a local file, or --resume auto")
     try:
@@ -168,7 +166,7 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
     if differing := _differences(checkpoint["state_dict"], module.state_dict()) if whole else []:
         raise ValueError(
             f"cannot resume from {path}: it is of another architecture, {len(differing)} keys differ: "
-            f"{list_few(differing, '; ')}. Set the model that it is of, or begin a new run"
+            f"{list_few(differing, '; ')}. Set its model, or start a new run"
         )
     trained = checkpoint.get(RUN_KEY, {}).get("world_size") or world_size
     if trained != world_size and ranks == "same":
@@ -180,7 +178,7 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Describe the keys of two state_dicts that are not in both, or that differ in shape."""
+    """Describe keys that only one of two state_dicts has, or whose shapes differ."""
     before, now = (
         {name: list(getattr(value, "shape", ())) for name, value in state.items()} for state in (saved, current)
     )

@@ -1,7 +1,7 @@
-"""Signals to a whole group of processes are handled by the rank: its forked DataLoader workers ignore them.
+"""DataLoader workers ignore signals that are sent to all processes of a job: the rank handles them.
 
-torchrun, SLURM and a terminal's Ctrl-C signal all processes of a job. A DataLoader's worker would end at once, and its
-rank with it, in the middle of a step and without a checkpoint. What the rank does is in `preemption`.
+torchrun, SLURM and Ctrl-C in a terminal signal all processes. A worker would end at once, and its rank with it, in the
+middle of a step and without a checkpoint. `preemption` handles the rank's signals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _shielding = False
 
 @contextmanager
 def shield_workers() -> Iterator[None]:
-    """Let processes that are forked inside end on SIGTERM only where their parent sends it, and with their parent."""
+    """Let processes forked inside this context end with their parent, and on SIGTERM only from their parent."""
     global _shielding
     _shielding = True
     try:
@@ -35,7 +35,7 @@ def _ignore_signals() -> None:
 
 
 def _wait_for_parent(parent: int) -> None:
-    """End this process when its parent ends, or sends a SIGTERM: Process.terminate(), which is blocked like others."""
+    """End this process when its parent ends or sends SIGTERM (`Process.terminate`), which is blocked otherwise."""
     while os.getppid() == parent:
         received = signal.sigtimedwait(IGNORED, INTERVAL)
         if received is not None and received.si_signo == signal.SIGTERM and received.si_pid == parent:
