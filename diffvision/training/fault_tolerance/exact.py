@@ -53,8 +53,8 @@ IGNORED_SETTINGS = (
     "data.init_args.num_workers",
     "data.init_args.cache_bytes",
 )
-NAMED = 8  # at most as many settings that differ are named
-SHOWN = 100  # characters of a setting's value
+MAX_CHANGES = 8  # number of changed settings in a warning
+MAX_VALUE_LENGTH = 100  # characters of a setting's value
 
 
 class LastCheckpoint(Checkpoint):

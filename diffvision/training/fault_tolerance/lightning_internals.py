@@ -137,7 +137,7 @@ def cluster_environment(trainer: pl.Trainer) -> Any:
 
 
 def disable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Keep Lightning from setting its signal handlers, and from the broadcast that it makes before each batch."""
+    """Disable Lightning's signal handlers, and its broadcast before each batch."""
     loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
     for owner, name in ((signals, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
         getattr(owner, name)  # an AttributeError where Lightning does it otherwise

@@ -103,7 +103,7 @@ class Preemption(pl.Callback):
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give signals their former effect; in a preempted run further ones are ignored until the process ends."""
+        """Restore the signal handlers; in a preempted run, ignore further signals until the process ends."""
         if isinstance(exception, Preempted):
             lightning_internals.forget_started_ranks(trainer.strategy.launcher)
             # torchrun sends another signal to all ranks when the first has ended, which would kill the others before

@@ -76,8 +76,8 @@ def prepare_run(
                 )
             del content
         for directory in directories if trainer.is_global_zero else ():
-            stack.enter_context(lock(directory))
-            clean(directory)
+            stack.enter_context(lock_directory(directory))
+            remove_temporary_files(directory)
             if path is None and (earlier := sorted(directory.glob(f"*{SUFFIX}"))):
                 rank_zero_info(f"renamed {list_few(p.name for p in earlier)} in {directory} to *{SUFFIX}{REPLACED}")
                 for checkpoint in earlier:

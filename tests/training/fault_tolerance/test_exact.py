@@ -164,7 +164,7 @@ def test_a_warning_names_what_differs(root, kept):
     assert ranks.startswith(
         "resumed from x.ckpt: 1 processes trained it and here are 4: every sample comes as it would"
     )
-    assert settings.endswith("other settings than before: model.lr 2 (was 1)")
+    assert settings.endswith("settings have changed: model.lr 2 (was 1)")
 
 
 def texts_of(folder):
