@@ -13,13 +13,13 @@ Half precision is computed in float32 and rounded once at the end.
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from diffvision.ops.attention import operators
 from diffvision.ops.attention.problem import Problem
 
 # Scores of one map in a block, query rows of a block, and scores up to which whole samples share a block: the fastest,
@@ -63,9 +63,12 @@ def diff_attention(
     dropout: float,
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
-    return operators.attend(
-        _forward, q, k, v, lam, causal=causal, mask=mask, scale=scale, keep_up_to=KEEP_MAPS_MAX_KEYS
-    )
+    work = torch.promote_types(q.dtype, torch.float32)
+    scale = q.shape[4] ** -0.5 if scale is None else scale
+    lam = lam.to(work).expand(q.shape[0], q.shape[1], q.shape[3], 1)
+    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam))
+    keep = needs_gradients and k.shape[3] <= KEEP_MAPS_MAX_KEYS
+    return _forward(q.to(work), k.to(work), v.to(work), lam, mask, causal, scale, keep)[0].to(q.dtype)
 
 
 class _Heads(NamedTuple):
@@ -306,8 +309,12 @@ def _add_product(total: Tensor, rows: Tensor, weights: Tensor, first: bool) -> N
 
 def _new_outputs(q: Tensor, k: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """Return memory for the output and for the maps."""
-    maps = 2 * q.shape[0] * q.shape[1] * q.shape[3] * k.shape[3] if keep else 0
-    return operators.new_output(q, v), q.new_empty(maps)
+    (batch, heads, _, queries, _), keys, size = q.shape, k.shape[3], v.shape[3]
+    # In the memory order [B, M, H, V], which merges heads without a copy; not a transposed tensor, which autograd would
+    # take for a view, and refuse to change in place.
+    strides = (queries * heads * size, size, heads * size, 1)
+    out = q.new_empty_strided((batch, heads, queries, size), strides)
+    return out, q.new_empty(2 * batch * heads * queries * keys if keep else 0)
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -315,4 +322,33 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), lam
 
 
-operators.register("diff_attention_blocked", _forward, _backward, _new_outputs, _new_gradients)
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, lam, mask, ctx.causal, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, k, v, lam, mask, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros as large as the kept maps
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 8
+    return *_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None, None
+
+
+def _count(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Return 2 FLOPs a multiply-add of two maps' logits and of one product with the values.
+
+    They are those of `eager`, for torch's counter, which cannot look into an operator: dense, whether causal or masked
+    or not, and without what the backward pass computes again.
+    """
+    batch, heads, maps, queries, size = q.shape
+    return 2 * batch * queries * k.shape[3] * heads * (maps * size + v.shape[3])
+
+
+_forward.register_fake(lambda q, k, v, lam, mask, causal, scale, keep: _new_outputs(q, k, v, keep))
+_backward.register_fake(lambda grad, q, k, v, *_: _new_gradients(q, k, v))
+_forward.register_autograd(_differentiate, setup_context=_save)
+register_flop_formula(torch.ops.diffvision.diff_attention_blocked, get_raw=True)(_count)
+register_flop_formula(torch.ops.diffvision.diff_attention_blocked_backward, get_raw=True)(
+    lambda grad, *inputs, **others: 2 * _count(*inputs, **others)
+)
