@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from diffvision.files import locked, locked_if_free, replacing, scratch, sweep
+from diffvision.files import locked, locked_if_free, replacing, scratch, sweep, user_cache
 
 
 def test_a_failed_write_leaves_the_older_file(tmp_path):
@@ -19,6 +19,15 @@ def test_a_failed_write_leaves_the_older_file(tmp_path):
         file.write(b"new")
     assert path.read_bytes() == b"new"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_user_without_a_home_has_a_cache(tmp_path, monkeypatch):
+    def fail(name):
+        raise RuntimeError
+
+    monkeypatch.setattr("platformdirs.user_cache_dir", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert user_cache("index").is_relative_to(tmp_path)
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

@@ -84,3 +84,8 @@ def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_p
     (tmp_path / "two" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     with pytest.raises(ValueError, match="layers"):
         generate_text(str(tmp_path / "two"), prompt="a")
+    transformers.LlamaModel(two).save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        generate_text(f"hf:{tmp_path / 'headless'}", prompt="a")
+    with pytest.raises(ValueError, match="diff-debug has new weights"):
+        generate_text("diff-debug", prompt="a", tokenizer=checkpoint)

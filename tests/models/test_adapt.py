@@ -188,6 +188,8 @@ def test_what_cannot_be():
         diffvision.adapt(timm_vit(), "v3")
     with pytest.raises(ValueError, match="ResNet"):
         diffvision.adapt(timm.create_model("resnet18"))
+    with pytest.raises(ValueError, match="heads is for method 'dex'"):
+        diffvision.adapt(timm_vit(), "v2", heads=lambda depth, attention: [0])
     odd = timm_vit(num_heads=1)
     names = list(odd.state_dict())
     with pytest.raises(ValueError, match="'v1'"):

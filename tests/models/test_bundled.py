@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import diffvision
 from diffvision import open_model
 from diffvision.data.datasets.digits import make_digits
+from diffvision.export.export_commands import export
 from diffvision.models.bundled import WEIGHTS, bundled
 from diffvision.models.parameters import names
 
@@ -63,6 +64,15 @@ def test_open_clip_loads_them_by_tag(name):
     model, _, transform = open_clip.create_model_and_transforms(name, pretrained="digits")
     assert has_weights(model, WEIGHTS / f"{name}.digits.safetensors")
     assert "mean=[0.33, 0.33, 0.33]" in str(transform)
+
+
+@pytest.mark.slow
+def test_an_export_has_no_path_of_the_machine(tmp_path):
+    for spec in SPECS:
+        export(spec, str(tmp_path / spec))
+        content = b"".join(path.read_bytes() for path in (tmp_path / spec).iterdir())
+        assert str(WEIGHTS.parents[1]).encode() not in content
+        assert str(tmp_path).encode() not in content
 
 
 @pytest.fixture(scope="module")

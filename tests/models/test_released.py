@@ -92,6 +92,13 @@ def test_a_file_that_is_no_diffclip_leaves_nothing(tiny, hub, tmp_path):
     assert not [path for path in (tmp_path / "cache").rglob("*") if "openclip" in path.parts[-1] and path.is_dir()]
 
 
+def test_tags_are_those_of_our_models_and_their_activation():
+    for name, tags in released.TAGS.items():
+        assert open_clip.list_pretrained_tags_by_model(name) == list(tags)
+        for tag in tags.values():
+            assert tag["quick_gelu"] is open_clip.get_model_config(name)["quick_gelu"]
+
+
 @pytest.mark.slow
 def test_the_hub_that_the_environment_names(hub, assets, tmp_path):
     """In other processes, which read HF_ENDPOINT and HF_HOME: two at once convert once, and a third is offline."""

@@ -1,6 +1,7 @@
 """The experiments for a GPU: dry runs on a CPU, what their rules say, and that a run is trained once."""
 
 import io
+import json
 import lzma
 
 import numpy as np
@@ -64,3 +65,18 @@ def test_an_answer_follows_its_key_in_noise():
             marked = [i for i in range(1, place) if row[i] == key and row[i - 1] == gpu_noise.MARK]
             assert row[marked[0] + 1] == wanted[place]
     assert (targets >= 0).sum(dim=1).tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("difference", "claim"),
+    [(-0.05, "V1 pays when trained long"), (0.05, "behind at 3M at any length"), (0.01, "no claim")],
+)
+def test_the_rule_of_tokens(tmp_path, difference, claim):
+    experiment = gpu_tokens.TOKENS_A_PARAMETER
+    for run in experiment.tuning():
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"diverged": "", "losses": [run.rate]}))
+    for run in experiment.confirming(tmp_path):
+        loss = 3 + 0.001 * run.seed + (difference + 0.002 * run.seed % 3) * (run.family == "V1")
+        numbers = {"seed": run.seed, "diverged": "", "losses": 3 * [loss]}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
+    assert gpu_tokens.report(experiment, tmp_path).splitlines()[-1] == claim

@@ -1,5 +1,6 @@
 """Studies on a few samples: a run has all its numbers, and a report calls nothing better that it cannot."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ import scipy.stats
 import torch
 
 import clip
+import clip_control
 import cures
 import grid
 import vision
@@ -150,6 +152,11 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
     assert len(list(tmp_path.glob("*.svg"))) == bool(draw)
 
 
+def test_calibration_error():
+    logits = torch.tensor([[0.0, 100.0], [0.0, 100.0], [math.log(3), 0.0], [math.log(3), 0.0]])
+    assert vision.calibration_error(logits, torch.tensor([1, 1, 0, 1])) == pytest.approx(0.5 * 0.25)
+
+
 # ---- cures ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,3 +184,44 @@ def test_contrasts_are_the_effects_of_a_factorial():
     assert found["gate"].width == pytest.approx(2.776 * 0.1 * math.sqrt(2.5 / 5), rel=1e-3)
     without = {cell: of for cell, of in values.items() if not cell[1]}
     assert contrasts(without, cures.FACTORS).keys() == {"gate", "difference", "gate x difference"}
+
+
+@pytest.mark.slow
+def test_the_cells_of_cures_have_equal_parameters():
+    table = 3_917 * 64  # of the tokens that occur in the study's captions
+    sizes, own = {}, {}
+    for family, (gate, has_registers, difference) in cures.CELLS.items():
+        model = cures.FAMILIES[family].create(clip.SIZE, clip.PATCH)
+        sizes[family] = table + sum(p.numel() for name, p in model.named_parameters() if "token_emb" not in name)
+        own[family] = sizes[family] - 4 * 64 * has_registers
+        variants = {layer.variant for layer in model.modules() if hasattr(layer, "variant")}
+        assert variants == {("standard", "v2", "gated", "v2_gated")[2 * gate + difference]}
+    assert max(own.values()) < 1.005 * min(own.values())
+    recorded = [json.loads(path.read_text()) for path in clip.GRID.results.with_name("cures").glob("*/*-*.json")]
+    assert recorded
+    assert all(sizes[one["family"]] == one["parameters"] for one in recorded)
+
+
+@pytest.mark.parametrize(
+    ("shares", "word"),
+    [
+        pytest.param((0.1, 0.1, 0.5), "better", marks=pytest.mark.slow),
+        pytest.param((0.1, 0.5, 0.1), "not shown", marks=pytest.mark.slow),
+        ((0.3, 0.3, 0.3), "level"),
+    ],
+)
+def test_the_control_on_emoji_states_what_its_rule_says(shares, word, tmp_path, capsys):
+    study = dataclasses.replace(clip_control.GRID, results=tmp_path)
+    for run in study.tuning():
+        numbers = {"diverged": "", "validation": {"image R@1": 0.1 + 0.01 * (run.rate == 1e-3)}}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
+    clip_control.report(study)
+    assert "unfinished: no statement yet" in capsys.readouterr().out
+    generator = np.random.default_rng(0)
+    for run in study.confirming():
+        share = dict(zip(("plain", "gate", "V2"), shares, strict=True))[run.family]
+        right = np.arange(1000) < 1000 * share if word == "level" else generator.random(1000) < share
+        numbers = {"diverged": "", "pictures": 1000, "hits": np.flatnonzero(right).tolist(), "processor": "one"}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
+    clip_control.report(study)
+    assert f"V2: {word}." in capsys.readouterr().out

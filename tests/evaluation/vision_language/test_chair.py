@@ -78,6 +78,8 @@ def test_plurals_of_names_in_a_file(tmp_path):
     names = ObjectNames.read(tmp_path / "names.txt")
     assert names.find("blue skies, a man who cares, weather vanes, manes, one who mans it, dogmen") == ["person"]
     assert names.find("gentlemen, grandchildren, skis, dobermans, vans") == ["person", "person", "skis", "dog", "car"]
+    others = ObjectNames(["зірка, зірки", "लड़का", "लड़की", "caf\u00e9", "💡, lamp"])
+    assert others.find("зірки, एक लड़की, cafe\u0301 💡") == ["зірка", "लड़की", "caf\u00e9", "💡"]
 
 
 def test_metrics_of_known_captions():

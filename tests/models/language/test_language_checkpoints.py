@@ -198,6 +198,16 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
     write(variant="standard")
     with pytest.raises(ValueError, match="configuration"):
         language.load(tmp_path)
+    for changed, named in (({"vocab_size": 300}, "vocabulary of 4096"), ({"depth": 3}, "depth 2")):
+        write(**changed)
+        with pytest.raises(ValueError, match=named):
+            language.load(tmp_path)
+    write()
+    for asked in ({"variant": "standard"}, {"vocab_size": 300}):
+        with pytest.raises(ValueError, match="variant 'v1' with vocabulary of 4096"):
+            language.load(tmp_path, **asked)
+    with pytest.raises(ValueError, match="the tokenizer has 300 tokens"):
+        language.save(LanguageModel(LanguageConfig(**TINY)), tmp_path / "other", TokenizerStub())
     write(activation="silu")  # of an earlier version
     with pytest.raises(ValueError, match=r"activation.*make it again"):
         language.load(tmp_path)
