@@ -20,7 +20,7 @@ from diffvision import __version__
 from diffvision.evaluation.output_files import write_bytes
 
 Rows = dict[str, Tensor]
-FORMAT = 6
+FORMAT = 7
 _PLAIN = (bool, int, float, str, tuple)  # not None: some modules replace it with a value when they first run
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from diffvision.data.images.caption_tokenizer import are_cut
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.cache import (
     Rows,
@@ -32,12 +34,15 @@ _LABELLED = {"images": torch.float32, "labels": torch.int64}
 _CAPTIONED = {
     "images": torch.float32,
     "texts": torch.float32,
+    "cut": torch.uint8,
     "counts": torch.int64,
     "captions": torch.uint8,
     "captions_bytes": torch.int64,
     "kinds": torch.uint8,
     "kinds_bytes": torch.int64,
 }
+LARGE_CUT = 0.05  # share of a split's captions; where more are cut, there is a warning
+_WARNED: WeakSet[EvaluationFolder] = WeakSet()
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,6 +54,7 @@ class Pairs(NamedTuple):
     owner: Tensor  # [T] int64
     captions: list[str]  # T, as the tokenizer reads them
     kinds: list[str]  # N, "" of an image whose sample has none
+    cut: Tensor  # [T] uint8, 1 of captions with more tokens than the model takes; empty if they were not encoded
 
 
 class Features:
@@ -90,11 +96,20 @@ class Features:
 
     def pairs(self, folder: EvaluationFolder, split: str, *, encode_texts: bool = True) -> Pairs:
         """Return features of a split's images and of all their captions."""
-        dtypes = {name: dtype for name, dtype in _CAPTIONED.items() if name != "texts" or encode_texts}
+        dtypes = {name: dtype for name, dtype in _CAPTIONED.items() if encode_texts or name not in ("texts", "cut")}
         rows = self._encode_split(folder, split, partial(self._encode_captioned, encode_texts=encode_texts), dtypes)
         owner = torch.arange(len(rows["counts"])).repeat_interleave(rows["counts"])
         strings = _unpack("captions", rows), _unpack("kinds", rows)
-        return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings)
+        cut = rows.get("cut", torch.zeros(0, dtype=torch.uint8))
+        if cut.sum() > LARGE_CUT * len(cut) and rank_and_world()[0] == 0 and folder not in _WARNED:
+            _WARNED.add(folder)
+            share = cut.float().mean().item()
+            warnings.warn(
+                f"{folder.name}: {share:.0%} of {len(cut):,} captions are cut to the model's tokens: train it with a "
+                "larger context_length",
+                stacklevel=3,
+            )
+        return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings, cut)
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
         """Return one unit vector a class [C, D]: the normalised mean of its texts' unit vectors.
@@ -210,12 +225,22 @@ class Features:
             **_pack("captions", captions),
             **_pack("kinds", batch.get("kind") or [""] * len(batch["captions"])),
         }
-        return rows | ({"texts": F.normalize(self._encode_texts(captions), dim=-1)} if encode_texts else {})
+        if not encode_texts:
+            return rows
+        tokens = self._tokenize(captions)
+        texts = F.normalize(self._encode_tokens(tokens), dim=-1)
+        return rows | {
+            "texts": texts,
+            "cut": torch.tensor(are_cut(self.tokenizer, captions, tokens), dtype=torch.uint8),
+        }
 
     def _encode_images(self, images: Tensor) -> Tensor:
         return _check_finite(image_features(self.model, images.to(self.device, self.dtype)).float().cpu(), "images")
 
     def _encode_texts(self, texts: list[str]) -> Tensor:
+        return self._encode_tokens(self._tokenize(texts))
+
+    def _tokenize(self, texts: list[str]) -> Tensor:
         if not hasattr(self.model, "encode_text"):
             raise ValueError(
                 f"{type(self.model).__name__} has no encode_text: give an OpenCLIP model, or evaluate images alone "
@@ -223,7 +248,10 @@ class Features:
             )
         if self.tokenizer is None:
             raise ValueError("this evaluation reads text: give the model's tokenizer (open_clip.get_tokenizer(name))")
-        return _check_finite(self.model.encode_text(self.tokenizer(texts).to(self.device)).float().cpu(), "texts")
+        return self.tokenizer(texts)
+
+    def _encode_tokens(self, tokens: Tensor) -> Tensor:
+        return _check_finite(self.model.encode_text(tokens.to(self.device)).float().cpu(), "texts")
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

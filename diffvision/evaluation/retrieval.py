@@ -14,11 +14,15 @@ from diffvision.evaluation.per_sample import Metrics, PerSample, each, means
 
 
 def retrieval(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
-    """Return image_retrieval_recall@K and text_retrieval_recall@K over a split; see `recalls`."""
+    """Return image_retrieval_recall@K and text_retrieval_recall@K over a split; see `recalls`.
+
+    Where captions have more tokens than the model takes, cut_captions is their share.
+    """
     pairs = features.pairs(folder, options.split)
-    return recall_samples(
+    samples = recall_samples(
         pairs.images, pairs.texts, pairs.owner, options.recall_k, chunk=options.chunk, device=features.device
     )
+    return samples | ({"cut_captions": pairs.cut.float().mean().item()} if pairs.cut.any() else {})
 
 
 def recalls(

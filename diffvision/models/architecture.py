@@ -31,8 +31,10 @@ METADATA = "diffvision"
 _SETTINGS = (
     *("variant", "num_heads", "num_kv_heads", "head_dim", "scale", "lambda_init", "rotary", "eps", "causal"),
     *("approximate", "final_ln_after_pool", "pool_include_prefix", "pad_id", "stride", "padding", "dilation"),
+    "context_length",
 )
-_POOLING = ("pool_type", "text_pool_type", "global_pool")  # which training from weights may choose
+_POOLING = ("pool_type", "text_pool_type", "global_pool")
+_CHOSEN = (*_POOLING, "context_length")  # which training from weights may choose
 _IN_FOLDERS = ("open_clip_model.safetensors", "model.safetensors")
 _SHOWN = 4  # differences in a message
 
@@ -48,7 +50,7 @@ def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
     Only fields and layers in both records are compared, as they differ between versions of libraries.
     """
     there, here = dict(flatten(recorded)), dict(flatten(built))
-    pairs = [(".".join(name[1:]), there[name], here[name]) for name in sorted(there.keys() & here.keys())]
+    pairs = [(".".join(filter(None, name[1:])), there[name], here[name]) for name in sorted(there.keys() & here.keys())]
     lines = [f"{name} {a!r} there and {b!r} here" for name, a, b in pairs if not _same(a, b)]
     return ", ".join(lines[:_SHOWN]) + (f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else "")
 
@@ -94,7 +96,8 @@ def metadata(model: nn.Module, about: Mapping[str, Any] = {}) -> dict[str, str]:
 def check_start(source: str, model: nn.Module) -> None:
     """Compare the layers of a model with those that are recorded with weights to start from.
 
-    Pooling is not compared, because a start from weights may choose another image size or another head.
+    Pooling and context length are not compared, because a start from weights may choose another image size, another
+    head, or longer captions.
 
     Args:
         source: a file of weights, or `local-dir:FOLDER`.
@@ -104,7 +107,7 @@ def check_start(source: str, model: nn.Module) -> None:
         ValueError: as in `check`.
     """
     built = architecture(model)["layers"]
-    kept = {name: {key: one[key] for key in one if key not in _POOLING} for name, one in built.items()}
+    kept = {name: {key: one[key] for key in one if key not in _CHOSEN} for name, one in built.items()}
     _refuse(difference(recorded(source).get(KEY, {}), {"layers": kept}), f"the file of weights {source}")
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from diffvision.data.images.caption_tokenizer import text_only
-from diffvision.models.architecture import check
+from diffvision.models.architecture import KEY, check, flatten
 from diffvision.models.checkpoint import Checkpoint, allow_plain_classes, holds_average, read_checkpoint
 from diffvision.models.hub import HUB
 from diffvision.models.weight_files import FOLDER, is_unreadable, tensors_only
@@ -70,7 +70,12 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         if bias.numel() != 1:
             raise ValueError(f"checkpoint {path} has a logit_bias of shape {[*bias.shape]}: it must be one number")
         config["init_logit_bias"] = bias.item()
+    if weights is not None and (recorded := _context_length(weights)) is not None:
+        config["text_cfg"]["context_length"] = recorded
+    length = config["text_cfg"].get("context_length")
     module, transform = _create_open_clip(name, checkpoint, preprocess, config, has_state=state is not None)
+    if length is not None:
+        cast(Any, module).context_length = length  # of a text tower of the Hub's: that of its captions
     if state is not None:
         _load_state(module, state, path)
     if weights is not None:
@@ -81,12 +86,21 @@ def open_open_clip(name: str, checkpoint: str | Path | None, preprocess: dict[st
         module=module,
         config=config,
         transform=transform,
-        tokenizer=text_only(open_clip.get_tokenizer(name)),
+        tokenizer=text_only(open_clip.get_tokenizer(name, context_length=length)),
         preprocess=dict(cast(Any, module).visual.preprocess_cfg),
         weights=_origin_of(name, checkpoint),
         run=run_of(path),
         path=path or _folder(name),
     )
+
+
+def _context_length(weights: Checkpoint) -> int | None:
+    """Return the tokens of a caption that weights have positions for; else those that their run recorded, if any."""
+    for name in ("positional_embedding", "text.positional_embedding"):
+        if name in weights.state and weights.state[name].ndim == 2:
+            return len(weights.state[name]) - ("text.cls_emb" in weights.state)
+    recorded = dict(flatten(weights.about.get(KEY, {}))).get(("layers", "", "context_length"))
+    return recorded if isinstance(recorded, int) else None
 
 
 def _create_open_clip(
@@ -106,6 +120,7 @@ def _create_open_clip(
                 name,
                 pretrained=None if has_state or checkpoint is None else str(checkpoint),
                 load_weights=not has_state,
+                force_context_length=config["text_cfg"].get("context_length"),
                 **{f"image_{key}": value for key, value in preprocess.items()},
                 **bias,
             )

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from diffvision.data.shards.report import Report
 from diffvision.training.fault_tolerance import gather_from_ranks
@@ -24,8 +25,9 @@ from diffvision.training.sharding import gather_weights, release_weights
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
+LARGE_CUT, CUT_SAMPLES = 0.05, 1000  # share of captions cut, of the first ones; where it is larger, a run warns
 LAMBDA_SAMPLES = 16  # of a batch, over which the mean of lambda is where it depends on the token
-KEPT = ("total", "epoch", "seen", "skipped", "substituted", "examples")  # fields of a report that are saved
+KEPT = ("total", "epoch", "seen", "skipped", "substituted", "cut", "examples")  # fields of a report that are saved
 
 
 class LambdaMonitor(pl.Callback):
@@ -187,10 +189,11 @@ class DataReport(pl.Callback):
 
     Counts are summed over ranks: seen + skipped + tail = total. A run that was cut short adds the samples that it did
     not reach. A run that is resumed within an epoch continues the counts of its checkpoint. A new run reports first if
-    the tail, the incomplete last batch, is large.
+    the tail, the incomplete last batch, is large. It warns once if more than 5% of the first captions are cut.
     """
 
     def __init__(self) -> None:
+        self.has_warned = False
         self.earlier: Report | None = None  # over all ranks, before the run was resumed
         self.trained: Report | None = None  # on this rank, without a batch that is loaded and not yet trained
 
@@ -227,6 +230,13 @@ class DataReport(pl.Callback):
         if report is not None:
             examples = {reason: [*found] for reason, found in report.examples.items()}
             self.trained = replace(report, skipped=report.skipped.copy(), examples=examples)
+            if report.seen >= CUT_SAMPLES:
+                self._warn_of_cut(report)
+
+    def _warn_of_cut(self, report: Report) -> None:
+        if not self.has_warned and (share := report.cut / max(report.seen, 1)) > LARGE_CUT:
+            rank_zero_warn(f"{share:.0%} of captions are cut to the model's tokens: raise model.context_length")
+            self.has_warned = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log and print the counts; raise RuntimeError if they do not add up."""
@@ -235,6 +245,7 @@ class DataReport(pl.Callback):
         if not (reports := _reports(trainer)):
             return  # an ordinary loader does not count samples
         earlier = self._earlier(reports[0].epoch)
+        self._warn_of_cut(add_reports([*earlier, *reports]))
         self.earlier = None
         text, counts = describe_epoch(reports, consumed=batches * loader.batch_size, earlier=earlier)
         # All ranks have the same counts; Lightning requires a way to combine them nevertheless.
@@ -253,8 +264,8 @@ def add_reports(reports: Sequence[Report]) -> Report:
     """Return the sum of reports of one epoch, earlier ones first."""
     skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
     examples = {reason: [e for r in reports for e in r.examples.get(reason, [])][:3] for reason in skipped}
-    seen, substituted = sum(r.seen for r in reports), sum(r.substituted for r in reports)
-    return replace(reports[-1], seen=seen, skipped=skipped, substituted=substituted, examples=examples)
+    sums = {name: sum(getattr(r, name) for r in reports) for name in ("seen", "substituted", "cut")}
+    return replace(reports[-1], skipped=skipped, examples=examples, **sums)
 
 
 def describe_epoch(
@@ -276,6 +287,7 @@ def describe_epoch(
     first, whole = reports[0], add_reports([*earlier, *reports])
     seen, skipped, bad = whole.seen, whole.skipped, whole.bad
     counts = {"seen": seen, "skipped": bad, "substituted": whole.substituted, "tail": first.tail}
+    counts |= {"cut": whole.cut} if whole.cut else {}
     counted = sum(r.seen + r.bad for r in earlier)
     before, consumed = first.before - counted, consumed + counted
     ahead = first.total - first.tail - before - consumed
@@ -290,6 +302,8 @@ def describe_epoch(
     text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total - first.tail:,} of {first.total:,} samples"
     for reason, count in skipped.most_common():
         text += f"\n  {count:,} x {reason}: {', '.join(whole.examples[reason])}"
+    if whole.cut:
+        text += f"\n  {whole.cut:,} captions cut"
     if besides := [f"{count:,} {name.replace('_', ' ')}" for name, count in first.extra_counts.items() if count]:
         text += f"\n  besides: {', '.join(besides)}"
     return text, counts

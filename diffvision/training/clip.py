@@ -23,6 +23,7 @@ from diffvision.evaluation.prompts import check_prompts
 from diffvision.evaluation.suite import EVALUATIONS, evaluate, plan
 from diffvision.models.architecture import KEY, architecture, check, check_start, recorded
 from diffvision.models.names import unknown_model
+from diffvision.models.text_positions import Positions, check_context_length, resizing_positions
 from diffvision.models.weight_files import FOLDER, refuse_urls, tensors_only
 from diffvision.opening.image_models import (
     PREPROCESS,
@@ -67,6 +68,8 @@ class ContrastiveModule(TrainingModule):
         model: str,
         *,
         pretrained: str | None = None,
+        context_length: int | None = None,
+        context_positions: Positions | None = None,
         preprocess: dict[str, Any] | None = None,
         augmentation: dict[str, Any] | None = None,
         lock_image: int | None = None,
@@ -84,6 +87,9 @@ class ContrastiveModule(TrainingModule):
         Args:
             model: name of an OpenCLIP model, ours or OpenCLIP's; or "local-dir:FOLDER", to start from its weights.
             pretrained: tag or file of weights to start from.
+            context_length: tokens of a caption, beyond which it is cut; null: the model's, mostly 77.
+            context_positions: how to fit the weights' positions to another context_length: "interpolate", "stretch" (as
+                Long-CLIP), or "first" for a shorter one; null interpolates, and refuses a shorter one.
             preprocess: values of mean, std, interpolation and resize_mode that replace the model's.
             augmentation: fields of open_clip's AugmentationCfg (scale, ratio, color_jitter, ...).
             lock_image: freeze the image tower except this many of its last layer groups (0: the whole tower).
@@ -106,6 +112,10 @@ class ContrastiveModule(TrainingModule):
         unknown = set(preprocess or {}) - set(PREPROCESS)
         if unknown:
             raise ValueError(f"preprocess must have only {', '.join(PREPROCESS)}, got {', '.join(sorted(unknown))}")
+        if context_length is not None and context_length < 3:
+            raise ValueError(f"context_length must be at least 3, got {context_length}")
+        if context_positions is not None and context_length is None:
+            raise ValueError(f"context_positions must be null without context_length, got {context_positions!r}")
         refuse_urls(pretrained, "pretrained")
         refuse_code(model)
         # OpenCLIP reads ViT-B/32 as ViT-B-32.
@@ -117,27 +127,36 @@ class ContrastiveModule(TrainingModule):
         self.prompts: list[str] = []
         # SigLIP's initial values: with scale 10 and bias -10 the many negatives contribute little to the loss at first.
         start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if loss == "siglip" else {}
-        with tensors_only(pretrained or model), without_warning_of_random_weights(), refuse_misfit(pretrained, model):
+        with (
+            tensors_only(pretrained or model),
+            without_warning_of_random_weights(),
+            refuse_misfit(pretrained, model),
+            resizing_positions(context_positions),
+        ):
             self.model, self.transform, self.eval_transform = open_clip.create_model_and_transforms(
                 model,
                 pretrained=pretrained,
                 device=torch.get_default_device(),
                 aug_cfg=augmentation,
                 output_dict=True,
+                force_context_length=context_length,
                 **{f"image_{key}": value for key, value in (preprocess or {}).items()},
                 **start,
             )
-        if model.startswith(FOLDER):  # the folder's weights, whatever `pretrained` is
+        self.tokenizer = text_only(open_clip.get_tokenizer(model, context_length=context_length))
+        if (length := context_length or self.model_cfg["text_cfg"].get("context_length")) is not None:
+            check_context_length(length, self.tokenizer, self.model)
+            self.model.context_length = length  # of a text tower of the Hub's: that of its captions
+        if model.startswith(FOLDER) and context_length is None:  # the folder's weights, whatever `pretrained` is
             check(recorded(model), self.model, model)
-        elif pretrained is not None:
-            check_start(pretrained, self.model)
+        elif model.startswith(FOLDER) or pretrained is not None:
+            check_start(model if model.startswith(FOLDER) else str(pretrained), self.model)
         if ":" in model:
             self.sources = [model.removeprefix(FOLDER)]
         elif pretrained is not None:
             self.sources = [pretrained]
         elif text_tower := self.model_cfg["text_cfg"].get("hf_model_name"):
             self.sources = [text_tower]  # OpenCLIP starts a text tower of the Hub's from its weights
-        self.tokenizer = text_only(open_clip.get_tokenizer(model))
         if lock_image is not None:
             self.model.lock_image_tower(unlocked_groups=lock_image)
         if lock_text is not None:

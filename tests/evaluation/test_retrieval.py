@@ -1,12 +1,17 @@
 """Recall on matrices written by hand, against its definition on the whole matrix, and in chunks."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
+from diffvision.data.images.folders import find_folders
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.retrieval import recall_samples, recalls
 from diffvision.evaluation.suite import evaluate
+from diffvision.opening import open_model
 
 
 def by_definition(images, texts, owner, k):
@@ -94,3 +99,22 @@ def test_queries_of_one_image_are_one_unit():
     assert image_retrieval.units.tolist() == [0, 0, 1]
     assert samples["text_retrieval_recall@1"].units.tolist() == [0, 1]
     assert recalls(images, texts, torch.tensor([0, 0, 1]), [1])["image_retrieval_recall@1"] == image_retrieval.mean()
+
+
+def test_captions_that_are_cut_are_counted_and_warned_of_once(tmp_path):
+    (tmp_path / "caption").mkdir()
+    (tmp_path / "image").mkdir()
+    for n in range(4):  # with the beginning and the end, 24 tokens fit, and 25 do not
+        Image.new("RGB", (8, 8), (60 * n, 0, 0)).save(tmp_path / f"image/{n}.png")
+        (tmp_path / f"caption/{n}.txt").write_text(" ".join(["dog"] * (23 if n == 3 else 22)))
+    model, [folder] = open_model("CLIP-debug"), find_folders(tmp_path)
+    settings = {"transform": model.transform, "tokenizer": model.tokenizer}
+    with pytest.warns(UserWarning, match="25% of 4 captions.*context_length"):
+        metrics = evaluate(model.module, folder, **settings)
+    assert metrics[f"retrieval/{folder.name}/cut_captions"] == 0.25
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(model.module, folder, **settings)
+    (tmp_path / "caption/3.txt").write_text("a dog")
+    [folder] = find_folders(tmp_path)
+    assert f"retrieval/{folder.name}/cut_captions" not in evaluate(model.module, folder, **settings)

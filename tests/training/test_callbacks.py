@@ -51,6 +51,19 @@ def test_account_sums_ranks_and_adds_up():
     ]
 
 
+def test_captions_that_are_cut_are_counted_and_warned_of_once():
+    text, counts = describe_epoch([replace(one, cut=20) for one in reports()], consumed=96)
+    assert (counts["cut"], text.splitlines()[-1]) == (40, "  40 captions cut")
+    account, loader = DataReport(), SimpleNamespace(report=Report(5000, seen=999, cut=60), batch_size=1)
+    run = trainer(0, train_dataloader=loader)
+    account.on_train_start(run, Module())
+    account.on_train_batch_end(run)  # too few to know
+    loader.report = Report(5000, seen=1000, cut=60)
+    with pytest.warns(UserWarning, match="6% of captions.*context_length"):
+        account.on_train_batch_end(run)
+    account.on_train_batch_end(run)
+
+
 def test_account_of_an_epoch_resumed_and_cut_short():
     report = Report(100, epoch=0, tail=4, before=32, seen=32, extra_counts={"padding_tokens": 4272, "empty": 0})
     text, _ = describe_epoch([report], consumed=32)

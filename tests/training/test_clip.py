@@ -14,6 +14,10 @@ from torch.utils.data import DataLoader
 from training_fits import Gradients, same
 
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.export.formats import Options
+from diffvision.export.graphs import graphs
+from diffvision.export.model_folders import write_open_clip
+from diffvision.opening import open_model
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -134,6 +138,24 @@ def test_logit_scale_stays_between_1_and_100():
         nn.init.constant_(module.model.logit_scale, start)
         train(module)
         assert min(abs(module.model.logit_scale.exp().item() - bound) for bound in (1, 100)) < 1e-3
+
+
+def test_a_checkpoint_opens_at_its_context_length(tmp_path):
+    module, data = ContrastiveModule("DiffCLIP-debug", context_length=40, optimizer=SETTINGS), Pairs(batches=1)
+    data.text = nn.functional.pad(data.text, (0, 40 - LENGTH))
+    train(module, data=data).save_checkpoint(tmp_path / "x.ckpt")
+    stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert stored["diffvision"]["architecture"]["layers"][""]["context_length"] == 40
+    opened = open_model(str(tmp_path / "x.ckpt"))
+    assert opened.tokenizer(["a dog " * 99]).shape == (1, 40)
+    write_open_clip(opened, tmp_path / "folder", Options())
+    again = open_model(f"local-dir:{tmp_path / 'folder'}")
+    assert torch.equal(again.module.positional_embedding, module.model.positional_embedding)
+    assert graphs(again.module)["text"].inputs["tokens"].shape[1] == 40
+    with pytest.raises(ValueError, match="context_length 40 there and 24 here"):
+        make().check_checkpoint(stored)
+    shorter = ContrastiveModule(f"local-dir:{tmp_path / 'folder'}", context_length=9, context_positions="first")
+    assert torch.equal(shorter.model.positional_embedding, module.model.positional_embedding[:9])
 
 
 def test_compile_checkpointing_and_locks_leave_the_keys():

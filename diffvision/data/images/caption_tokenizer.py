@@ -5,6 +5,7 @@ Two kinds of OpenCLIP's tokenizers are recognised by their attributes, because `
 it is.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -43,3 +44,27 @@ def text_only(tokenizer: Any) -> Any:
         safe.tokenizer.split_special_tokens = True
         return safe
     return tokenizer
+
+
+def are_cut(tokenizer: Any, captions: Sequence[str], tokens: Any) -> list[bool]:
+    """Return which captions have more tokens than a tokenizer keeps; False where its kind is not known.
+
+    Only captions that may be are tokenised again: those that fill their row, or have as many bytes.
+
+    Args:
+        tokenizer: one of `text_only`.
+        captions: B texts.
+        tokens: what the tokenizer made of them, [B, L].
+    """
+    inner, length = getattr(tokenizer, "tokenizer", None), tokens.shape[-1]
+    if hasattr(tokenizer, "bpe_ranks"):
+        full = (tokens[:, -1] != 0).tolist()
+        return [of_row and len(tokenizer.encode(one)) + 2 > length for one, of_row in zip(captions, full, strict=True)]
+    if inner is not None and hasattr(inner, "split_special_tokens"):
+        long = [len(one.encode(errors="replace")) + 2 > length for one in captions]
+        clean = getattr(tokenizer, "clean_fn", str)
+        return [
+            may and len(inner(clean(one), verbose=False).input_ids) > length
+            for one, may in zip(captions, long, strict=True)
+        ]
+    return [False] * len(captions)

@@ -1,6 +1,6 @@
-"""Captions of COCO in JSON: the files of COCO itself, and Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`.
+"""Captions in JSON: COCO's own files, Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`, and ShareGPT4V's.
 
-COCO's have one split each; Karpathy's have all of them, with five captions an image.
+COCO's and ShareGPT4V's have one split each; Karpathy's have all of them, with five captions an image.
 """
 
 import json
@@ -20,17 +20,19 @@ _KARPATHY = {"val": "validation", "restval": "train"}
 
 
 def read_caption_file(table: Path) -> dict[str, Callable[[], ImageCollection]]:
-    """Return {split: its images} of a file of captions; COCO's own has only one, "".
+    """Return {split: its images} of a file of captions; only Karpathy's have others than "".
 
     Args:
         table: the file. Its images are looked for in the folders that are usual for it.
 
     Raises:
-        ValueError: it is neither COCO's nor Karpathy's.
+        ValueError: it is neither COCO's nor Karpathy's nor ShareGPT4V's.
     """
     text = decoded(table.read_bytes(), table)
     try:
         content = json.loads(text)
+        if isinstance(content, list):
+            return {"": partial(_collection, table, "", _read_conversations(content))}
         if "annotations" in content:
             return {"": partial(_collection, table, "", _read_coco(content))}
         if not (splits := _read_karpathy(content)):
@@ -38,8 +40,8 @@ def read_caption_file(table: Path) -> dict[str, Callable[[], ImageCollection]]:
         return {split: partial(_collection, table, split, images) for split, images in splits.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{table} is neither COCO's captions nor Karpathy's splits ({type(error).__name__} {error}): give one "
-            "of these, or .csv, .tsv, .jsonl, .parquet"
+            f"{table} is neither COCO's, Karpathy's nor ShareGPT4V's captions ({type(error).__name__} {error}): give "
+            "one of these, or .csv, .tsv, .jsonl, .parquet"
         ) from None
 
 
@@ -50,6 +52,17 @@ def _read_coco(content: Any) -> dict[Any, Captions]:
     for annotation in content["annotations"]:
         captions[names[annotation["image_id"]]].append(annotation["caption"])
     return {name: read_captions(of_image) for name, of_image in captions.items()}
+
+
+def _read_conversations(content: list[Any]) -> dict[Any, Captions]:
+    """Return {path: captions} of ShareGPT4V's rows, whose first answer is the caption, on one line."""
+    captions: dict[Any, Captions] = {}
+    for row in content:
+        answers = [turn["value"] for turn in row["conversations"] if turn["from"] in ("gpt", "assistant")]
+        captions[row["image"]] = captions.get(row["image"], ()) + tuple(" ".join(one.split()) for one in answers[:1])
+    if not captions:
+        raise ValueError("no rows")
+    return captions
 
 
 def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:

@@ -28,8 +28,10 @@ without a bound, a few hundred bytes could ask for hundreds of gigabytes."""
 MAX_SCANS = 500
 """Of a JPEG: progressive ones have about ten. Each goes over the whole image: a megabyte of them takes minutes."""
 MAX_IMAGE_BYTES = MEMBER_TYPES["jpg"]
-MAX_CAPTION = 1000
-"""Characters. A tokenizer keeps 77 tokens, and byte-pair encoding takes quadratic time on one endless word."""
+MAX_CAPTION = 8000
+"""Characters: some 1,600 tokens."""
+MAX_WORD = 1000
+"""Characters of a caption between two spaces: byte-pair encoding takes quadratic time on one endless word."""
 MAX_JSON_BYTES = 1 << 20
 _AT_ONCE = 1 << 18  # pixels rescaled at a time: all at once, the largest image would take 2 GB
 BACKGROUND = (255, 255, 255)
@@ -145,7 +147,7 @@ def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
     """
     if not isinstance(text, str):
         raise TypeError(f"a caption is {type(text).__name__}, not text: write it as text ({text!r:.40})")
-    caption = text.strip()[:max_chars]
+    caption = _ENDLESS.sub(r"\1", text.strip()[:max_chars])
     plain = caption
     for _ in range(3):  # HTML escapes can hide a special token, and can be nested
         if "&" not in plain:
@@ -166,6 +168,7 @@ def is_blank(text: str) -> bool:
 
 
 _VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
+_ENDLESS = re.compile(rf"(?<!\S)(\S{{{MAX_WORD}}})\S+")
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 _SPECIAL_TOKENS = re.compile(r"<(start_of_text|end_of_text|\|startoftext\||\|endoftext\|)>", re.IGNORECASE)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate  # a worker's goes straight into shared memory
 
 from diffvision.data.batches import ImageTextBatch, RetrievalBatch
-from diffvision.data.images.caption_tokenizer import text_only
+from diffvision.data.images.caption_tokenizer import are_cut, text_only
 from diffvision.data.images.decode import (
     MAX_CAPTION,
     MAX_JSON_BYTES,
@@ -166,9 +166,14 @@ def _join(values: list[Any]) -> Any:
 
 
 class ImageText(_ImageKind):
-    """`ImageTextBatch`: an image and one caption as token ids, all of it text to the tokenizer (see `captions`)."""
+    """`ImageTextBatch`: an image and one caption as token ids, all of it text to the tokenizer (see `captions`).
+
+    Attributes:
+        cut: captions of the last batch that have more tokens than the tokenizer keeps.
+    """
 
     def __init__(self, image: ImageMember, caption: CaptionMember, tokenizer: Tokenizer) -> None:
+        self.cut = 0
         self.image, self.caption, self.tokenizer = image, caption, text_only(tokenizer)
 
     def decode(self, members: Members) -> dict[str, Any]:
@@ -180,7 +185,9 @@ class ImageText(_ImageKind):
         """Join decoded samples into a batch."""
         images = default_collate([item["image"] for item in items])
         texts = [item["text"] for item in items]
-        return {"image": images, "text": self.tokenizer(texts)}
+        tokens = self.tokenizer(texts)
+        self.cut = sum(are_cut(self.tokenizer, texts, tokens))
+        return {"image": images, "text": tokens}
 
 
 class ImageLabel(_ImageKind):

@@ -104,6 +104,7 @@ class BatchReader(Dataset):
                 items[position] = item
                 tally.substituted += 1
         batch = self.kind.collate([items[position] for position in sorted(items)]) if items else None
+        tally.cut = getattr(self.kind, "cut", 0)
         return batch, tally
 
     def _substitute(self, order: Order, position: int, epoch: int) -> Any:

@@ -43,6 +43,7 @@ class Tally:
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)  # position -> (reason, "shard: key")
     substituted: int = 0
     given_up: bool = False
+    cut: int = 0
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Report:
         seen: samples delivered at their position, by this rank.
         skipped: bad samples at this rank's positions, by reason.
         substituted: good samples delivered a second time, in place of a bad one.
+        cut: captions with more tokens than the tokenizer keeps.
         tail: samples after the last whole global batch, left for other epochs (of all ranks).
         before: samples consumed before the run was resumed (of all ranks).
         examples: for each reason the first few samples, as "shard: key".
@@ -68,6 +70,7 @@ class Report:
     seen: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     substituted: int = 0
+    cut: int = 0
     examples: dict[str, list[str]] = field(default_factory=dict)
     in_a_row: int = 0
     extra_counts: dict[str, int] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class Report:
         Raises:
             BadDataError: a limit is passed; the message has a summary.
         """
+        self.cut += tally.cut
         self.seen += tally.stop - tally.start - len(tally.bad)
         if not tally.bad:
             self.in_a_row = 0
@@ -125,13 +129,13 @@ class Report:
         for reason, count in self.skipped.most_common():
             lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
         lines += [f"  {name.replace('_', ' ')}: {count:,}" for name, count in self.extra_counts.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  {self.cut:,} captions cut"] * bool(self.cut))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""
         counts = {"total": self.total, "seen": self.seen, "skipped": self.bad, "substituted": self.substituted}
         counts |= {"tail": self.tail, "before": self.before, "remaining": self.remaining}
-        counts |= self.extra_counts
+        counts |= self.extra_counts | ({"cut": self.cut} if self.cut else {})
         return counts | {f"skipped/{reason}": count for reason, count in self.skipped.items()}
 
 

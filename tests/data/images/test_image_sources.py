@@ -111,6 +111,27 @@ def test_a_folder_for_each_class(tree):
         find_images(tree)
 
 
+def test_long_captions_in_urban_1ks_and_sharegpt4vs_layouts(tmp_path):
+    for n in range(4):
+        write(tmp_path / f"Urban1k/image/{n}.png", n)
+        write(tmp_path / f"share/coco/train2017/{n}.png", n)
+        (tmp_path / "Urban1k/caption").mkdir(exist_ok=True)
+        (tmp_path / f"Urban1k/caption/{n}.txt").write_text(f"a long {n}\n\nno caption\n")
+    asked = [{"from": "human", "value": "<image>\nDescribe it."}]
+    rows = [
+        {"id": str(n), "image": f"coco/train2017/{n}.png", "conversations": [*asked, {"from": "gpt", "value": text}]}
+        for n, text in enumerate(f"a long {n}.\n\nIn two paragraphs." for n in range(4))
+    ]
+    (tmp_path / "share/sharegpt4v.json").write_text(json.dumps(rows))
+    urban, share = f"{tmp_path}/Urban1k", f"{tmp_path}/share/sharegpt4v.json"
+    for source, expected in ((urban, "a long {}"), (share, "a long {}. In two paragraphs.")):
+        assert captions_read(find_images(source)) == {n: [expected.format(n)] for n in range(4)}
+        [folder] = find_folders(source)
+        assert captions_evaluated(folder) == ({n: [expected.format(n)] for n in range(4)}, 4)
+    write(tmp_path / "Urban1k/image/4.png", 4)
+    assert find_images(urban).captions[-1] == ()  # counted when it is read
+
+
 def test_splits_number_their_classes_alike(tmp_path):
     for split, kinds in (("train", KINDS), ("val", KINDS[1:])):
         for n, kind in enumerate(kinds):
