@@ -51,8 +51,10 @@ def resizing_positions(how: Positions | None) -> Iterator[None]:
 
     def resize(state: dict[str, Any], model: Any, *args: Any, **settings: Any) -> None:
         key = next((k for k in ("positional_embedding", "text.positional_embedding") if k in state), None)
-        if key is not None:
-            old, new = len(state[key]), len(getattr(model, "text", model).positional_embedding)
+        built = getattr(getattr(model, "text", model), "positional_embedding", None)
+        # OpenCLIP says what else is wrong with their shape.
+        if key is not None and built is not None and state[key].shape[1:] == built.shape[1:]:
+            old, new = len(state[key]), len(built)
             if old > new and how is None:
                 raise ValueError(
                     f"context_length must be {old}, that of the weights, or more, got {new}: set context_positions "

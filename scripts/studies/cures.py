@@ -20,6 +20,8 @@ Declared before the first run:
 - Cut by this rule alone, if the machine's time runs out: the four cells with registers go together, which leaves gate
   and difference with two main effects and one interaction, and Holm over three. They are trained last. No cell loses
   learning rates or seeds, and a cell that lacks some is not reported.
+- DnA and CoDA, with parameters equal to plain's, are two cells by themselves: their differences from plain, with Holm's
+  correction over the two. They are trained before the registers: 20 runs, two core-hours.
 - Sinks are secondary. If the plain model has none, the study is of accuracy, and its page says so.
 
 Each run is one JSON in a folder of its kind of processor. Repeated runs are equal on one kind, and not on two, so
@@ -94,6 +96,11 @@ CELLS: dict[str, tuple[bool, ...]] = {
 }
 REUSED = ("plain", "V2")
 FAMILIES = {name: clip.FAMILIES[name] if name in REUSED else towers(cell) for name, cell in CELLS.items()}
+RIVALS = {
+    "DnA": Towers("dna_vit_debug_clip", text="DnACLIP-debug"),
+    "CoDA": Towers("coda_vit_debug_clip", text="CoDACLIP-debug"),
+}
+FAMILIES |= RIVALS
 WITHOUT_REGISTERS = tuple(CELLS)[:4]
 
 
@@ -222,7 +229,7 @@ def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
 def run_all(data: Data, results: Path, models: Path, hours: float, quick: bool) -> None:
     """Train the runs that are not done, the cells without registers first; start none after so many hours."""
     end = time.monotonic() + 3600 * hours
-    for cells in (WITHOUT_REGISTERS, tuple(CELLS)):
+    for cells in (WITHOUT_REGISTERS, tuple(RIVALS), tuple(CELLS)):
         grid = grid_of(cells, results).quick() if quick else grid_of(cells, results)
         train = trainer(data, grid.epochs, models)
         for runs in (grid.tuning, grid.confirming):
@@ -347,6 +354,11 @@ def report(results: Path) -> None:
     print_contrasts("points of image R@1", {name: grid.by_seed(name, PRIMARY[0]) for name in cells})
     again = differences({name: grid.by_seed(name, PRIMARY[0]) for name in REUSED})
     print(f"\nV2 minus plain alone, as in clip.py: {again['V2'].text(2)}")
+    rivals = grid_of(tuple(RIVALS), results)
+    scores = {"plain": grid.by_seed("plain", PRIMARY[0])}
+    scores |= {name: rivals.by_seed(name, PRIMARY[0]) for name in RIVALS if rivals.chosen(name)}
+    for name, one in differences(scores).items():
+        print(f"{name} minus plain: {one.text(2)}")
     print("\n| cell | learning rate | parameters | FLOPs | seconds |\n|---|---:|---:|---:|---:|")
     runs = {name: {run.seed: numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))} for name in cells}
     for name, of in runs.items():

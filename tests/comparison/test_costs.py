@@ -1,12 +1,16 @@
 """Parameters, FLOPs against a count by hand, and speed in turns."""
 
+from dataclasses import replace
+
 import pytest
+import timm
 import torch
 
 from diffvision import open_model
 from diffvision.comparison.costs import costs, count_flops, one_sample
 from diffvision.comparison.result import Cost
 from diffvision.evaluation.options import InferenceSettings
+from diffvision.models import language
 
 
 def test_flops_by_hand():
@@ -23,6 +27,27 @@ def test_flops_by_hand():
     head = vit.head.weight.numel() if isinstance(vit.head, torch.nn.Linear) else 0
     expected = 2 * (patches * by_patch + blocks * (tokens * linear + attention) + head)
     assert count_flops(model, one_sample(model, 0)) == expected
+
+
+@pytest.mark.parametrize("rival", ["dna", "coda"])
+def test_a_plain_model_with_a_wider_mlp_has_the_flops_of_dna_and_coda(rival):
+    """The recipe of docs/reference/models.md: N more units than DnA's baseline, or (N + H) / 2 more than CoDA's."""
+    its, plain = open_model(f"{rival}_vit_debug"), open_model("plain_vit_debug")
+    tokens, width, heads = (
+        plain.module.pos_embed.shape[1],
+        plain.module.embed_dim,
+        plain.module.blocks[0].attn.num_heads,
+    )
+    added = tokens if rival == "dna" else (tokens + heads) / 2
+    wider = timm.create_model("plain_vit_debug", mlp_ratio=4 + added / width + 1e-6)
+    control = count_flops(replace(plain, module=wider), one_sample(plain, 0))
+    classes = 2 * width * (its.module.num_classes - wider.num_classes)
+    assert count_flops(its, one_sample(its, 0)) - classes == pytest.approx(control, rel=2e-3)
+    its, plain = open_model(f"{rival}-debug"), open_model("transformer-debug")
+    added = 2 * 128 / 3 if rival == "dna" else (128 + plain.module.config.num_heads) / 3
+    wider = language.create("transformer-debug", mlp_dim=plain.module.config.mlp_dim + round(added))
+    control = count_flops(replace(plain, module=wider), one_sample(plain, 128))
+    assert count_flops(its, one_sample(its, 128)) == pytest.approx(control, rel=2e-3)
 
 
 def test_flops_do_not_depend_on_fused_kernels():

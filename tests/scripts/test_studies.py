@@ -160,6 +160,14 @@ def test_calibration_error():
 # ---- cures ---------------------------------------------------------------------------------------------------------
 
 
+def test_rivals_have_the_parameters_of_plain():
+    plain, *rivals = (
+        sum(part.numel() for part in cures.FAMILIES[name].create(clip.SIZE, clip.PATCH).parameters())
+        for name in ("plain", *cures.RIVALS)
+    )
+    assert rivals == pytest.approx([plain] * 2, rel=4e-3)
+
+
 def test_contrasts_are_the_effects_of_a_factorial():
     """With a gate 3 more, with a difference 2 less, with both 1.5 more; the gate's effect differs by seed."""
     values = {
