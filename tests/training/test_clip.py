@@ -149,7 +149,7 @@ def test_a_checkpoint_opens_at_its_context_length(tmp_path):
     opened = open_model(str(tmp_path / "x.ckpt"))
     assert opened.tokenizer(["a dog " * 99]).shape == (1, 40)
     write_open_clip(opened, tmp_path / "folder", Options())
-    again = open_model(f"local-dir:{tmp_path / 'folder'}")
+    again = open_model(str(tmp_path / "folder"))
     assert torch.equal(again.module.positional_embedding, module.model.positional_embedding)
     assert graphs(again.module)["text"].inputs["tokens"].shape[1] == 40
     with pytest.raises(ValueError, match="context_length 40 there and 24 here"):
