@@ -10,14 +10,7 @@ from diffvision.data.shards.sample import BadSource
 from diffvision.progress import track
 from diffvision.tables import show
 
-__all__ = ["check", "make", "tokenize", "tokenizer", "write_manifest"]
-
-
-def write_manifest(directory: str | Path) -> None:
-    """Write the manifest of a directory of shards anew."""
-    from diffvision.data.shards import writer
-
-    writer.write_manifest(directory)
+__all__ = ["check", "make", "tokenize", "tokenizer"]
 
 
 def make(name: str, directory: str | Path, **options: Any) -> int:

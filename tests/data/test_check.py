@@ -7,9 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from diffvision.data import write_manifest
 from diffvision.data.check import check_shards
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData
-from diffvision.data.make import check, write_manifest
+from diffvision.data.make import check
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from tests.data.conftest import Corpus
 

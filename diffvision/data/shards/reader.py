@@ -21,7 +21,7 @@ from diffvision.data.shards.sidecars import sha256_of
 _RETRY_AFTER = 60.0  # seconds before an unreadable shard is tried again: to give up on a server takes minutes
 _END_BYTES = 1 << 16  # read at either end of a shard of which only a count is known, to distinguish it from others
 _MAX_SAMPLE = 5 << 28  # bytes: a member of lines is at most 1 << 30
-_AGAIN = "write it again with diffvision.data.make.write_manifest"
+_AGAIN = "write it again with diffvision.data.write_manifest"
 
 
 class _Version(NamedTuple):

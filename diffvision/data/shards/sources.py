@@ -24,7 +24,7 @@ SIZES = "sizes.json"
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-_AGAIN = "write it again with diffvision.data.make.write_manifest"
+_AGAIN = "write it again with diffvision.data.write_manifest"
 
 
 def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:

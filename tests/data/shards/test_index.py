@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import webdataset
 
-from diffvision.data import ShardSet
-from diffvision.data.make import check, write_manifest
+from diffvision.data import ShardSet, write_manifest
+from diffvision.data.make import check
 from diffvision.data.shards import index as index_module
 from diffvision.data.shards.index import scan, shard_index
 from diffvision.data.shards.sidecars import sidecar
