@@ -1,7 +1,7 @@
 """The commands `export`, `adapt` and `interpolate`; formats are written in `formats`, `adapted_folder` and others."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from diffvision.models.names import Method
 
@@ -75,9 +75,10 @@ def _export_vision_language(file: Path, target: Path, to: To | None) -> None:
     if to not in (None, "huggingface"):
         raise ValueError(f"to is {to!r}, and {file} is a vision-language model: leave it out, or set it to huggingface")
     opened = open_vlm(file)
-    check_finite(opened.model.state_dict(), str(file))
+    module: Any = opened.module
+    check_finite(module.state_dict(), str(file))
     with written_whole(target) as made:
-        opened.model.save_pretrained(made)
+        module.save_pretrained(made)
         opened.processor.save_pretrained(made)
     print(f"{file} is {opened.name}: wrote {target}, a folder that transformers loads")
 

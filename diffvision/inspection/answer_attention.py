@@ -35,7 +35,7 @@ def look(vlm: Any, pictures: Sequence[Picture], question: str, layers: Sequence[
     Raises:
         ValueError: as `generate_tokens`; an image is not one grid of tokens, or there are none of the layers.
     """
-    model, processor, count = vlm.model, vlm.processor, len(pictures)
+    model, processor, count = vlm.module, vlm.processor, len(pictures)
     asked = [(question, [one.image for one in pictures])]
     inputs, whole = generate_tokens(model, processor, asked, MOST_TOKENS)
     pixels, read = inputs["pixel_values"].float().cpu(), inputs["input_ids"].shape[1]

@@ -69,7 +69,7 @@ def inspect(
                 f"{model} is a vision-language model: give --image and --text, and of the rest --layers alone"
             )
         vlm = open_vlm(model)
-        vlm.model.to(resolve_device(device))
+        vlm.module.to(resolve_device(device))
         return inspect_answers(vlm, pictures, texts, output, layers)
     if layers is not None:
         raise ValueError(f"layers is {layers}, which is for vision-language models: leave it out")

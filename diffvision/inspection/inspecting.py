@@ -69,7 +69,7 @@ def inspect_answers(
     measured: dict[str, list[Measurement]] = {vlm.name: []}
     with contextlib.suppress(AttributeError, ValueError):  # no tower of ours, or one without maps
         measured[vlm.name] = [
-            measure_image(vlm.model.vision_tower.timm_model, image, title, []) for title, image in images.items()
+            measure_image(vlm.module.vision_tower.timm_model, image, title, []) for title, image in images.items()
         ]
     sections, files = draw(measured, {vlm.name: images}, {})
     sections = [draw_answer(files, f"answer-{1 + index}", one) for index, one in enumerate(answers)] + sections

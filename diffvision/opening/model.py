@@ -35,6 +35,7 @@ class Model:
         transform: PIL image -> tensor [3, h, w]; None for a language model.
         tokenizer: captions -> int64 [B, L] for OpenCLIP; for a language model an object with encode, decode, vocab_size
             and eos_id, None where none came with the model; None for an image model.
+        processor: of a vision-language model: transforms images, and writes conversations as tokens with placeholders.
         preprocess: the settings of `transform`, as the library keeps them; empty for a language model.
         max_length: tokens that a language model reads; None where it does not say.
         weights: the file, folder, hub id or tag that the weights came from; None where they are new.
@@ -48,6 +49,7 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
     transform: Any = None
     tokenizer: Any = None
+    processor: Any = None
     preprocess: dict[str, Any] = field(default_factory=dict)
     max_length: int | None = None
     weights: str | None = None
@@ -57,7 +59,7 @@ class Model:
     @property
     def is_language(self) -> bool:
         """Whether it is a language model, without an image tower."""
-        return self.library in ("language", "transformers")
+        return self.library in ("language", "transformers") and self.processor is None
 
     @property
     def ends(self) -> frozenset[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,13 @@ from diffvision.models.checkpoint import few, read_origin
 from diffvision.models.hub import HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
 from diffvision.models.weight_files import read_json
+from diffvision.opening.model import Model
 from diffvision.opening.run_folders import best_checkpoint
 from diffvision.opening.specs import find_model, register_diffllama_v2
 from diffvision.opening.texts import from_pretrained
 
 
-@dataclass(frozen=True)
-class VLM:
-    """A vision-language model of transformers with what it needs.
-
-    Attributes:
-        name: of its folder or run.
-        model: ours, a `TimmLlava`, or any of transformers' AutoModelForImageTextToText; in evaluation mode.
-        processor: transforms images, and writes conversations as tokens with placeholders.
-        weights: path of the weights.
-    """
-
-    name: str
-    model: Any
-    processor: Any
-    weights: str
-
-
-def open_vlm(spec: str | Path) -> VLM:
+def open_vlm(spec: str | Path) -> Model:
     """Open a vision-language model with its weights and processor.
 
     Args:
@@ -66,7 +49,7 @@ def open_vlm(spec: str | Path) -> VLM:
     processor = from_pretrained(AutoProcessor, str(path), "processor")
     _complete(processor, model.config)
     check_processor(model, processor, str(path))
-    return VLM(path.name, model.eval(), processor, str(path))
+    return _opened(path.name, model.eval(), processor, path)
 
 
 def _complete(processor: Any, config: Any) -> None:
@@ -97,7 +80,7 @@ def find_trained(spec: str | Path) -> Path | None:
     return path if path.suffix == ".ckpt" and read_origin(path).vision_language else None
 
 
-def _open_trained(file: Path) -> VLM:
+def _open_trained(file: Path) -> Model:
     from diffvision.models.vision_language import load, make_processor
 
     model, about = load(file)
@@ -107,7 +90,12 @@ def _open_trained(file: Path) -> VLM:
         )
     if about.get("fingerprint") not in (None, load_tokenizer(tokenizer).fingerprint):
         raise ValueError(f"{tokenizer} is not the tokenizer that {file} was trained with: put its own next to it")
-    return VLM(about["model"], model, make_processor(model, tokenizer), str(file))
+    return _opened(about["model"], model, make_processor(model, tokenizer), file)
+
+
+def _opened(name: str, module: Any, processor: Any, path: Path) -> Model:
+    config = module.config.to_dict()
+    return Model(name, "transformers", module, config, processor=processor, weights=str(path), path=path)
 
 
 def check_processor(model: Any, processor: Any, what: str) -> None:

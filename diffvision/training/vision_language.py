@@ -299,10 +299,11 @@ def _open(source: str) -> tuple[Any, dict[str, Any]]:
     from diffvision.models.vision_language import TimmLlava, load
     from diffvision.opening.vlm import find_trained, open_vlm
 
+    source = source.removeprefix(FOLDER)
     file = find_trained(source) or Path(source)
     if file.is_file():
         return load(file)
-    if not isinstance(model := open_vlm(source).model, TimmLlava):
+    if not isinstance(model := open_vlm(source).module, TimmLlava):
         raise ValueError(f"{source} must be a TimmLlava, which `diffvision export` writes, got {type(model).__name__}")
     return model, {}
 

@@ -15,7 +15,7 @@ from diffvision.inspection import inspect
 from diffvision.inspection.answer_attention import look
 from diffvision.inspection.inputs import Picture
 from diffvision.models.vision_language import create, make_processor, with_image_token
-from diffvision.opening.vlm import VLM
+from diffvision.opening import Model
 
 ASKED = "where is the star?"
 TEMPLATE = "{% for part in messages[0].content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
@@ -40,7 +40,7 @@ def pictures():
 def ours(tokenizer, name="diff-vlm-debug"):
     torch.manual_seed(0)
     model = create(name, language_args={"vocab_size": 300, "max_length": 256}, tokenizer=tokenizer).eval()
-    return VLM(name, model, make_processor(model, tokenizer), "")
+    return Model(name, "transformers", model, processor=make_processor(model, tokenizer))
 
 
 def test_the_maps_are_those_of_transformers(tokenizer, pictures, monkeypatch):
@@ -61,7 +61,7 @@ def test_the_maps_are_those_of_transformers(tokenizer, pictures, monkeypatch):
         chat_template=TEMPLATE,
         image_token="<image>",
     )
-    vlm = VLM("llava", model, processor, "")
+    vlm = Model("llava", "transformers", model, processor=processor)
     answer = look(vlm, pictures, ASKED)
     asked = processor(text=f"<image><image>{ASKED}", images=[one.image for one in pictures],
                       return_tensors="pt")  # fmt: skip
@@ -79,7 +79,7 @@ def test_the_maps_are_those_of_transformers(tokenizer, pictures, monkeypatch):
 
 def test_both_maps_and_their_difference(tokenizer, pictures):
     vlm = ours(tokenizer)
-    for layer in vlm.model.language_model.modules():
+    for layer in vlm.module.language_model.modules():
         if hasattr(layer, "lambda_proj"):
             torch.nn.init.zeros_(layer.lambda_proj.weight)  # lambda is sigmoid(0)
     answer = look(vlm, pictures, ASKED)
@@ -95,7 +95,7 @@ def folder(tokenizer, tmp_path, monkeypatch):
     """A saved model and a picture next to it."""
     monkeypatch.setattr(answers, "MOST_TOKENS", 2)
     vlm = ours(tokenizer)
-    vlm.model.save_pretrained(tmp_path / "vlm")
+    vlm.module.save_pretrained(tmp_path / "vlm")
     vlm.processor.save_pretrained(tmp_path / "vlm")
     Image.new("RGB", (48, 40), "red").save(tmp_path / "red.png")
     return tmp_path

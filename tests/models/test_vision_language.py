@@ -277,7 +277,7 @@ def test_a_folder_is_opened_with_its_processor(tokenizer, tmp_path):
         open_vlm(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     opened = open_vlm(str(tmp_path / "model"))
-    check_equal(opened.model, model.eval())
+    check_equal(opened.module, model.eval())
     assert opened.name == "model"
     inputs = {"text": "<image> Is there a star?", "images": Image.new("RGB", (50, 20), "red"), "return_tensors": "pt"}
     for name, value in processor(**inputs).items():

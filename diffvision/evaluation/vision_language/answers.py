@@ -122,7 +122,7 @@ def answer_set(
     for start in progress(starts, f"{questions.name}, answers"):
         rows = questions.rows[start : start + batch_size]
         asked = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
-        new = generate_answers(vlm.model, vlm.processor, asked, max_new_tokens)
+        new = generate_answers(vlm.module, vlm.processor, asked, max_new_tokens)
         if file is not None:
             lines = [
                 {"question_id": row["question_id"], "text": text, "of": of}

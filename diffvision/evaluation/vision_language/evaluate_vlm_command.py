@@ -79,9 +79,9 @@ def run(
         texts = written.get(label)
         if texts is None:
             vlm = open_vlm(spec)
-            vlm.model.to(resolve_device(device))
+            vlm.module.to(resolve_device(device))
             folder = None if output is None else Path(output) / "answers" / label
-            with few_threads(vlm.model.device, vlm.model):
+            with few_threads(vlm.device, vlm.module):
                 texts = [
                     answer_set(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
                     for one in sets

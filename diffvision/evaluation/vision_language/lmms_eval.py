@@ -34,7 +34,7 @@ class DiffVision(lmms):
 
         super().__init__()
         self._vlm, self._batch_size = open_vlm(model), int(batch_size)
-        self._vlm.model.to(resolve_device(device))
+        self._vlm.module.to(resolve_device(device))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return an answer to each request, cut before the strings that end it.
@@ -60,7 +60,7 @@ class DiffVision(lmms):
                 if not all(hasattr(image, "convert") for image in images):
                     raise ValueError(f"{task} shows a {type(images[0]).__name__}: take a task of images")
                 asked.append((text, [image.convert("RGB") for image in images]))
-            texts = generate_answers(self._vlm.model, self._vlm.processor, asked, settings.get("max_new_tokens", 128))
+            texts = generate_answers(self._vlm.module, self._vlm.processor, asked, settings.get("max_new_tokens", 128))
             ends = settings.get("until") or []
             for end in [ends] if isinstance(ends, str) else ends:
                 texts = [text.partition(end)[0] for text in texts]

@@ -63,7 +63,7 @@ def vlm(tokenizer):
     )
     model = transformers.LlavaForConditionalGeneration(config).eval()
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0)
-    return SimpleNamespace(model=model, processor=processor, name="tiny")
+    return SimpleNamespace(module=model, processor=processor, name="tiny")
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def ours(tokenizer):
         torch.nn.init.normal_(weight, std=0.3)
     processor = make_processor(model, own)
     processor.chat_template = TEMPLATE
-    return SimpleNamespace(model=model, processor=processor, name="ours")
+    return SimpleNamespace(module=model, processor=processor, name="ours")
 
 
 @pytest.fixture

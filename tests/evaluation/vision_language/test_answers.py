@@ -35,9 +35,9 @@ def greedy(vlm, text, pictures, count):
     inputs = vlm.processor(text=[prompt], images=pictures or None, return_tensors="pt")
     tokens, new = inputs["input_ids"], []
     for _ in range(count):
-        out = vlm.model(input_ids=tokens, pixel_values=inputs.get("pixel_values")).logits[0, -1]
+        out = vlm.module(input_ids=tokens, pixel_values=inputs.get("pixel_values")).logits[0, -1]
         new.append(int(out.argmax()))
-        if new[-1] == vlm.model.generation_config.eos_token_id:
+        if new[-1] == vlm.module.generation_config.eos_token_id:
             break
         tokens = torch.cat([tokens, torch.tensor([[new[-1]]])], dim=1)
     return vlm.processor.tokenizer.decode(new, skip_special_tokens=True)
@@ -48,7 +48,7 @@ def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(name, request
     vlm = request.getfixturevalue(name)
     with torch.no_grad():
         alone = [greedy(vlm, text, pictures, 6) for text, pictures in ASKED]
-    assert generate_answers(vlm.model, vlm.processor, ASKED, 6) == alone
+    assert generate_answers(vlm.module, vlm.processor, ASKED, 6) == alone
     assert len({*alone}) > 1
 
 
@@ -104,6 +104,6 @@ def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, quest
 
 def test_images_go_before_a_question_wherever_its_placeholder_stands(vlm):
     texts = ["Which?", "<image>\nWhich?", "Which?\n<image>"]
-    given = [generate_tokens(vlm.model, vlm.processor, [(text, images("red"))], 4)[0]["input_ids"] for text in texts]
+    given = [generate_tokens(vlm.module, vlm.processor, [(text, images("red"))], 4)[0]["input_ids"] for text in texts]
     assert torch.equal(given[0], given[1])
     assert torch.equal(given[0], given[2])

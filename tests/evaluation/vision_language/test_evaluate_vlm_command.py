@@ -63,7 +63,7 @@ def test_synonyms_come_from_a_file_and_pope_has_a_mean_of_its_sets(questions, an
 
 def test_answers_of_a_model_are_kept_and_scored_again(vlm, questions, tmp_path):
     folder, out = tmp_path / "tiny", tmp_path / "out"
-    vlm.model.save_pretrained(folder)
+    vlm.module.save_pretrained(folder)
     vlm.processor.save_pretrained(folder)
     settings = {"data": str(questions), "output": str(out), "max_new_tokens": 4, "device": "cpu"}
     first = run(f"one={folder}", **settings)["one"]

@@ -39,7 +39,7 @@ def requests(visuals=lambda row: [row["image"]], **settings):
 
 def test_answers_are_those_of_evaluate_vlm_up_to_what_ends_them(vlm, adapter):
     asked = [(row["text"], [row["image"].convert("RGB")]) for row in ROWS]
-    answers = generate_answers(vlm.model, vlm.processor, asked, 5)
+    answers = generate_answers(vlm.module, vlm.processor, asked, 5)
     assert adapter.generate_until(requests()) == answers
     end = answers[1][2:4]
     assert adapter.generate_until(requests(until=end, temperature=0, do_sample=True))[1] == answers[1].partition(end)[0]
