@@ -412,9 +412,7 @@ def main() -> None:
     parser.add_argument("what", choices=["repeat", "run", "segment", "report"])
     parser.add_argument("--data", type=Path, default=Path("runs", "clip", "data.pt"))
     parser.add_argument("--models", type=Path, default=Path("runs", "cures"), help="the folder of weights")
-    parser.add_argument(
-        "--source", type=Path, help="with segment: Fashion-MNIST, as `data make fashion-scenes` takes it"
-    )
+    parser.add_argument("--source", type=Path, help="with segment: the folder of Fashion-MNIST's files")
     parser.add_argument("--hours", type=float, default=math.inf, help="start no run after so many")
     parser.add_argument("--processor", help="the folder of a kind of processor's runs; by default this machine's")
     parser.add_argument("--quick", action="store_true", help="the whole in minutes, to see that it runs")

@@ -17,55 +17,29 @@ def test_plain_and_compressed_files_have_the_same_splits(tmp_path):
         assert (garments.images[:, 14, 14] == 120 + garments.numbers % 120).all()
 
 
-def damage_missing(folder):
-    (folder / "t10k-labels-idx1-ubyte").unlink()
+IMAGES, LABELS, TEST_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"
+DAMAGE = {
+    # what is written in place of a file, and the message
+    "missing": ({TEST_LABELS: None}, r"t10k-labels-idx1-ubyte .*apt-get install dataset-fashion-mnist"),
+    "cut": ({IMAGES: b"\0\0\x08\x03\0\0\0\x09"}, "is damaged"),
+    "compression": ({IMAGES: None, f"{IMAGES}.gz": b"\x1f\x8b broken"}, "is damaged"),
+    "labels for images": ({IMAGES: np.arange(120) % 10}, r"train .*got \[120\]"),
+    "eleven classes": ({TEST_LABELS: np.arange(20) % 11}, "labels to 10"),
+    "more labels": ({TEST_LABELS: np.arange(30) % 10}, r"t10k .*\[30, 28, 28\]"),
+    "larger images": ({IMAGES: np.zeros((120, 32, 32))}, r"got \[120, 32, 32\]"),
+    "another set": ({IMAGES: np.zeros((60_000, 28, 28)), LABELS: np.arange(60_000) % 10}, r"not Fashion-MNIST's"),
+}
 
 
-def damage_length(folder):
-    file = folder / "train-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def damage_kind(folder):
-    (folder / "train-images-idx3-ubyte").write_bytes((folder / "train-labels-idx1-ubyte").read_bytes())
-
-
-def damage_labels(folder):
-    write_idx(folder / "t10k-labels-idx1-ubyte", np.arange(20) % 11)
-
-
-def damage_count(folder):
-    write_idx(folder / "t10k-labels-idx1-ubyte", np.arange(30) % 10)
-
-
-def damage_size(folder):
-    write_idx(folder / "train-images-idx3-ubyte", np.zeros((120, 32, 32)))
-
-
-def damage_set(folder):
-    write_idx(folder / "train-images-idx3-ubyte", np.zeros((60_000, 28, 28)))
-    write_idx(folder / "train-labels-idx1-ubyte", np.arange(60_000) % 10)
-
-
-def damage_compression(folder):
-    (folder / "train-images-idx3-ubyte").unlink()
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(b"\x1f\x8b broken")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_missing, r"t10k-labels-idx1-ubyte .*apt-get install dataset-fashion-mnist"),
-        (damage_length, "is damaged"),
-        (damage_kind, r"train .*got \[120\]"),
-        (damage_labels, "labels to 10"),
-        (damage_count, r"t10k .*\[30, 28, 28\]"),
-        (damage_compression, "is damaged"),
-        (damage_size, r"got \[120, 32, 32\]"),
-        (damage_set, r"not Fashion-MNIST's"),
-    ],
-)
-def test_a_bad_source_is_refused(damage, message, tmp_path):
-    damage(write_miniature(tmp_path / "source"))
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_bad_source_is_refused(damage, tmp_path):
+    files, message = DAMAGE[damage]
+    source = write_miniature(tmp_path / "source")
+    for name, content in files.items():
+        (source / name).unlink(missing_ok=True)
+        if isinstance(content, bytes):
+            (source / name).write_bytes(content)
+        elif content is not None:
+            write_idx(source / name, content)
     with pytest.raises(ValueError, match=message):
-        load_splits(tmp_path / "source")
+        load_splits(source)
