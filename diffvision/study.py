@@ -412,6 +412,7 @@ def _check_separate(options: argparse.Namespace, settings: Sequence[str]) -> Non
     """Refuse test data that rates are chosen on."""
     import yaml
 
+    from diffvision.data.images.folders import find_folders
     from diffvision.training.recipes import find_configuration, read_mapping
 
     data: dict[str, Any] = {}
@@ -426,13 +427,13 @@ def _check_separate(options: argparse.Namespace, settings: Sequence[str]) -> Non
         raise Mistake(
             f"--rates chooses on data.evaluation, here {chosen_on}: name other data to compare on with --test"
         )
-    if data.get("split", "test") != "test":
-        return
+    split = data.get("split", "test")
     for path in [chosen_on] if isinstance(chosen_on, str) else chosen_on:
         for test in options.test:
             location = test if Path(test).exists() else test.rpartition("=")[2]  # of NAME=PATH
             first, second = Path(path).resolve(), Path(location).resolve()
-            if first == second or first in second.parents or second in first.parents:
+            is_same = first == second or first in second.parents or second in first.parents
+            if is_same and (split == "test" or any(folder.stand_in == split for folder in find_folders(test))):
                 raise Mistake(f"--test must be data that no rate is chosen on, got {test}: rates are chosen on {path}")
 
 

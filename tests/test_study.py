@@ -1,9 +1,11 @@
 """`diffvision study`: what it plans, refuses, resumes and compares."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -117,6 +119,21 @@ def photos(tmp_path):
         (tmp_path / "photos" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / "a.png")
     return str(tmp_path / "photos")
+
+
+def test_a_validation_split_that_stands_in_for_a_missing_test_is_no_test(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / "shards" / split).mkdir(parents=True)
+        with tarfile.open(tmp_path / "shards" / split / "000000.tar", "w") as tar:
+            for n in range(4):
+                for kind, data in (("cls", str(n % 2).encode()), ("jpg", b"none")):
+                    (member := tarfile.TarInfo(f"{n}.{kind}")).size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    shards = str(tmp_path / "shards")
+    more = ["--rates", "1e-3", "--test", shards, "--data.evaluation", shards, "--data.split=validation"]
+    with pytest.raises(Mistake, match="test"):
+        study.main([*TWO, "--output", str(tmp_path / "out"), *more])
+    assert not (tmp_path / "out").exists()
 
 
 def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, photos, capsys):

@@ -72,6 +72,7 @@ class EvaluationFolder:
         classnames, templates: lines of the text files; empty where there are none.
         own_names: of the classes in prompts, where they are not `classnames`.
         splits: the splits it has, such as ["test", "train"].
+        stand_in: the split that "test" is, of data without one of that name.
 
     Raises:
         ValueError: no split with shards, or an unknown kind of dataset.
@@ -82,6 +83,7 @@ class EvaluationFolder:
     splits: list[str]
     classnames: list[str]
     own_names: list[str]
+    stand_in: str | None = None
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         self._set_path(path)
@@ -179,6 +181,7 @@ class ImageEvaluationFolder(EvaluationFolder):
         self._splits: dict[str, str | None] = {split: split for split in self._source.splits} or {"test": None}
         if "test" not in self._splits and "validation" in self._splits:
             self._splits["test"] = self._splits.pop("validation")
+            self.stand_in = "validation"
         self.splits = sorted(self._splits)
         first = "test" if "test" in self._splits else self.splits[0]
         images = self._source.images(self._splits[first], classnames)
