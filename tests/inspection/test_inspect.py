@@ -136,6 +136,7 @@ def test_a_page_of_a_language_model_and_its_answer(checkpoint, tmp_path):
     assert max(numbers["effective_rank/map 1"]) <= tokens
 
 
+@pytest.mark.slow
 def test_a_model_of_two_variants(checkpoint, tmp_path):
     model = language.create("diff-debug", vocab_size=300, max_length=32, variant_by_layer="v1+standard")
     language.save(model, tmp_path / "mixed", checkpoint / "diff" / "tokenizer.json")
