@@ -50,7 +50,7 @@ def generate_text(
 
     from diffvision.evaluation.distributed import resolve_device
     from diffvision.models.language.generation import Sampling, generate
-    from diffvision.models.threads import few_threads
+    from diffvision.models.threads import limit_threads
     from diffvision.opening import open_model
 
     if not prompt:
@@ -71,7 +71,7 @@ def generate_text(
             f"no tokenizer.json next to {opened.weights}: give --tokenizer, the one that it was trained with"
         )
     printer = _Printer(text_tokenizer, prompt)
-    with few_threads(device, language_model):
+    with limit_threads(device, language_model):
         generate(
             language_model,
             [([] if text_tokenizer.start_id is None else [text_tokenizer.start_id]) + text_tokenizer.encode(prompt)],

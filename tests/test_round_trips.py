@@ -17,7 +17,7 @@ from diffvision.export.export_commands import export
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.models.convert import convert
-from diffvision.models.language.hugging_face import as_ours
+from diffvision.models.language.hugging_face import as_native
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -121,7 +121,7 @@ def by_saving(kind, model, folder):
 
 
 def by_hugging_face(kind, model, folder):
-    return as_ours(by_the_library(kind, model, folder))
+    return as_native(by_the_library(kind, model, folder))
 
 
 def by_convert(kind, model, folder):

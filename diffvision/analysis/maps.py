@@ -20,7 +20,7 @@ from diffvision.models.modes import evaluating
 from diffvision.nn import AttentionLayer
 
 
-def _unchanged(heads: Tensor) -> Tensor:
+def _identity(heads: Tensor) -> Tensor:
     return heads
 
 
@@ -39,7 +39,7 @@ class LayerMaps:
     lam: Tensor | None  # [H, N, 1]; None in standard layers
     causal: bool = False  # whether no query attends to a later key
     values: Tensor | None = None  # [H, N, V]; None where they are not captured
-    norm: Callable[[Tensor], Tensor] = _unchanged  # of head outputs [H, N, V]
+    norm: Callable[[Tensor], Tensor] = _identity  # of head outputs [H, N, V]
     factor: float = 1.0  # 1 - lambda_init, where there is one
     hidden: Tensor | None = None  # [N, C], the input of the layer's block: the residual stream
 
@@ -115,7 +115,7 @@ def open_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Layer
     calls: list[tuple[Call, Tensor | None]] = []
     with (
         evaluating(model),
-        _noting_inputs(model) as block_input,
+        _record_block_inputs(model) as block_input,
         captured(model, lambda call: calls.append((call, block_input(call.layer)))),
     ):
         run_towers(model, batch)
@@ -127,7 +127,7 @@ def open_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Layer
 
 
 @contextmanager
-def _noting_inputs(model: nn.Module) -> Iterator[Callable[[nn.Module], Tensor | None]]:
+def _record_block_inputs(model: nn.Module) -> Iterator[Callable[[nn.Module], Tensor | None]]:
     """Yield a function that returns, while an attention layer runs, the input of the block which it is in."""
     running: list[tuple[nn.Module, Tensor | None]] = []
 
@@ -172,11 +172,11 @@ def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
     layer = call.layer
     # DiffLlama: values are split across heads, so the head norm cannot be applied to one head.
     if call.v is None:
-        return _unchanged, 1.0
+        return _identity, 1.0
     if isinstance(layer, AttentionLayer):
         return partial(layer.finish, factor=1.0), layer.output_factor
     # timm's; a plain layer of transformers has none.
-    return getattr(layer, "sub_norm", _unchanged), 1 - getattr(layer, "lambda_init", 0.0)
+    return getattr(layer, "sub_norm", _identity), 1 - getattr(layer, "lambda_init", 0.0)
 
 
 def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from diffvision.analysis.sinks import count_sinks
 from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, group_seeds, read_entries
 from diffvision.comparison.measuring import (
-    data_of,
+    find_data,
     first_inputs,
     image_plan,
     measure_images,
@@ -28,7 +28,7 @@ from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED_RULE, RESAMPLES, RULE, difference
 from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.per_sample import Metrics, PerSample, means
-from diffvision.models.threads import few_threads
+from diffvision.models.threads import limit_threads
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
 from diffvision.opening.run_folders import setting
@@ -52,11 +52,11 @@ def compare_models(
     """
     entries = read_entries(specs)
     groups = group_seeds(entries)
-    data = data_of(entries) if data is None else data
+    data = find_data(entries) if data is None else data
     for entry in entries:
         check_spec(entry.model)  # before the first is opened
     opened = {entry.model: open_model(entry.model, device=settings.device or "cpu") for entry in entries}
-    kind = _one_kind(groups, opened)
+    kind = _require_one_kind(groups, opened)
     first = opened[entries[0].model]
     window = shared_window(list(opened.values()), entries)
     measure_one: Callable[[str, str], Metrics]  # of a model, with its label
@@ -81,7 +81,7 @@ def compare_models(
         def measure_one(model: str, label: str) -> Metrics:
             return measure_images(opened[model], label, planned, settings, options)
 
-    with few_threads(first.device, *(model.module for model in opened.values())):
+    with limit_threads(first.device, *(model.module for model in opened.values())):
         measured = {group.label: [measure_one(entry.model, group.label) for entry in group.entries] for group in groups}
         by_model = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
     contestants = [_contestant(group, opened, inputs, cost) for group, cost in zip(groups, by_model, strict=True)]
@@ -90,7 +90,7 @@ def compare_models(
     return Comparison(kind, contestants, metrics, unit, _notes(metrics, first, window, rounds, settings))
 
 
-def _one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
+def _require_one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
     """Return what all models are; raise a ValueError where they are not of one kind."""
     kinds = {group.label: KINDS[opened[entry.model].library] for group in groups for entry in group.entries}
     if len(set(kinds.values())) > 1:

@@ -30,7 +30,7 @@ _SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their 
 WINDOW = 2048  # tokens that a language model reads at a time, at most
 
 
-def data_of(entries: Sequence[Entry]) -> list[str]:
+def find_data(entries: Sequence[Entry]) -> list[str]:
     """Return the evaluation data that the runs' configurations name, each once.
 
     Raises:

@@ -93,7 +93,7 @@ def evaluate(
         plan,
         report,
     )
-    from diffvision.models.threads import few_threads
+    from diffvision.models.threads import limit_threads
     from diffvision.opening import Model, check_spec, open_model
     from diffvision.opening.specs import as_text
 
@@ -138,7 +138,7 @@ def evaluate(
                 one = open_model(spec, checkpoint, preprocess=preprocess, device=device).for_images()
             results[label] = {}
             _warn_of_training(one, planned, options.split)
-            with few_threads(device, one.module):
+            with limit_threads(device, one.module):
                 for folder, names in planned:
                     features = Features(one.module, one.transform, one.tokenizer, settings)
                     results[label] |= means(measure(features, folder, names, options))

@@ -129,7 +129,7 @@ class Features:
         rows, _ = self._keep(encode_classes, texts=texts)
         return gather_rows(rows.get("classes"), self.device)
 
-    def of_images(self, images: Sequence[Image.Image]) -> Tensor:
+    def encode_images(self, images: Sequence[Image.Image]) -> Tensor:
         """Return features [B, D] of a batch of images in memory, computed by this process alone."""
         with self._evaluating():
             return self._encode_images(torch.stack([self.transform(image) for image in images]))

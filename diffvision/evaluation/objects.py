@@ -21,7 +21,7 @@ from diffvision.evaluation.prompts import Prompts, read_templates
 def objects(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
     """Return auc, ap, paired_acc, paired_ties, and POPE's accuracy, precision, recall, f1, yes_ratio.
 
-    `asked_metrics` defines them. The score of an object is the cosine similarity of the image and the object's vector,
+    `presence_metrics` defines them. An object's score is the cosine similarity of the image and the object's vector,
     the normalised mean of its prompts' unit vectors.
     """
     asked = features.pairs(folder, options.split, encode_texts=False)
@@ -35,17 +35,17 @@ def objects(features: Features, folder: EvaluationFolder, options: Options) -> M
     vectors = features.classes(Prompts(names, templates, None).texts())
     row = {name: number for number, name in enumerate(names)}
     scores = (asked.images[asked.owner] * vectors[[row[name] for name in asked.captions]]).sum(dim=1)
-    return asked_metrics(*_split_sides(scores, asked.owner))
+    return presence_metrics(*_split_by_presence(scores, asked.owner))
 
 
-def asked_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> Metrics:
+def presence_metrics(present: Tensor, absent: Tensor, owner: Tensor) -> Metrics:
     """Return metrics of the scores of Q pairs of objects, one in the image and one not.
 
-    auc, ap: area under the ROC curve, and average precision, of all 2Q questions, yes being the positive answer.
-    paired_acc: the share of pairs whose present object scores higher; a tie is wrong, and paired_ties their share.
-    accuracy, precision, recall, f1, yes_ratio: POPE's, of answers that are yes above a threshold. Images alternate
-    between two halves; the threshold of each half is the one of the highest accuracy on the other. (That of the
-    highest F1 is yes to everything where scores are weak, the fault that POPE found.)
+    auc, ap: area under the ROC curve and average precision over all 2Q questions, with yes as the positive class.
+    paired_acc: fraction of pairs whose present object scores higher, ties counting as wrong; paired_ties: that of ties.
+    accuracy, precision, recall, f1, yes_ratio: as in POPE, answering yes above a threshold. Images are split into two
+    halves (even, odd); each half's threshold is the one with the highest accuracy on the other half. (Choosing it by F1
+    would answer yes to everything if scores are weak, the failure that POPE found.)
 
     Args:
         present, absent: float [Q].
@@ -90,8 +90,11 @@ def best_threshold(scores: Tensor, truth: Tensor) -> float:
     return float(cuts[best[len(best) // 2]])
 
 
-def _split_sides(scores: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores of present objects, of absent ones, and the image of each of these pairs."""
+def _split_by_presence(scores: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the scores of captions into pairs of a present and an absent object; return also each pair's image index.
+
+    Of each image's captions, which are consecutive, the first half names present objects and the second absent ones.
+    """
     counts = owner.bincount()
-    present, absent = torch.cat([of_image.view(2, -1) for of_image in scores.split(counts.tolist())], dim=1)
+    present, absent = torch.cat([per_image.view(2, -1) for per_image in scores.split(counts.tolist())], dim=1)
     return present, absent, torch.arange(len(counts)).repeat_interleave(counts // 2)

@@ -37,18 +37,18 @@ def pairs(features: Features, folder: EvaluationFolder, options: Options) -> Met
     """
     both = features.pairs(folder, options.split)
     kinds = both.kinds[::2]
-    right = pair_scores(scores_of(both.images, both.texts))
+    right = pair_scores(inner_products(both.images, both.texts))
     ties = right.pop("ties")
     samples: Metrics = {}
     for name, of_samples in right.items():
         samples |= by_kind(name, of_samples, kinds)
         if name == "image_score" and set(kinds) == MMVP:
-            samples["mean_of_7_kinds_image_score"] = _of_kinds(of_samples, kinds, MMVP_OF_DIFFCLIP)
+            samples["mean_of_7_kinds_image_score"] = _mean_over_kinds(of_samples, kinds, MMVP_OF_DIFFCLIP)
     samples["ties"] = each(ties)
     return samples
 
 
-def scores_of(images: Tensor, texts: Tensor) -> Tensor:
+def inner_products(images: Tensor, texts: Tensor) -> Tensor:
     """Return inner products [S, 2, 2] of caption c and image t of each sample at [:, c, t].
 
     Args:
@@ -75,7 +75,7 @@ def pair_scores(scores: Tensor) -> dict[str, Tensor]:
     return {"text_score": text, "image_score": image, "group_score": text & image, "ties": ties}
 
 
-def _of_kinds(right: Tensor, kinds: Sequence[str], wanted: Sequence[str]) -> PerSample:
+def _mean_over_kinds(right: Tensor, kinds: Sequence[str], wanted: Sequence[str]) -> PerSample:
     """Return the mean over the wanted kinds."""
     units = torch.tensor([number for number, kind in enumerate(kinds) if kind in wanted])
     classes = torch.tensor([wanted.index(kind) for kind in kinds if kind in wanted])

@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 @torch.no_grad()
-def look(vlm: Any, pictures: Sequence[Picture], question: str, layers: Sequence[int] | None = None) -> Answer:
+def inspect_answer(vlm: Any, pictures: Sequence[Picture], question: str, layers: Sequence[int] | None = None) -> Answer:
     """Return the greedy answer of an image-text-to-text model of transformers, ours among them.
 
     Raises:

@@ -117,15 +117,15 @@ def transform_picture(picture: Picture, transform: Callable[[Image.Image], Tenso
     black, white = (transform(Image.new("RGB", size, colour)) for colour in ("black", "white"))
     tensor = transform(picture.image)
 
-    def undone(pixels: Tensor) -> Tensor:
+    def denormalise(pixels: Tensor) -> Tensor:
         return ((pixels - black) / (white - black)).clamp(0, 1)
 
-    inside = None if picture.region is None else undone(transform(picture.region.convert("RGB"))).mean(dim=0)
-    return TransformedPicture(tensor, undone(tensor).permute(1, 2, 0).numpy(), inside)
+    inside = None if picture.region is None else denormalise(transform(picture.region.convert("RGB"))).mean(dim=0)
+    return TransformedPicture(tensor, denormalise(tensor).permute(1, 2, 0).numpy(), inside)
 
 
 def share_by_patch(inside: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the part of each patch that the object covers, [rows * columns], from pixels [h, w]."""
+    """Return the fraction of each patch that the object covers [rows * columns], from its mask [h, w]."""
     return torch.nn.functional.adaptive_avg_pool2d(inside[None, None], (rows, columns)).flatten()
 
 

@@ -16,7 +16,7 @@ from diffvision.analysis.html_page import html_page
 from diffvision.analysis.maps import image_trunk
 from diffvision.evaluation.output_files import write_bytes, write_json
 from diffvision.inspection import inputs
-from diffvision.inspection.answer_attention import look
+from diffvision.inspection.answer_attention import inspect_answer
 from diffvision.inspection.inspection_page import draw, draw_answer
 from diffvision.inspection.mean_numbers import as_json
 from diffvision.inspection.measurements import Measurement, measure_image, measure_text
@@ -64,7 +64,7 @@ def inspect_answers(
     vlm: Any, pictures: Sequence[inputs.Picture], questions: Sequence[str], output: str, layers: Sequence[int] | None
 ) -> None:
     """Look at a vision-language model's answers to questions, which all come after all images, as `inspect` does."""
-    answers = [look(vlm, pictures, question, layers) for question in questions]
+    answers = [inspect_answer(vlm, pictures, question, layers) for question in questions]
     images = answers[0].images
     measured: dict[str, list[Measurement]] = {vlm.name: []}
     with contextlib.suppress(AttributeError, ValueError):  # no tower of ours, or one without maps

@@ -141,10 +141,12 @@ def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None)
     applied = layer.applied
     kinds = {kind: maps.float().cpu() for kind, maps in layer.by_kind().items()}
     focus = _pad(focus, applied.shape[-1])
-    numbers = {key: value for kind, maps in kinds.items() for key, value in _of_maps(kind, maps, layer.causal, focus)}
+    numbers = {
+        key: value for kind, maps in kinds.items() for key, value in _measure_maps(kind, maps, layer.causal, focus)
+    }
     if focus.noise is not None:
         numbers["noise/chance"] = [focus.noise.mean().item()]  # uniform attention
-    numbers |= _of_heads(layer, applied) | _of_sinks(layer, focus)
+    numbers |= _measure_heads(layer, applied) | _measure_sinks(layer, focus)
     read = {kind: maps[:, focus.readers, focus.keys].mean(dim=1) for kind, maps in kinds.items()}
     if grid is not None:
         whole, heads = {}, {kind: rows.unflatten(-1, grid) for kind, rows in read.items()}
@@ -161,7 +163,7 @@ def _pad(focus: Focus, tokens: int) -> Focus:
     return focus if not missing else Focus(focus.readers, focus.keys, F.pad(focus.sink, (0, missing)), focus.places)
 
 
-def _of_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tuple[str, list[float]]]:
+def _measure_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tuple[str, list[float]]]:
     """Yield the numbers of one kind of map [H, N, N], one value per head."""
     yield f"entropy/{kind}", statistics.entropy(maps).mean(-1).tolist()
     yield f"relative_entropy/{kind}", statistics.relative_entropy(maps, causal=causal).nanmean(-1).tolist()
@@ -179,7 +181,7 @@ def _of_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterable[tu
 
 
 @torch.no_grad()
-def _of_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
+def _measure_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
     """Return lambda, and the sizes of the heads' outputs before and after the head norm."""
     numbers = {}
     if layer.lam is not None:
@@ -191,7 +193,7 @@ def _of_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
 
 
 @torch.no_grad()
-def _of_sinks(layer: LayerMaps, focus: Focus) -> Numbers:
+def _measure_sinks(layer: LayerMaps, focus: Focus) -> Numbers:
     """Return where the attention goes, what its sinks are for, and how far the block's input has outliers."""
     sinks = measure_sinks(layer)
     numbers = {f"on_{name}": sinks.received[:, tokens].sum(-1).tolist() for name, tokens in focus.places.items()}

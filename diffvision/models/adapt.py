@@ -72,9 +72,9 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         raise ValueError(_no_standard_attention(model))
     _refuse_mixed(model, slots)
     choose = _head_choice(slots, heads)
-    standard = [_standard(slot.attention) for slot in slots]  # all, before any is changed
+    standard = [_to_standard(slot.attention) for slot in slots]  # all, before any is changed
     settings = [{"heads": choose(slot, layer)} if choose else {} for slot, layer in zip(slots, standard, strict=True)]
-    methods = [_with_gate(method) if layer.variant == "gated" else method for layer in standard]
+    methods = [_gated_variant(method) if layer.variant == "gated" else method for layer in standard]
     new = [
         ATTENTION[one].from_standard(layer, depth=slot.depth, **more)
         for one, slot, layer, more in zip(methods, slots, standard, settings, strict=True)
@@ -166,7 +166,7 @@ def is_standard(module: Any) -> bool:
     return isinstance(module, AttentionLayer) and module.variant in ("standard", "gated")
 
 
-def _with_gate(method: str) -> str:
+def _gated_variant(method: str) -> str:
     """Return the variant of a method for layers with a gate."""
     name = method if method.endswith("_gated") else f"{method}_gated"
     if name not in ATTENTION:
@@ -221,18 +221,18 @@ def _rename(model: nn.Module, method: str) -> None:
             part.pretrained_cfg = part.default_cfg = {**config, "architecture": ENTRYPOINT}
 
 
-def _standard(module: nn.Module) -> AttentionLayer:
+def _to_standard(module: nn.Module) -> AttentionLayer:
     """Return a library's attention as a standard layer of ours; tensors are copies, or views of copies."""
     if isinstance(module, AttentionLayer):
         refuse_wrapped(q_proj=module.q_proj, k_proj=module.k_proj, v_proj=module.v_proj, proj=module.proj)
         return module
     if isinstance(module, TimmAttention):
-        return _of_timm(module)
+        return _from_timm(module)
     assert isinstance(module, ResidualAttentionBlock)
-    return _of_torch(module)
+    return _from_torch(module)
 
 
-def _of_timm(theirs: TimmAttention) -> AttentionLayer:
+def _from_timm(theirs: TimmAttention) -> AttentionLayer:
     """Return a plain layer of ours with the weights of timm's attention."""
     gate = getattr(theirs, "gate", None)
     refuse_wrapped(qkv=theirs.qkv, proj=theirs.proj, **({} if gate is None else {"gate": gate}))
@@ -246,7 +246,7 @@ def _of_timm(theirs: TimmAttention) -> AttentionLayer:
     return layer
 
 
-def _of_torch(block: ResidualAttentionBlock) -> AttentionLayer:
+def _from_torch(block: ResidualAttentionBlock) -> AttentionLayer:
     """Return a plain layer of ours with the weights of OpenCLIP's attention block."""
     theirs: Any = block.attn
     is_torch = not isinstance(theirs, OpenClipAttention)  # which is that of OpenCLIP 4's blocks

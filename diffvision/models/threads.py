@@ -16,22 +16,22 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextmanager
-def few_threads(device: str | torch.device, *models: nn.Module) -> Iterator[None]:
-    """Compute with one thread in a block, if all its models are small and on a CPU.
+def limit_threads(device: str | torch.device, *models: nn.Module) -> Iterator[None]:
+    """Use one CPU thread in the block if all its models are small and on a CPU.
 
-    The operations of a small model are so short that threads take as long to wait for each other as to compute. Where
-    another process has one of the cores, each operation waits until that core is free, and a step takes ten times as
-    long. A number of threads that was set, by OMP_NUM_THREADS or torch.set_num_threads, stays.
+    Threads speed up a small model's short operations little, and if another process uses one of the cores, each
+    operation waits for that core, which can make a step ten times slower. A number of threads chosen by
+    OMP_NUM_THREADS or torch.set_num_threads is kept.
 
     Args:
-        device: of the models.
-        models: which the block runs.
+        device: the models' device.
+        models: the models that run in the block.
     """
     threads = torch.get_num_threads()
-    if torch.device(device).type != "cpu" or threads == 1 or _is_set(threads) or not all(map(is_small, models)):
+    if torch.device(device).type != "cpu" or threads == 1 or _is_chosen(threads) or not all(map(is_small, models)):
         yield
         return
-    _say(f"using 1 CPU thread, because the model is small; for {threads} set OMP_NUM_THREADS={threads}")
+    _print_once(f"using 1 CPU thread, because the model is small; for {threads} set OMP_NUM_THREADS={threads}")
     torch.set_num_threads(1)
     try:
         yield
@@ -44,13 +44,13 @@ def is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)) < SMALL
 
 
-def _is_set(threads: int) -> bool:
-    """Return whether the number of threads was set; torch's own is that of cores, or of pairs of hyperthreads."""
+def _is_chosen(threads: int) -> bool:
+    """Return whether the user chose the number of threads: torch's default is the number of cores, or half of it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return any(name in os.environ for name in VARIABLES) or threads not in (cores, cores // 2)
 
 
 @cache
-def _say(text: str) -> None:
+def _print_once(text: str) -> None:
     """Print a text once in a process."""
     print(text, file=sys.stderr, flush=True)

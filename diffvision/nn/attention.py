@@ -183,7 +183,7 @@ class AttentionLayer(nn.Module):
         self.attn_drop, self.rotary, self.context_dim = attn_drop, rotary, context_dim
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         linear = nn.Linear if qkv_bias else Linear
-        self.q_proj = linear(dim, self._query_heads(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
+        self.q_proj = linear(dim, self._count_queries(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
         self.k_proj = linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **factory_kwargs)
         self.v_proj = linear(
             context_dim, num_kv_heads * self.values_per_head * self.value_dim, bias=qkv_bias, **factory_kwargs
@@ -337,7 +337,7 @@ class AttentionLayer(nn.Module):
             q, k = ops.apply_rotary(q, cos, sin), ops.apply_rotary(k, cos, sin)
         return q, k, v
 
-    def _query_heads(self, num_heads: int) -> int:
+    def _count_queries(self, num_heads: int) -> int:
         """Return the number of queries [D] that `q_proj` makes of a token."""
         return num_heads * self.query_maps
 

@@ -48,8 +48,8 @@ class CodaAttention(DifferentialLayer):
         nn.init.constant_(self.theta, math.pi / 2)
         nn.init.constant_(self.lambda_offset, -6.0)
 
-    def _query_heads(self, num_heads: int) -> int:
-        return num_heads
+    def _count_queries(self, num_heads: int) -> int:
+        return num_heads  # the second query is the first one, rotated
 
     def _project(self, *tokens: Any, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Project as the base class does, and add each query's rotated one."""

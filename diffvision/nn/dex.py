@@ -90,9 +90,9 @@ class DexAttention(Attention):
         return {"": self.current_lambda()}
 
     def finish(self, heads: Tensor, factor: float | None = None) -> Tensor:
-        return self.operate(super().finish(heads, factor))
+        return self.subtract_learned_part(super().finish(heads, factor))
 
-    def operate(self, heads: Float[Tensor, "... H N V"]) -> Float[Tensor, "... H N V"]:
+    def subtract_learned_part(self, heads: Float[Tensor, "... H N V"]) -> Float[Tensor, "... H N V"]:
         """Subtract the learned part from the heads' outputs [..., H, N, V]."""
         share = (self.current_lambda() * self.dex_heads).to(heads.dtype)[:, None, None]
         return heads - share * (heads @ self.dex)

@@ -79,7 +79,7 @@ def mean_of_rows(
         return rows.cumsum(dim=2) / torch.arange(1, count + 1, device=rows.device)[:, None]
     if is_causal:
         mask = mask & torch.ones(count, count, dtype=torch.bool, device=rows.device).tril()
-    return _mean_rows(mask, rows)
+    return _average_selected(mask, rows)
 
 
 def mean_over_queries(
@@ -99,12 +99,12 @@ def mean_over_queries(
         return rows.mean(dim=2, keepdim=True)
     with torch.autocast(rows.device.type, enabled=False):
         outside = (~mask).to(rows.dtype) @ mask.to(rows.dtype).mT  # [.., i, j]: keys of query j that i may not see
-    return _mean_rows((outside == 0) & mask.any(dim=-1).unsqueeze(-2), rows)
+    return _average_selected((outside == 0) & mask.any(dim=-1).unsqueeze(-2), rows)
 
 
-def _mean_rows(counted: Tensor, rows: Tensor) -> Tensor:
-    """Return for each row the mean of those that it counts, [B, H, N, X]."""
-    weights = counted.to(rows.dtype)
+def _average_selected(selected: Tensor, rows: Tensor) -> Tensor:
+    """Return for each token i the mean of rows [B, H, N, X] at the j where the boolean selected[.., i, j] is True."""
+    weights = selected.to(rows.dtype)
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1)
     with torch.autocast(rows.device.type, enabled=False):
         return weights.expand(*rows.shape[:2], -1, -1) @ rows

@@ -53,7 +53,7 @@ class GroupedDiffAttention(DiffAttention):
         super().__init__(dim, num_heads, num_kv_heads, **settings)
         self.signal_ratio = signal_ratio
 
-    def _query_heads(self, num_heads: int) -> int:
+    def _count_queries(self, num_heads: int) -> int:
         return num_heads + self._groups
 
     def _project(self, *tokens: Any, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of t
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
 LARGE_CUT, CUT_SAMPLES = 0.05, 1000  # share of captions cut, of the first ones; where it is larger, a run warns
 LAMBDA_SAMPLES = 16  # of a batch, over which the mean of lambda is where it depends on the token
-KEPT = ("total", "epoch", "seen", "skipped", "substituted", "cut", "examples")  # fields of a report that are saved
+SAVED_FIELDS = ("total", "epoch", "seen", "skipped", "substituted", "cut", "examples")  # of a report
 
 
 class LambdaMonitor(pl.Callback):
@@ -45,11 +45,11 @@ class LambdaMonitor(pl.Callback):
         from diffvision.analysis.lambdas import layer_lambdas
 
         model: Any = pl_module.model
-        few = {key: batch[key][:LAMBDA_SAMPLES] for key in ("image", "text") if key in batch}
+        inputs = {key: batch[key][:LAMBDA_SAMPLES] for key in ("image", "text") if key in batch}
         if "tokens" in batch:
-            few["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
+            inputs["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
             if "image" in batch:  # a vision-language model's, whose images are in the tokens
-                few = {"image": batch["image"], "tokens": batch["tokens"][:, :-1]}
+                inputs = {"image": batch["image"], "tokens": batch["tokens"][:, :-1]}
         else:
             gather_weights(model)  # the towers run apart, whose layers FSDP2 gathers within the whole model alone
         # A layer's dropout must not advance the run's random numbers, and its hooks must not compile a layer again.
@@ -57,7 +57,7 @@ class LambdaMonitor(pl.Callback):
             torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):
-            lambdas = layer_lambdas(model, few)
+            lambdas = layer_lambdas(model, inputs)
         release_weights(model)
         if lambdas:
             pl_module.log_dict({f"lambda/{name}": value for name, value in lambdas.items()})
@@ -94,7 +94,7 @@ class LambdaAnnealing(pl.Callback):
         self.steps = steps
 
     def shares(self, done: float) -> tuple[float, float]:
-        """Return the factors of lambda_init and of the learned part, when this part of the T steps is done."""
+        """Return the factors of lambda_init and of the learned part after the fraction `done` of the T steps."""
         return (1 - done) * done, done
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -109,7 +109,7 @@ class LambdaWarmup(LambdaAnnealing):
     least = 1
 
     def shares(self, done: float) -> tuple[float, float]:
-        """Return the factors of lambda_init and of the learned part, when this part of the T steps is done."""
+        """Return the factors of lambda_init and of the learned part after the fraction `done` of the T steps."""
         return done, done
 
 
@@ -176,7 +176,7 @@ class Throughput(pl.Callback):
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has had so far: of its GPU, or on a CPU in all."""
+    """Return the peak memory of this process in bytes: on its GPU, or in all on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -202,9 +202,9 @@ class DataReport(pl.Callback):
             return
         report: Report | None = getattr(trainer.train_dataloader, "report", None)
         trained = [] if self.trained is None else gather_from_ranks(trainer, self.trained)
-        if report is not None and (reports := [*self._earlier(report.epoch), *trained]):
+        if report is not None and (reports := [*self._reports_before_resume(report.epoch), *trained]):
             total = add_reports(reports)
-            fields = {name: getattr(total, name) for name in KEPT}
+            fields = {name: getattr(total, name) for name in SAVED_FIELDS}
             checkpoint[COUNTED] = fields | {"skipped": dict(total.skipped)}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
@@ -212,7 +212,8 @@ class DataReport(pl.Callback):
             fields = checkpoint[COUNTED]
             self.earlier = Report(**fields | {"skipped": Counter(fields["skipped"])})
 
-    def _earlier(self, epoch: int) -> list[Report]:
+    def _reports_before_resume(self, epoch: int) -> list[Report]:
+        """Return the counts that the resumed checkpoint has of this epoch, if it has any."""
         return [self.earlier] if self.earlier is not None and self.earlier.epoch == epoch else []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -244,7 +245,7 @@ class DataReport(pl.Callback):
         batches, self.batches, self.trained = self.batches, 0, None
         if not (reports := _reports(trainer)):
             return  # an ordinary loader does not count samples
-        earlier = self._earlier(reports[0].epoch)
+        earlier = self._reports_before_resume(reports[0].epoch)
         self._warn_of_cut(add_reports([*earlier, *reports]))
         self.earlier = None
         text, counts = describe_epoch(reports, consumed=batches * loader.batch_size, earlier=earlier)
@@ -261,7 +262,7 @@ def _reports(trainer: pl.Trainer) -> list[Report]:
 
 
 def add_reports(reports: Sequence[Report]) -> Report:
-    """Return the sum of reports of one epoch, earlier ones first."""
+    """Sum the reports of one epoch, in chronological order."""
     skipped: Counter[str] = sum((r.skipped for r in reports), Counter())
     examples = {reason: [e for r in reports for e in r.examples.get(reason, [])][:3] for reason in skipped}
     sums = {name: sum(getattr(r, name) for r in reports) for name in ("seen", "substituted", "cut")}

@@ -31,7 +31,7 @@ from diffvision.allowlist import limit_imports
 from diffvision.data.datasets import check_paths
 from diffvision.data.images.image_data import ImageLabelData
 from diffvision.errors import Problem, did_you_mean
-from diffvision.models.threads import few_threads
+from diffvision.models.threads import limit_threads
 from diffvision.models.weight_files import refuse_urls
 from diffvision.parsers import OneLineErrors
 from diffvision.training.classification import ClassificationModule
@@ -207,7 +207,7 @@ class FitCLI(LightningCLI):
             text = " ".join(str(cause).split())
             raise ValueError(f"{type(cause).__name__}: {text}") from cause  # such as timm's of an unknown model
         if self.trainer.world_size == 1:  # Lightning divides the cores among several processes
-            self.stack.enter_context(few_threads(self.trainer.strategy.root_device, self.model))
+            self.stack.enter_context(limit_threads(self.trainer.strategy.root_device, self.model))
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with our line where Lightning would have a progress bar by default."""

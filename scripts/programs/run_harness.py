@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 import diffvision
-from diffvision.models.language.hugging_face import as_ours, as_transformers
+from diffvision.models.language.hugging_face import as_native, as_transformers
 from shown import Shown, versions
 
 METRICS = ("acc,none", "acc_norm,none")
@@ -27,7 +27,7 @@ METRICS = ("acc,none", "acc_norm,none")
 def adapted(exported: Path, folder: Path) -> None:
     """Write the exported model as V2, in a folder of the same kind."""
     host = AutoModelForCausalLM.from_pretrained(exported)
-    as_transformers(diffvision.adapt(as_ours(host), "v2")).save_pretrained(folder)
+    as_transformers(diffvision.adapt(as_native(host), "v2")).save_pretrained(folder)
     for file in exported.glob("tokenizer*"):
         shutil.copy(file, folder)
 

@@ -72,7 +72,7 @@ def kept_by_us(model: LanguageModel, compress: Compress, prompt: Tensor) -> list
     """Return what each layer keeps, [B, Hk, N]."""
     keeps: list[Tensor] = []
     stop = torch.full((len(prompt),), prompt.shape[1])
-    with captured(model, lambda call: keeps.append(compress.kept(call, torch.zeros_like(stop), stop))):
+    with captured(model, lambda call: keeps.append(compress.select_tokens(call, torch.zeros_like(stop), stop))):
         model.hidden(prompt)
     return keeps
 

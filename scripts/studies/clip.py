@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
-from diffvision.evaluation.pairs import pair_scores, scores_of
+from diffvision.evaluation.pairs import inner_products, pair_scores
 from diffvision.evaluation.retrieval import recalls
 from grid import Grid, Run, run_study
 from small_clip import BATCH, Captions, SmallClip, Towers, pixels, read
@@ -151,7 +151,7 @@ def metrics(clip: SmallClip, data: Data, split: str) -> dict[str, float]:
         numbers[metric] = (right == torch.tensor(data.content[name])).float().mean().item()
     name = f"pairs/{split}"
     kinds = np.array(data.content[f"{name}/kinds"])
-    for score, right in pair_scores(scores_of(images_of(name), texts_of(name))).items():
+    for score, right in pair_scores(inner_products(images_of(name), texts_of(name))).items():
         score = score.replace("_", " ")
         numbers[score] = right.float().mean().item()
         for kind in sorted(set(kinds)):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from diffvision.evaluation.objects import asked_metrics, best_threshold
+from diffvision.evaluation.objects import best_threshold, presence_metrics
 from diffvision.evaluation.per_sample import PerSample, means
 from diffvision.evaluation.suite import EVALUATIONS, evaluate
 
@@ -20,7 +20,7 @@ def test_metrics_of_scores_worked_out_by_hand():
     #   1 and 3: yes at .7 .2 .9 .5, no at .4 .3 .2 .1: best between .4 and .5, 7 of 8 right
     #   0 and 2: yes at .9 .8 .6 .6, no at .1 .3 .1 .6: best between .3 and .6, 7 of 8 right
     # So yes above .45 in both: 7 of the 8 present ones (not .2), 1 of the 8 absent ones (.6).
-    metrics = means(asked_metrics(PRESENT, ABSENT, OWNER))
+    metrics = means(presence_metrics(PRESENT, ABSENT, OWNER))
     assert tuple(metrics) == EVALUATIONS["objects"].metrics
     assert metrics["accuracy"] == 14 / 16
     assert metrics["precision"] == 7 / 8
@@ -37,16 +37,16 @@ def test_metrics_of_scores_worked_out_by_hand():
 def test_a_threshold_is_of_the_other_half():
     # Perfect within each half, but the scores of the images in turn are 10 higher: nothing is right by half.
     present, absent = torch.tensor([1.0, 11.0, 1.0, 11.0]), torch.tensor([0.0, 10.0, 0.0, 10.0])
-    metrics = means(asked_metrics(present, absent, torch.arange(4)))
+    metrics = means(presence_metrics(present, absent, torch.arange(4)))
     assert (metrics["paired_acc"], metrics["accuracy"], metrics["yes_ratio"]) == (1.0, 0.5, 0.5)
     assert metrics["recall"] == 0.5
-    everything = means(asked_metrics(-torch.ones(2), -torch.ones(2), torch.arange(2)))
+    everything = means(presence_metrics(-torch.ones(2), -torch.ones(2), torch.arange(2)))
     assert everything["auc"] == 0.5
     assert everything["paired_ties"] == 1.0
 
 
 def test_no_answer_is_yes():
-    metrics = asked_metrics(torch.zeros(2), torch.ones(2), torch.arange(2))
+    metrics = presence_metrics(torch.zeros(2), torch.ones(2), torch.arange(2))
     values = means(metrics)
     assert (values["yes_ratio"], values["recall"], values["f1"], values["auc"]) == (0, 0, 0, 0)
     assert math.isnan(values["precision"])

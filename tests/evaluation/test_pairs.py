@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.pairs import MMVP, MMVP_OF_DIFFCLIP, pair_scores, pairs, scores_of
+from diffvision.evaluation.pairs import MMVP, MMVP_OF_DIFFCLIP, inner_products, pair_scores, pairs
 from diffvision.evaluation.suite import evaluate
 
 # Caption c in row c, image t in column t: caption i is of image i.
@@ -27,7 +27,7 @@ def test_scores_of_pairs_worked_out_by_hand():
 def test_scores_have_captions_in_rows():
     images = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     texts = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    assert scores_of(images, texts).tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    assert inner_products(images, texts).tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
 
 
 def test_a_known_model_and_kinds(circle, to_tensor, numbers, paired):

@@ -14,8 +14,8 @@ from torch.distributed import DistError, DistNetworkError
 from diffvision.cli import main
 from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
-from diffvision.models.threads import VARIABLES, few_threads
-from diffvision.models.threads import _say as say
+from diffvision.models.threads import VARIABLES, limit_threads
+from diffvision.models.threads import _print_once as say
 from diffvision.training import fit as command
 from diffvision.training.fit import FitCLI, _with_directories, fit
 
@@ -327,7 +327,7 @@ def test_a_small_model_has_one_thread_unless_a_number_is_set(threads, environmen
     torch.set_num_threads(threads)
     try:
         for model, count in ((nn.Linear(10, 10), expected), (nn.Linear(3000, 3000), threads)):
-            with few_threads("cpu", model):
+            with limit_threads("cpu", model):
                 assert torch.get_num_threads() == count
             assert torch.get_num_threads() == threads
     finally:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffvision.evaluation.language.perplexity import scored_windows, windows
-from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.models.modes import evaluating
 
 
@@ -26,7 +26,7 @@ def associative_recall(
     window: int,
     frequent: Tensor | None = None,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the mean loss of recall hits, of the other tokens, and of all, over windows that do not overlap.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diffvision.analysis.capture import Call, Scores, captured
 from diffvision.data.datasets.needle_text import Form
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
-from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.evaluation.language.scoring import Progress, get_device, silent
 from diffvision.models.modes import evaluating
 
 SPANS = ("start", "answer", "noise", "question")
@@ -35,7 +35,7 @@ def attention_mass(
     samples: int = 50,
     form: str | Form = "text",
     seed: int = 0,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the normalised attention of each span at each depth.
 
@@ -74,7 +74,7 @@ def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
         rows.append(last.applied()[0, :, -1].mean(dim=0).double().cpu())  # [N]
         return scores
 
-    tokens = torch.tensor([sample.tokens[: sample.answers[0][0]]], device=device_of(model))
+    tokens = torch.tensor([sample.tokens[: sample.answers[0][0]]], device=get_device(model))
     with evaluating(model), captured(model, see):
         model(tokens)
     row = torch.stack(rows).mean(dim=0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffvision.analysis.capture import Call, captured, run_towers
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods, pruned_attention
-from diffvision.evaluation.language.scoring import Progress, device_of, greedy_matches, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, get_device, greedy_matches, silent, token_losses
 from diffvision.evaluation.per_sample import PerSample, each, means
 from diffvision.models.modes import evaluating
 
@@ -36,7 +36,7 @@ def cache_pruning(
     window: int = 32,
     batch_size: int = 8,
     seed: int = 0,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, PerSample | float]:
     """Return loss and needle accuracy with pruned prompts.
 
@@ -72,12 +72,12 @@ def cache_pruning(
             "prompt: give a larger window or a smaller continuation"
         )
     with evaluating(model):
-        calls = _calls(model, rows[:1, :-1])
+        calls = _capture_calls(model, rows[:1, :-1])
         plainest = min(calls, key=lambda call: call.lam is not None)  # a plain layer, if there is one
         names = list(methods) or (list(METHODS) if plainest.lam is not None else plain_methods())
         settings = [Compress(method, ratio, window, seed) for method in names for ratio in sorted(ratios)]
         for compress in settings[:: len(ratios)]:  # raises before the work if the model lacks what a method reads
-            compress.kept(plainest, torch.tensor([0], device=device_of(model)), _ends([prompt], model))
+            compress.select_tokens(plainest, torch.tensor([0], device=get_device(model)), _ends([prompt], model))
         metrics: dict[str, PerSample | float] = {}
         losses: dict[str, Tensor] = {}
         for compress in progress([None, *settings], "pruned caches"):
@@ -91,15 +91,15 @@ def cache_pruning(
 
 
 @torch.no_grad()
-def _calls(model: nn.Module, tokens: Tensor) -> list[Call]:
+def _capture_calls(model: nn.Module, tokens: Tensor) -> list[Call]:
     calls: list[Call] = []
     with captured(model, lambda call: calls.append(call)):
-        run_towers(model, {"tokens": tokens.to(device_of(model))})
+        run_towers(model, {"tokens": tokens.to(get_device(model))})
     return calls
 
 
 def _ends(prompts: Sequence[int], model: nn.Module) -> Tensor:
-    return torch.tensor(prompts, device=device_of(model))
+    return torch.tensor(prompts, device=get_device(model))
 
 
 def _attention(
@@ -124,7 +124,7 @@ def _matches(
     model: Any, needles: Sequence[NeedleSample], mode: str, compress: Compress | None, batch_size: int
 ) -> PerSample:
     """Return whether each number that is asked for is right; those of a context are of one unit."""
-    samples = list(map(asked_twice, needles)) if mode == "aware" else needles
+    samples = list(map(repeat_question, needles)) if mode == "aware" else needles
     by_context: list[list[bool]] = [[] for _ in samples]
     # Longest first, which is the order of `greedy_matches` within a batch.
     order = sorted(range(len(samples)), key=lambda number: -len(samples[number].tokens))
@@ -140,7 +140,7 @@ def _matches(
     return PerSample(torch.tensor([match for matches in by_context for match in matches]), torch.tensor(units))
 
 
-def asked_twice(sample: NeedleSample) -> NeedleSample:
+def repeat_question(sample: NeedleSample) -> NeedleSample:
     """Return the sample with its question, up to the first answer, twice; what ends with the first is the prompt."""
     end = sample.answers[0][0]
     more = end - sample.question

@@ -53,7 +53,7 @@ def run(
     from diffvision.evaluation.language.table import show
     from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, synthetic_mappings
     from diffvision.evaluation.output_files import check_folder, split_names
-    from diffvision.models.threads import few_threads
+    from diffvision.models.threads import limit_threads
     from diffvision.opening import check_spec, open_model, split_label
 
     if (demonstrations is None) != (queries is None):
@@ -93,7 +93,7 @@ def run(
             folder = None if output is None else Path(output)
             work = dataclasses.replace(suite.prepare(model, options, texts), **inputs, folder=folder)
             for name in names:
-                with few_threads(used_device, opened.module):
+                with limit_threads(used_device, opened.module):
                     measured = suite.measure(work, [name])
                 results[label] |= with_intervals(measured)
                 if len(results) == 1:

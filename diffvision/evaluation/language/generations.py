@@ -13,7 +13,7 @@ from diffvision.models.language.generation import generate
 from diffvision.opening import Model
 
 
-def room_for(model: Model, max_new_tokens: int) -> int | None:
+def max_prompt_tokens(model: Model, max_new_tokens: int) -> int | None:
     """Return the most tokens that a prompt may have; None where the model does not say.
 
     Raises:
@@ -29,7 +29,7 @@ def room_for(model: Model, max_new_tokens: int) -> int | None:
     return model.max_length - max_new_tokens
 
 
-def continued(
+def continue_greedily(
     model: Model, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stops: Sequence[str] = ()
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, greedily and in one batch, up to a stop string or the end of the text."""

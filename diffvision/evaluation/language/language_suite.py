@@ -66,7 +66,7 @@ def write_numbers(task: str, results: Results, options: LanguageOptions, output:
     """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and options."""
     metrics = {
         name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        for name, metrics in _of_task(results, task).items()
+        for name, metrics in _metrics_of_task(results, task).items()
     }
     content = {"task": task, "models": metrics, "options": dataclasses.asdict(options)}
     write_json(Path(output) / f"{task}.json", content)
@@ -88,7 +88,7 @@ def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> W
     return Work(model, options, documents, num_bytes, progress=bar)
 
 
-def _of_task(results: Results, task: str) -> dict[str, dict[str, float]]:
+def _metrics_of_task(results: Results, task: str) -> dict[str, dict[str, float]]:
     """Return the task's metrics of each model that has any."""
     prefix = f"{task}/"
     by_model = {

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
 from diffvision.evaluation.language.language_options import SCHEMES as NAMES
-from diffvision.evaluation.language.scoring import Progress, device_of, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, get_device, silent, token_losses
 from diffvision.evaluation.per_sample import PerSample, each
 from diffvision.models.modes import evaluating
 
@@ -56,7 +56,7 @@ def to_float8(x: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-def by_block(x: Tensor, bits: int, rows: int) -> Tensor:
+def round_by_block(x: Tensor, bits: int, rows: int) -> Tensor:
     """Round each block of rows to integers with one scale, as SageAttention does with q (128 rows) and k (64).
 
     Args:
@@ -67,7 +67,7 @@ def by_block(x: Tensor, bits: int, rows: int) -> Tensor:
     return torch.cat([to_integers(block, bits, (-2, -1)) for block in x.split(rows, dim=-2)], dim=-2)
 
 
-def smoothed(k: Tensor) -> Tensor:
+def subtract_key_mean(k: Tensor) -> Tensor:
     """Subtract the mean over tokens from keys [..., N, D], each map's and head's its own.
 
     A row of logits changes by one number, which softmax does not see; what the channels have in common is not rounded
@@ -76,7 +76,7 @@ def smoothed(k: Tensor) -> Tensor:
     return k - k.mean(dim=-2, keepdim=True)
 
 
-def by_group(x: Tensor, bits: int, dim: int) -> Tensor:
+def round_by_group(x: Tensor, bits: int, dim: int) -> Tensor:
     """Round each group of `GROUP` numbers along an axis to 2 ** bits levels from its least to its largest.
 
     KIVI (arXiv 2402.02750) groups tokens for keys, one channel at a time, and channels for values, one token at a time.
@@ -95,10 +95,10 @@ def by_group(x: Tensor, bits: int, dim: int) -> Tensor:
     return torch.cat([rounded(group) for group in x.split(GROUP, dim=dim)], dim=dim)
 
 
-# ---- quantised logits (arXiv 2410.05258, figure 8) ---------------------------------------------------------------
+# ---- quantised logits (arXiv 2410.05258, figure 8) ------------------------------------------------------------------
 
 
-def quantised(logits: Tensor, allowed: Tensor, bits: int) -> Tensor:
+def quantise_logits(logits: Tensor, allowed: Tensor, bits: int) -> Tensor:
     """Round logits to the nearest of 2 ** bits - 1 even levels from -a to a (dynamic absmax).
 
     a is the largest absolute value that any query of a sequence may attend to in a layer. The paper does not say what
@@ -151,7 +151,7 @@ def _logits(bits: int) -> Scheme:
 
     def scores(call: Call) -> Scores:
         full = call.scores()
-        return full._replace(logits=quantised(full.logits, full.allowed, bits))
+        return full._replace(logits=quantise_logits(full.logits, full.allowed, bits))
 
     return scores
 
@@ -160,8 +160,8 @@ def _products(bits: int, keys: Callable[[Tensor], Tensor] = lambda k: k) -> Sche
     """Return SageAttention's scheme: queries and keys in blocks. On GPUs its 4 bits have a scale for fewer rows."""
 
     def scores(call: Call) -> Scores:
-        k = by_block(keys(_wide(call.k)), bits, KEY_ROWS)
-        return dataclasses.replace(call, q=by_block(_wide(call.q), bits, QUERY_ROWS), k=k).scores()
+        k = round_by_block(keys(_widen(call.k)), bits, KEY_ROWS)
+        return dataclasses.replace(call, q=round_by_block(_widen(call.q), bits, QUERY_ROWS), k=k).scores()
 
     return scores
 
@@ -183,19 +183,19 @@ def _cache(bits: int) -> Scheme:
     """
 
     def scores(call: Call) -> Scores:
-        full, k, v = call.scores(), _wide(call.k), _values(call)
+        full, k, v = call.scores(), _widen(call.k), _values(call)
         if not full.is_rowwise:
             raise ValueError(f"{type(call.layer).__name__} takes no cache: name other schemes (--options.schemes)")
-        low = dataclasses.replace(call, k=by_group(k, bits, -2)).scores()
-        old = rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], RECENT).to(k.device)
-        call.v = torch.cat([v, by_group(v, bits, -1)], dim=-2)
+        low = dataclasses.replace(call, k=round_by_group(k, bits, -2)).scores()
+        old = mask_rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], RECENT).to(k.device)
+        call.v = torch.cat([v, round_by_group(v, bits, -1)], dim=-2)
         logits = torch.cat([full.logits, low.logits], dim=-1)
         return full._replace(logits=logits, allowed=torch.cat([full.allowed & ~old, full.allowed & old], dim=-1))
 
     return scores
 
 
-def rounded_keys(start: int, stop: int, recent: int) -> Tensor:
+def mask_rounded_keys(start: int, stop: int, recent: int) -> Tensor:
     """Return [stop - start, stop]: which keys of a cache the queries at positions start to stop read rounded.
 
     A group of tokens is rounded when the last of it is no longer among the `recent` tokens up to the query.
@@ -204,7 +204,7 @@ def rounded_keys(start: int, stop: int, recent: int) -> Tensor:
     return torch.arange(stop) < (old // GROUP * GROUP)[:, None]
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -214,12 +214,12 @@ def _values(call: Call) -> Tensor:
             f"{type(call.layer).__name__} splits its values, which is not supported here: convert it with "
             "diffvision convert SOURCE DESTINATION --to language"
         )
-    return _wide(call.v)
+    return _widen(call.v)
 
 
 _SCHEMES = (
     *(_logits(8), _logits(6), _logits(4)),
-    *(_products(8), _products(8, smoothed), _products(4), _products(4, smoothed)),
+    *(_products(8), _products(8, subtract_key_mean), _products(4), _products(4, subtract_key_mean)),
     *(_outputs(Int8Maps, lambda v, dim: to_integers(v, 8, dim)), _outputs(Float8Maps, to_float8)),
     *(_cache(8), _cache(4), _cache(2)),
 )
@@ -232,7 +232,7 @@ def low_bit(
     *,
     schemes: Sequence[str] = tuple(SCHEMES),
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, PerSample | float]:
     """Return the loss under each scheme, and what `attention_errors` returns.
 
@@ -272,7 +272,7 @@ def attention_errors(
     rows: Tensor,
     *,
     schemes: Sequence[str] = tuple(SCHEMES),
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return each layer's error under each scheme, and the two factors that decide about it.
 
@@ -301,7 +301,7 @@ def attention_errors(
 
     with evaluating(model), captured(model, see):
         for row in progress(rows.split(1), "errors of low-bit attention"):
-            run_towers(model, {"tokens": row.to(device_of(model))})
+            run_towers(model, {"tokens": row.to(get_device(model))})
     by_metric: dict[str, list[float]] = defaultdict(list)
     for layer in layers.values():
         for metric, value in layer.metrics().items():

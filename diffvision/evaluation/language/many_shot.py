@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from diffvision.data.datasets.mapping_text import KINDS, TEMPLATE, draw_mapping
 from diffvision.evaluation.language.needle import start_tokens
 from diffvision.evaluation.language.read_documents import json_lines
-from diffvision.evaluation.language.scoring import Progress, logits_at, padded_batches, unseen
+from diffvision.evaluation.language.scoring import Progress, logits_at, padded_batches, silent
 from diffvision.models.modes import evaluating
 
 
@@ -98,7 +98,7 @@ def many_shot(
     max_length: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the accuracy over all queries of all tasks, by the number of demonstrations before each.
 
@@ -131,7 +131,7 @@ def many_shot(
             [
                 right
                 for task, rows in zip(tasks, prompts[count], strict=True)
-                for right in answers_right(model, task, rows, tokenizer, batch_size)
+                for right in judge_answers(model, task, rows, tokenizer, batch_size)
             ]
         )
         for count in progress(list(shots), "many-shot")
@@ -149,7 +149,7 @@ def order_robustness(
     max_length: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the best minus the worst accuracy over orders of the same demonstrations, the mean over tasks.
 
@@ -171,7 +171,7 @@ def order_robustness(
             for index, (task, examples) in enumerate(zip(tasks, drawn, strict=True)):
                 order = arrange(examples, random.Random(f"order {seed} {number}"))
                 prompts = encode_prompts(task, order, tokenizer, max_length)
-                accuracies[index].append(_mean(answers_right(model, task, prompts, tokenizer, batch_size)))
+                accuracies[index].append(_mean(judge_answers(model, task, prompts, tokenizer, batch_size)))
         metrics |= {
             f"{arrangement}/spread": _mean([max(values) - min(values) for values in accuracies]),
             f"{arrangement}/mean": _mean([_mean(values) for values in accuracies]),
@@ -226,7 +226,7 @@ def encode_prompts(
     return prompts
 
 
-def answers_right(
+def judge_answers(
     model: Any, task: Task, prompts: Sequence[Sequence[int]], tokenizer: Any, batch_size: int = 8
 ) -> list[bool]:
     """Return whether the label that constrained greedy decoding writes after each query's prompt is the right one."""

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffvision.evaluation.language.generations import continued, room_for, stop_at
+from diffvision.evaluation.language.generations import continue_greedily, max_prompt_tokens, stop_at
 from diffvision.evaluation.language.needle import start_tokens
-from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.per_sample import PerSample
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
@@ -72,7 +72,7 @@ def mathematics(
     new_tokens: int = 512,
     file: Path | None = None,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, PerSample | float]:
     """Return the accuracy of greedy answers, and the shares of those without an answer or at the limit of tokens.
 
@@ -89,7 +89,7 @@ def mathematics(
         ValueError: math-verify is missing, or there is no room for a prompt.
     """
     is_right = _verifier()
-    room = room_for(model, new_tokens)
+    room = max_prompt_tokens(model, new_tokens)
     tokenizer: Any = model.tokenizer
     prompts = []
     for question in questions:
@@ -104,7 +104,7 @@ def mathematics(
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     with evaluating(model.module):
         for batch in progress(batches, "answers"):
-            written = continued(model, [prompts[n] for n in batch], max_new_tokens=new_tokens, stops=stops)
+            written = continue_greedily(model, [prompts[n] for n in batch], max_new_tokens=new_tokens, stops=stops)
             for number, new in zip(batch, written, strict=True):
                 text, right = tokenizer.decode(new), questions[number].answer
                 end = stop_at(text, stops)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffvision.data.datasets.needle_text import Form, NeedleText, as_form, compose_to_length
-from diffvision.evaluation.language.scoring import Progress, greedy_matches, unseen
+from diffvision.evaluation.language.scoring import Progress, greedy_matches, silent
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -81,7 +81,7 @@ def needle(
     form: str | Form = "text",
     seed: int = 0,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the accuracy of greedy decoding: the share of numbers asked for that the model would write.
 

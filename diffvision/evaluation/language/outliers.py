@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
-from diffvision.evaluation.language.scoring import Progress, device_of, unseen
+from diffvision.evaluation.language.scoring import Progress, get_device, silent
 from diffvision.models.modes import evaluating
 
 TOP = (1, 2, 3, 10, 100)
@@ -63,7 +63,7 @@ def outliers(
     *,
     top: Sequence[int] = TOP,
     batch_size: int = 1,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the top-k and median of absolute attention logits and hidden states.
 
@@ -90,7 +90,7 @@ def outliers(
     try:
         with evaluating(model), captured(model, see):
             for batch in progress(rows.split(batch_size), "activation outliers"):
-                run_towers(model, {"tokens": batch.to(device_of(model))})
+                run_towers(model, {"tokens": batch.to(get_device(model))})
     finally:
         for hook in hooks:
             hook.remove()

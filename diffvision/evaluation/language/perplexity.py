@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.language.scoring import Progress, padded_batches, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, padded_batches, silent, token_losses
 from diffvision.evaluation.per_sample import PerSample
 from diffvision.models.modes import evaluating
 
@@ -56,7 +56,7 @@ def perplexity(
     stride: int | None = None,
     num_bytes: int | None = None,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the mean over all tokens but each document's first, every token weighing the same.
 
@@ -93,7 +93,7 @@ def perplexity_samples(
     *,
     window: int,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, PerSample]:
     """Return nll and perplexity window by window; the windows of a document are one unit.
 

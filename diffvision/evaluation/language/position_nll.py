@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.language.scoring import Progress, token_losses, unseen
+from diffvision.evaluation.language.scoring import Progress, silent, token_losses
 from diffvision.models.modes import evaluating
 
 
@@ -22,7 +22,7 @@ def position_nll(
     length: int,
     points: int = 32,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Return the mean loss of the first p predictions of documents, for p at even steps up to `length`.
 

@@ -43,7 +43,7 @@ class Method(NamedTuple):
     differential: bool = False
 
 
-def _of_maps(scores: Scores) -> Tensor:
+def _mean_of_maps(scores: Scores) -> Tensor:
     """Return the mean of a head's maps: what a method sees that knows nothing of the difference."""
     return scores.maps().mean(dim=2)
 
@@ -56,9 +56,9 @@ METHODS = {
     "window": Method(),
     "random": Method(),
     "knorm": Method(),
-    "h2o": Method(_of_maps, observed="all", pooled=False),
-    "snap": Method(_of_maps),
-    "tova": Method(_of_maps, observed="last", pooled=False),
+    "h2o": Method(_mean_of_maps, observed="all", pooled=False),
+    "snap": Method(_mean_of_maps),
+    "tova": Method(_mean_of_maps, observed="last", pooled=False),
     "diff": Method(_difference, differential=True),
 }
 
@@ -142,7 +142,7 @@ class Compress:
         prompts = self._prompts(torch.zeros_like(stop) if padding is None else padding, stop)
         generator = self._generator()
         keeps: list[Tensor] = []
-        with captured(model, lambda call: keeps.append(self._kept(call, prompts, generator))):
+        with captured(model, lambda call: keeps.append(self._select(call, prompts, generator))):
             hidden = model.hidden(tokens, cache=cache, padding=padding)
         count = int(prompts.budget.max())
         # Kept tokens in their order at the right; at the left of shorter prompts, slots that are masked.
@@ -150,7 +150,7 @@ class Compress:
         cache.keep(indices, count + more, None if padding is None else count - prompts.budget)
         return hidden, cache
 
-    def kept(
+    def select_tokens(
         self, call: Call, start: Int[Tensor, "B"], stop: Int[Tensor, "B"], generator: torch.Generator | None = None
     ) -> Bool[Tensor, "B Hk N"]:
         """Return which tokens a layer keeps of each row's prompt, the tokens from `start` to before `stop`.
@@ -167,7 +167,7 @@ class Compress:
         Raises:
             ValueError: the layer does not have what the method reads, or its past is not in keys and values.
         """
-        return self._kept(call, self._prompts(start, stop), generator or self._generator())
+        return self._select(call, self._prompts(start, stop), generator or self._generator())
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
@@ -177,7 +177,7 @@ class Compress:
         budget = torch.tensor([self.count(tokens) for tokens in counts], device=stop.device)
         return Prompts(start, stop, budget, (budget // 2).clamp(max=self.window))
 
-    def _kept(self, call: Call, prompts: Prompts, generator: torch.Generator) -> Tensor:
+    def _select(self, call: Call, prompts: Prompts, generator: torch.Generator) -> Tensor:
         method = METHODS[self.method]
         self._check(call, method)
         keys = int(prompts.stop.max())
@@ -257,7 +257,7 @@ def pruned_attention(model: nn.Module, compress: Compress, prompts: Int[Tensor, 
     generator = torch.Generator().manual_seed(compress.seed)
 
     def see(call: Call) -> Scores:
-        keep = compress.kept(call, torch.zeros_like(prompts), prompts, generator)
+        keep = compress.select_tokens(call, torch.zeros_like(prompts), prompts, generator)
         scores = call.scores()
         _, heads, _, queries, keys = scores.logits.shape
         position = torch.arange(keys, device=prompts.device)

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 
 from diffvision.data.datasets.needle_text import Form, as_form
-from diffvision.evaluation.language.generations import continued
+from diffvision.evaluation.language.generations import continue_greedily
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
-from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.per_sample import PerSample, fingerprint
 from diffvision.models.modes import evaluating
 from diffvision.opening import Model
@@ -35,7 +35,7 @@ def recall_errors(
     form: str | Form = "text",
     seed: int = 0,
     batch_size: int = 8,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> dict[str, PerSample]:
     """Return which share of the answers is of each class of `classify`.
 
@@ -119,7 +119,7 @@ def answers(model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size:
             batch = drawn[start : start + batch_size]
             prompts = [sample.tokens[: sample.answers[0][0]] for sample in batch]
             room = digits if model.max_length is None else min(digits, model.max_length - max(map(len, prompts)))
-            new = continued(model, prompts, max_new_tokens=room, stops=(end,) if end else ())
+            new = continue_greedily(model, prompts, max_new_tokens=room, stops=(end,) if end else ())
             for sample, tokens in zip(batch, new, strict=True):
                 value = int(tokenizer.decode(sample.tokens[slice(*sample.answers[0])]))
                 context = tokenizer.decode(sample.tokens[: sample.question])

@@ -20,12 +20,12 @@ Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 """Wraps an iterable in a progress bar, given also its description."""
 
 
-def unseen(items: Iterable[Any], description: str) -> Iterable[Any]:
-    """Return the items unchanged: a `Progress` that shows nothing."""
+def silent(items: Iterable[Any], description: str) -> Iterable[Any]:
+    """Return the items without showing progress."""
     return items
 
 
-def device_of(model: Any) -> torch.device:
+def get_device(model: Any) -> torch.device:
     """Return where the model's parameters are; the CPU for a function."""
     if isinstance(model, nn.Module) and (first := next(model.parameters(), None)) is not None:
         return first.device
@@ -37,8 +37,8 @@ def logits_at(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
 
     Only those positions reach the head where the model keeps its head apart.
     """
-    tokens, positions = tokens.to(device_of(model)), positions.to(device_of(model))
-    states, head = _states(model, tokens)
+    tokens, positions = tokens.to(get_device(model)), positions.to(get_device(model))
+    states, head = _states_and_head(model, tokens)
     return head(states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))).float()
 
 
@@ -48,8 +48,8 @@ def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
     The model reads N - 1 tokens. The head's logits are made for `chunk` positions at a time where the model keeps its
     head apart (ours), so that a long row needs no [N, vocabulary].
     """
-    tokens = tokens.to(device_of(model))
-    states, head = _states(model, tokens[:, :-1])
+    tokens = tokens.to(get_device(model))
+    states, head = _states_and_head(model, tokens[:, :-1])
     losses = [
         F.cross_entropy(head(part).float().transpose(1, 2), target, reduction="none")
         for part, target in zip(states.split(chunk, dim=1), tokens[:, 1:].split(chunk, dim=1), strict=True)
@@ -57,7 +57,7 @@ def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
     return torch.cat(losses, dim=1)
 
 
-def _states(model: Any, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _states_and_head(model: Any, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return what the head reads, [B, N, width], and the head; the logits for a model that does not part them."""
     hugging_face = hasattr(model, "get_output_embeddings")
     if not hugging_face and hasattr(model, "hidden") and hasattr(model, "head_weight"):

@@ -16,7 +16,7 @@ from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
 from diffvision.evaluation.language.attention_mass import attention_mass
-from diffvision.evaluation.language.cache_pruning import asked_twice, cache_pruning
+from diffvision.evaluation.language.cache_pruning import cache_pruning, repeat_question
 from diffvision.evaluation.language.language_options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.low_bit import SCHEMES, low_bit
 from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness
@@ -27,7 +27,7 @@ from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
 from diffvision.evaluation.language.read_documents import Reading, read_documents, read_texts, rows_of
 from diffvision.evaluation.language.recall_errors import recall_errors
-from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.per_sample import PerSample
 from diffvision.opening import Model
 from diffvision.plugins import PluginTable
@@ -58,7 +58,7 @@ class Work:
     files: Sequence[str] = ()
     questions: Sequence[Question] = ()
     label_tasks: Sequence[Task] = ()
-    progress: Progress = unseen
+    progress: Progress = silent
     folder: Path | None = None
 
     @property
@@ -280,7 +280,7 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
             seed=options.seed,
         )
     ]
-    needed = max(len(asked_twice(sample).tokens) for sample in samples)
+    needed = max(len(repeat_question(sample).tokens) for sample in samples)
     if longest is not None and needed > longest:
         raise ValueError(
             f"lengths has {max(lengths)}, and a question that is asked twice makes it {needed}, over the {longest} "

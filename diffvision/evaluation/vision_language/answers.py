@@ -15,7 +15,7 @@ from diffvision.data.conversations import PLACEHOLDER, check_image
 from diffvision.data.images.decode import decode_image
 from diffvision.data.rows import read_rows
 from diffvision.data.shards.sample import BadSample
-from diffvision.evaluation.language.scoring import Progress, unseen
+from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.vision_language.questions import QuestionSet
 
 QUESTION = "{question}"
@@ -88,7 +88,7 @@ def generate_tokens(
     return dict(inputs), out
 
 
-def answer_set(
+def answer_questions(
     vlm: Any,
     questions: QuestionSet,
     *,
@@ -96,7 +96,7 @@ def answer_set(
     max_new_tokens: int = 128,
     batch_size: int = 8,
     file: Path | None = None,
-    progress: Progress = unseen,
+    progress: Progress = silent,
 ) -> list[str]:
     """Return a model's answers to a set, and write them to a file.
 

@@ -48,10 +48,10 @@ def run(
     from diffvision.evaluation.language.table import show
     from diffvision.evaluation.output_files import bar, check_folder, split_names, write_json
     from diffvision.evaluation.per_sample import Metrics
-    from diffvision.evaluation.vision_language.answers import answer_set, read_answers
+    from diffvision.evaluation.vision_language.answers import answer_questions, read_answers
     from diffvision.evaluation.vision_language.questions import read_sets
-    from diffvision.evaluation.vision_language.scores import about_set, hidden_metrics, mean_of_sets, score
-    from diffvision.models.threads import few_threads
+    from diffvision.evaluation.vision_language.scores import describe_set, find_redundant_metrics, mean_of_sets, score
+    from diffvision.models.threads import limit_threads
     from diffvision.opening import check_spec, split_label
     from diffvision.opening.vlm import open_vlm
     from diffvision.tables import plain
@@ -70,7 +70,7 @@ def run(
         check_spec(spec)
     written = {label: [read_answers(Path(path), one) for one in sets] for label, path in files}
     asked: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    about = [about_set(one) for one in sets]
+    about = [describe_set(one) for one in sets]
     for one in about:
         print(f"{one['set']}: {one['task']}, {one['questions']}", file=sys.stderr)
     results: dict[str, dict[str, float]] = {}
@@ -81,9 +81,9 @@ def run(
             vlm = open_vlm(spec)
             vlm.module.to(resolve_device(device))
             folder = None if output is None else Path(output) / "answers" / label
-            with few_threads(vlm.device, vlm.module):
+            with limit_threads(vlm.device, vlm.module):
                 texts = [
-                    answer_set(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
+                    answer_questions(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
                     for one in sets
                 ]
         measured = {
@@ -95,5 +95,5 @@ def run(
         if output is not None:
             content = {"models": results, "sets": about, "settings": asked}
             write_json(Path(output) / "results.json", plain(content))
-    show(results, hidden=hidden_metrics(results))
+    show(results, hidden=find_redundant_metrics(results))
     return results

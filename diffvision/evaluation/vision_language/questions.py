@@ -19,7 +19,7 @@ class QuestionSet:
     Attributes:
         path: the file; its stem is the set's name.
         task: "pope" where each row's one label is yes or no, "chair" where rows have `objects`, otherwise "vqa".
-        rows: {"question_id", "image": a name or a list, "text", "label": what `labels_of` reads, or "objects": a
+        rows: {"question_id", "image": a name or a list, "text", "label": what `read_labels` reads, or "objects": a
             list}, with "kind" and "held_out" where a set has them.
         images: the folder of the images.
     """
@@ -83,7 +83,7 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def labels_of(row: Mapping[str, Any]) -> list[str]:
+def read_labels(row: Mapping[str, Any]) -> list[str]:
     """Return the right answers of a row's "label": a text, a whole number, {"answer": one of them}, or a list of these.
 
     The last is VQAv2's form.
@@ -117,7 +117,7 @@ def _read_set(path: Path, images: Path) -> QuestionSet:
     labels: set[str] = set()
     for number, row in read_rows(path):
         try:
-            id, known = str(row["question_id"]), row["objects"] if "objects" in row else labels_of(row)
+            id, known = str(row["question_id"]), row["objects"] if "objects" in row else read_labels(row)
             if not isinstance(known, list):
                 raise TypeError("objects must be a list")
             if not all(isinstance(one, str) for one in [row["text"], *as_list(row["image"]), *known]):

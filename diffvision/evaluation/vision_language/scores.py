@@ -8,8 +8,8 @@ from typing import Any
 
 from diffvision.evaluation.per_sample import Metrics, fingerprint, means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
-from diffvision.evaluation.vision_language.pope_metrics import PARSERS, SIZES, pope
-from diffvision.evaluation.vision_language.questions import QuestionSet, labels_of
+from diffvision.evaluation.vision_language.pope import PARSERS, SIZES, pope
+from diffvision.evaluation.vision_language.questions import QuestionSet, read_labels
 from diffvision.evaluation.vision_language.vqa import vqa
 
 Rows = Sequence[Mapping[str, Any]]
@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 def _pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
     numbers: dict[str, int] = {}
     images = [numbers.setdefault(str(row["image"]), len(numbers)) for row in rows]
-    return pope(answers, [labels_of(row)[0].lower() == "yes" for row in rows], images)
+    return pope(answers, [read_labels(row)[0].lower() == "yes" for row in rows], images)
 
 
 def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
@@ -26,7 +26,7 @@ def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
 
 
 def _vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
-    return vqa(answers, [labels_of(row) for row in rows], [str(row.get("kind", "")) for row in rows])
+    return vqa(answers, [read_labels(row) for row in rows], [str(row.get("kind", "")) for row in rows])
 
 
 TASKS = {"pope": _pope, "chair": _chair, "vqa": _vqa}
@@ -65,7 +65,7 @@ def mean_of_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, flo
     return {f"pope/{key}": statistics.mean(found[f"{name}/{key}"] for name in names) for key in keys}
 
 
-def hidden_metrics(results: Mapping[str, Mapping[str, float]]) -> list[str]:
+def find_redundant_metrics(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the metrics without a row: those of other parsers that equal ours for every model, and question counts."""
     keys = [*next(iter(results.values()))]
     pairs = [
@@ -75,7 +75,7 @@ def hidden_metrics(results: Mapping[str, Mapping[str, float]]) -> list[str]:
     return repeated + [key for key in keys if key.endswith("/questions")]
 
 
-def about_set(questions: QuestionSet) -> dict[str, str]:
+def describe_set(questions: QuestionSet) -> dict[str, str]:
     """Return what identifies a set: its name, task, size and a digest of its rows."""
     count, size = len(questions.rows), f"{len(questions.rows):,} questions"
     size = SIZES.get(count, size) if questions.task == "pope" else size

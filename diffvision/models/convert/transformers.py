@@ -108,7 +108,7 @@ def from_hugging_face(
             scaled rotary positions, another activation, an odd number of DiffLlama's heads).
     """
     config, state = _our_config(values), State(state, WHAT)
-    out = shared_from(config, state)
+    out = convert_renamed(config, state)
     for ours, theirs in layers(config):
         for name, rows in _projections(config, back=True).items():
             out[f"{ours}attn.{name}.weight"] = rows(state[f"{theirs}self_attn.{name}.weight"])
@@ -253,7 +253,7 @@ def renamed(config: LanguageConfig) -> Iterator[tuple[str, str]]:
             yield f"{ours}{name}.weight", f"{theirs}{other}.weight"
 
 
-def shared_from(config: LanguageConfig, state: State) -> dict[str, Tensor]:
+def convert_renamed(config: LanguageConfig, state: State) -> dict[str, Tensor]:
     """Return the weights of `renamed` under our names; ValueError for another depth, or a head that is not tied."""
     embedding = state["model.embed_tokens.weight"]
     if (count := state.layers("model.layers")) != config.depth:

@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all weights (see the class), also after `to_empty`."""
         std, std_back = initial_std(self.config)
-        back = {id(part) for block in self.blocks for part in _back_to_the_stream(block)}
+        back = {id(part) for block in self.blocks for part in _residual_projections(block)}
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.normal_(module.weight, std=std_back if id(module) in back else std)
@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
             documents = ops.Documents(documents, ops.document_ends(documents))
         if documents is not None:
             numbers = documents.numbers if isinstance(documents, ops.Documents) else documents
-            positions = positions - _starts(numbers)
+            positions = positions - _document_starts(numbers)
             mask = documents if isinstance(documents, ops.Documents) else same_document(numbers)
         if padding is not None:
             mask = mask.mask() if isinstance(mask, ops.Documents) else mask
@@ -172,7 +172,7 @@ class LanguageModel(nn.Module):
             mask = real if mask is None else mask & real
         caches = None if cache is None else cache.layers
         rotation = self._rotation(positions, padding if documents is None else None)
-        return self._through(tokens, mask, True, rotation, caches)
+        return self._run_blocks(tokens, mask, True, rotation, caches)
 
     def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
@@ -190,7 +190,9 @@ class LanguageModel(nn.Module):
             positions = positions[:, None, None]
         return ops.rotary_tables(positions, self.config.head_dim, self.config.rotary_theta)
 
-    def _through(self, tokens: Tensor, mask: Any, causal: bool, rotation: Rotation, caches: list[Any] | None) -> Tensor:
+    def _run_blocks(
+        self, tokens: Tensor, mask: Any, causal: bool, rotation: Rotation, caches: list[Any] | None
+    ) -> Tensor:
         """Return the normalized hidden states after all blocks."""
         x = self.embed(tokens)
         if caches is None:
@@ -204,7 +206,7 @@ class LanguageModel(nn.Module):
         return f"variant={self.config.variant}{mixed}, max_length={self.config.max_length}, tied={self.config.tied}"
 
 
-def _starts(documents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+def _document_starts(documents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """Return the position in its row at which each token's document begins."""
     positions = torch.arange(documents.shape[1], device=documents.device)
     return torch.where(first_tokens(documents), positions, 0).cummax(dim=1).values
@@ -216,7 +218,7 @@ def initial_std(config: LanguageConfig) -> tuple[float, float]:
     return std, std / math.sqrt(2 * config.depth)
 
 
-def _back_to_the_stream(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+def _residual_projections(block: nn.Module) -> tuple[nn.Module, nn.Module]:
     assert isinstance(block, DecoderBlock)
     assert isinstance(block.mlp, SwiGLU)
     return block.attn.proj, block.mlp.down

@@ -62,7 +62,7 @@ def as_transformers(model: LanguageModel, **settings: Any) -> Any:
     return made.train(model.training)
 
 
-def as_ours(model: Any) -> LanguageModel:
+def as_native(model: Any) -> LanguageModel:
     """Return a DiffLlama, a Llama or a DIFF V2 in a Llama as our language model; the inverse of `as_transformers`.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diffvision.analysis.capture import Scores, captured
-from diffvision.evaluation.language.low_bit import quantised
+from diffvision.evaluation.language.low_bit import quantise_logits
 from diffvision.evaluation.language.outliers import Magnitudes, outliers
 from diffvision.models import language
 
@@ -97,13 +97,13 @@ ALLOWED = torch.tensor([[True, True, False], [True, True, True]])
 
 def test_quantised_logits_by_hand():
     """Four bits: 15 levels from -a to a, a the largest that may be attended to: 7, so the levels are whole numbers."""
-    four = quantised(LOGITS, ALLOWED, 4)
+    four = quantise_logits(LOGITS, ALLOWED, 4)
     assert four.flatten().tolist() == [7, -3, 7, 0, 1, 1]  # the forbidden 100 counts for nothing and is cut
-    three = quantised(LOGITS, ALLOWED, 3)  # levels of 7/3
+    three = quantise_logits(LOGITS, ALLOWED, 3)  # levels of 7/3
     assert three[0, 0, 0].tolist()[0][:2] == pytest.approx([7, -7 / 3])
     assert three[0, 0, 0, 1].tolist() == pytest.approx([0, 0, 7 / 3])
     maps = Scores(four, ALLOWED).maps()[0, 0, 0, 1]
     e = math.e
     assert maps.tolist() == pytest.approx([1 / (1 + 2 * e), e / (1 + 2 * e), e / (1 + 2 * e)])
-    assert quantised(torch.zeros_like(LOGITS), ALLOWED, 8).abs().max() == 0
-    assert (quantised(LOGITS, ALLOWED, 16) - LOGITS)[..., :2].abs().max() < 7 / 32767
+    assert quantise_logits(torch.zeros_like(LOGITS), ALLOWED, 8).abs().max() == 0
+    assert (quantise_logits(LOGITS, ALLOWED, 16) - LOGITS)[..., :2].abs().max() < 7 / 32767

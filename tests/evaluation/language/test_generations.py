@@ -5,7 +5,7 @@ import torch
 from language_fixtures import make_llama
 
 from diffvision.data.text.tokenizers import train_tokenizer
-from diffvision.evaluation.language.generations import continued, room_for, stop_at
+from diffvision.evaluation.language.generations import continue_greedily, max_prompt_tokens, stop_at
 from diffvision.models import language
 from diffvision.opening import Model
 
@@ -48,11 +48,11 @@ def test_outputs_are_the_likeliest_tokens_up_to_what_ends_them(host, request):
     prompts = [model.tokenizer.encode(text) for text in ("abc def", "klm", "wxyz qrs tuv")]
     with torch.no_grad():
         texts = [decode(greedy(model, prompt, NEW)) for prompt in prompts]
-    rows = continued(model, prompts, max_new_tokens=NEW)
+    rows = continue_greedily(model, prompts, max_new_tokens=NEW)
     assert [decode(row) for row in rows] == texts
-    assert continued(model, prompts[1:2], max_new_tokens=NEW) == rows[1:2]
+    assert continue_greedily(model, prompts[1:2], max_new_tokens=NEW) == rows[1:2]
     stop = next(text[4:6] for text in texts if len(text) > 8)  # of one row at least
-    stopped = continued(model, prompts, max_new_tokens=NEW, stops=("never", stop))
+    stopped = continue_greedily(model, prompts, max_new_tokens=NEW, stops=("never", stop))
     for row, text, free in zip(stopped, texts, rows, strict=True):
         assert decode(row)[: stop_at(decode(row), (stop,))] == text.partition(stop)[0]
         assert (len(row) < len(free)) if stop in text[:-4] else (len(row) <= len(free))
@@ -60,6 +60,6 @@ def test_outputs_are_the_likeliest_tokens_up_to_what_ends_them(host, request):
 
 
 def test_room_for_new_tokens_and_the_first_stop(model):
-    assert room_for(model, 24) == 40
+    assert max_prompt_tokens(model, 24) == 40
     assert stop_at("one\nQ: two #D", ("#D", "Q:")) == 4
     assert stop_at("one", ("Q:",)) is None

@@ -9,8 +9,8 @@ from diffvision.analysis.capture import Call
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.low_bit import (
     SCHEMES,
-    by_group,
     low_bit,
+    round_by_group,
 )
 
 
@@ -41,8 +41,8 @@ def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps, monkeypatc
         rounded = max(0, query + 1 - 20) // 32 * 32
         keys, values = k[:, : query + 1].clone(), v[: query + 1].clone()
         for group in (slice(start, start + 32) for start in range(0, rounded, 32)):
-            keys[:, group] = by_group(keys[:, group], bits, 1)
-            values[group] = by_group(values[group], bits, 1)
+            keys[:, group] = round_by_group(keys[:, group], bits, 1)
+            values[group] = round_by_group(values[group], bits, 1)
         one, two = ((q[:, query, None] @ keys.transpose(1, 2)) / math.sqrt(8)).softmax(-1)
         expected.append(((one - 0.7 * two) @ values)[0])
     out = output(call, f"cache_{bits}")

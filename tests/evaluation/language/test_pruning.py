@@ -28,7 +28,10 @@ def prompts_of(*lengths):
 def kept_of(model, compress, tokens):
     keeps = []
     stop = torch.full((len(tokens),), tokens.shape[1])
-    with torch.no_grad(), captured(model, lambda c: keeps.append(compress.kept(c, torch.zeros_like(stop), stop))):
+    with (
+        torch.no_grad(),
+        captured(model, lambda c: keeps.append(compress.select_tokens(c, torch.zeros_like(stop), stop))),
+    ):
         model(tokens)
     return keeps
 
@@ -117,7 +120,7 @@ def test_kept_tokens_by_hand(method):
             mean = [heads[:, 26:, j].mean() if j < 26 else 0.0 for j in range(30)]  # the last four lend nothing
             scores = [sum(mean[max(0, j - 2) : j + 3]) / 5 for j in range(30)]
         best = sorted(range(26), key=lambda j: -float(scores[j]))[:11]
-        kept = compress.kept(call, torch.tensor([0]), torch.tensor([30]))[0, head]
+        kept = compress.select_tokens(call, torch.tensor([0]), torch.tensor([30]))[0, head]
         assert kept.nonzero().flatten().tolist() == sorted([*best, 26, 27, 28, 29])
 
 

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from diffvision.evaluation.language.low_bit import by_block, by_group, smoothed, to_float8, to_integers
+from diffvision.evaluation.language.low_bit import (
+    round_by_block,
+    round_by_group,
+    subtract_key_mean,
+    to_float8,
+    to_integers,
+)
 
 SEED = torch.Generator().manual_seed(0)
 
@@ -33,17 +39,22 @@ def test_logits_of_rounded_blocks_are_those_of_integer_products(bits):
             sa, sb = a.abs().max() / highest, b.abs().max() / highest
             ia, ib = (torch.floor((x / s).abs() + 0.5) * x.sign() for x, s in ((a, sa), (b, sb)))
             logits[row : row + 128, column : column + 64] = (ia.long() @ ib.long().T) * (sa * sb)
-    torch.testing.assert_close(by_block(q, bits, 128) @ by_block(k, bits, 64).T, logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        round_by_block(q, bits, 128) @ round_by_block(k, bits, 64).T, logits, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_smoothing_subtracts_each_maps_mean_and_changes_no_softmax():
     k = torch.randn(1, 2, 2, 10, 4, generator=SEED) + torch.tensor([5.0, -5.0])[:, None, None]
     q = torch.randn(1, 2, 2, 3, 4, generator=SEED)
-    assert smoothed(k).mean(dim=3).abs().max() < 1e-6
+    assert subtract_key_mean(k).mean(dim=3).abs().max() < 1e-6
     maps = (q @ k.transpose(-1, -2)).softmax(-1)
-    torch.testing.assert_close((q @ smoothed(k).transpose(-1, -2)).softmax(-1), maps)
+    torch.testing.assert_close((q @ subtract_key_mean(k).transpose(-1, -2)).softmax(-1), maps)
     biased = torch.zeros(64, 4) + torch.tensor([100.0, 0, 0, 0]) + 0.1 * torch.randn(64, 4, generator=SEED)
-    rough, fine = by_block(biased, 8, 64) - biased, by_block(smoothed(biased), 8, 64) - smoothed(biased)
+    rough, fine = (
+        round_by_block(biased, 8, 64) - biased,
+        round_by_block(subtract_key_mean(biased), 8, 64) - subtract_key_mean(biased),
+    )
     assert fine.norm() < rough.norm() / 100
 
 
@@ -58,6 +69,6 @@ def test_groups_of_a_cache_are_stored_from_least_to_largest(bits):
             stored = [round((number - least) / step) for number in numbers]
             assert (min(stored), max(stored)) == (0, 2**bits - 1)
             expected[start : start + 32, channel] = torch.tensor([least + step * level for level in stored])
-    torch.testing.assert_close(by_group(k, bits, 0), expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(by_group(k.T, bits, 1), expected.T, atol=1e-6, rtol=1e-5)
-    assert (by_group(torch.full((40, 2), 3.0), bits, 0) == 3).all()
+    torch.testing.assert_close(round_by_group(k, bits, 0), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(round_by_group(k.T, bits, 1), expected.T, atol=1e-6, rtol=1e-5)
+    assert (round_by_group(torch.full((40, 2), 3.0), bits, 0) == 3).all()

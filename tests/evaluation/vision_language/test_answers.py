@@ -7,7 +7,12 @@ import torch
 from PIL import Image
 
 from diffvision.evaluation.vision_language import answers as module
-from diffvision.evaluation.vision_language.answers import answer_set, generate_answers, generate_tokens, read_answers
+from diffvision.evaluation.vision_language.answers import (
+    answer_questions,
+    generate_answers,
+    generate_tokens,
+    read_answers,
+)
 from diffvision.evaluation.vision_language.questions import read_sets
 
 SHORT = {"max_new_tokens": 6, "batch_size": 4}
@@ -55,7 +60,7 @@ def test_answers_are_the_likeliest_tokens_whatever_is_in_the_batch(name, request
 def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, monkeypatch):
     seen = []
     monkeypatch.setattr(module, "generate_answers", lambda *args: seen.extend(args[2]) or ["no"] * len(args[2]))
-    answer_set(vlm, set_of(questions, "vqa"), prompt="{question}\nIn one {word}.", batch_size=2)
+    answer_questions(vlm, set_of(questions, "vqa"), prompt="{question}\nIn one {word}.", batch_size=2)
     assert [text for text, _ in seen] == [f"{one}?\nIn one {{word}}." for one in ("How many", "Which", "Which")]
     assert [len(pictures) for _, pictures in seen] == [1, 1, 2]
     assert seen[2][1][1].getpixel((0, 0)) == (160, 95, 0)
@@ -63,7 +68,7 @@ def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, 
 
 def test_answers_are_written_and_only_read_for_their_questions_and_images(vlm, questions, tmp_path):
     file, asked = tmp_path / "answers.jsonl", set_of(questions, "vqa")
-    answers = answer_set(vlm, asked, **SHORT, file=file)
+    answers = answer_questions(vlm, asked, **SHORT, file=file)
     assert read_answers(file, asked) == answers
     Image.new("RGB", (40, 32), "red").save(questions / "images" / "0.png")
     with pytest.raises(ValueError, match="answers"):
@@ -98,7 +103,7 @@ def test_an_image_that_cannot_be_decoded_is_named_and_nothing_is_lost(vlm, quest
     (questions / "images" / "2.png").write_bytes(b"no image")
     asked, file = set_of(questions, "pope"), tmp_path / "answers.jsonl"
     with pytest.raises(ValueError, match="not a JPEG, PNG or WebP"):
-        answer_set(vlm, asked, **SHORT, file=file)
+        answer_questions(vlm, asked, **SHORT, file=file)
     assert len(file.read_text().splitlines()) == 8
 
 

@@ -19,7 +19,7 @@ from diffvision.data.text import tokenizers as own_tokenizers  # noqa: E402
 from diffvision.data.text.chat import TEMPLATES  # noqa: E402
 from diffvision.models import language  # noqa: E402
 from diffvision.models.language.generation import generate  # noqa: E402
-from diffvision.models.language.hugging_face import as_ours, as_transformers, export  # noqa: E402
+from diffvision.models.language.hugging_face import as_native, as_transformers, export  # noqa: E402
 
 PACKAGE = Path(language.__file__).parents[2]
 CLASSES = {"standard": "LlamaForCausalLM", "v1": "DiffLlamaForCausalLM", "v2": "DiffLlamaV2ForCausalLM"}
@@ -43,7 +43,7 @@ def test_logits_are_the_model_s_there_and_back(model, host, tmp_path):
     tokens = torch.randint(97, (2, 20))
     theirs, ours = host(tokens).logits, model(tokens)
     assert (theirs - ours).abs().max() <= 2e-6 * ours.abs().max()
-    torch.testing.assert_close(as_ours(host)(tokens), ours, **CLOSE)
+    torch.testing.assert_close(as_native(host)(tokens), ours, **CLOSE)
     first = host(tokens[:, :11], use_cache=True)
     last = host(tokens[:, 11:], past_key_values=first.past_key_values)
     torch.testing.assert_close(torch.cat([first.logits, last.logits], 1), ours, **CLOSE)

@@ -6,7 +6,7 @@ import pytest
 
 from diffvision.evaluation.intervals import differences, with_intervals
 from diffvision.evaluation.per_sample import means
-from diffvision.evaluation.vision_language.pope_metrics import parse, parse_llava, parse_lmms_eval, pope
+from diffvision.evaluation.vision_language.pope import parse, parse_llava, parse_lmms_eval, pope
 
 # An answer, and what ours, LLaVA's and lmms-eval's programs read in it.
 READINGS = [
