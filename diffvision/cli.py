@@ -1,7 +1,7 @@
 """The command line. The arguments, types and help of a command come from the signature of its function.
 
 The modules of `COMMANDS` import PyTorch, timm and the like inside their functions, so that help is answered at once.
-`fit`, `validate` and `test` are LightningCLI's, in `diffvision.training.fit`.
+`fit` and `validate` are LightningCLI's, in `diffvision.training.fit`.
 """
 
 import importlib
@@ -73,7 +73,6 @@ JSON = "--json"
 TRAINER_COMMANDS = {
     "fit": "train: diffvision fit --config clip/debug.yaml",
     "validate": "run a configuration's evaluations",
-    "test": "run a configuration's test loop",
     "study": "train models by one recipe with several seeds, compare them",
 }
 RUN = "another program with our models: run PROGRAM ..."

@@ -41,10 +41,6 @@ class LoaderData(pl.LightningDataModule):
         self.seed, self.window, self.stall_timeout = seed, window, stall_timeout
         self.limits = Limits(max_bad_fraction)
 
-    def test_dataloader(self) -> Any:
-        """Return what `val_dataloader` does."""
-        return self.val_dataloader()
-
     def read_training(self, source: SampleSource, kind: SampleKind) -> ShardLoader:
         """Return training batches, from the trainer's current epoch on."""
         rank, world_size = self.rank_and_world_size()

@@ -162,14 +162,14 @@ class ClassificationModule(TrainingModule):
     def on_validation_epoch_end(self) -> None:
         """Log accuracies and loss, from sums over all samples and ranks; no acc5 with fewer than five classes."""
         release_weights(self.model)
-        for stage, loader, (samples, top1, top5, loss) in self.reduce_sums():
+        for loader, (samples, top1, top5, loss) in self.reduce_sums():
             if not samples:
-                raise ValueError(f"{stage}acc1{loader} has no samples: check its data, or leave them out")
+                raise ValueError(f"val/acc1{loader} has no samples: check its data, or leave them out")
             means = {"acc1": top1 / samples, "acc5": top5 / samples, "loss": loss / samples}
             if self.num_classes < 5:
                 del means["acc5"]
-            self.log_means({f"{stage}{name}{loader}": value for name, value in means.items()})
-            self.log_means({f"{stage}samples{loader}": samples}, prog_bar=False)
+            self.log_means({f"val/{name}{loader}": value for name, value in means.items()})
+            self.log_means({f"val/samples{loader}": samples}, prog_bar=False)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, without decay where the timm model excludes them from it."""

@@ -336,9 +336,9 @@ class ContrastiveModule(TrainingModule):
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss of the pairs, if there were any."""
         release_weights(self.model)
-        for stage, loader, (pairs, loss) in self.reduce_sums():
+        for loader, (pairs, loss) in self.reduce_sums():
             if pairs:
-                self.log_means({f"{stage}loss{loader}": loss / pairs})
+                self.log_means({f"val/loss{loader}": loss / pairs})
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""

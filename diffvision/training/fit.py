@@ -1,4 +1,4 @@
-"""The `fit`, `validate` and `test` commands: LightningCLI over our modules, and anyone else's."""
+"""The `fit` and `validate` commands: LightningCLI over our modules, and anyone else's."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class FitCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate", "test")}
+        return {name: LightningCLI.subcommands()[name] for name in ("fit", "validate")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link a model's settings to its data's, and add what `fit` alone reads: others take the file that it saves."""
@@ -373,7 +373,7 @@ def _find_origin(error: BaseException | None) -> BaseException | None:
 
 
 def fit(args: list[str] | None = None, callbacks: Sequence[pl.Callback] = ()) -> FitCLI:
-    """Run `fit`, `validate` or `test` as from the command line; returns the CLI with its trainer, model and datamodule.
+    """Run `fit` or `validate` as from the command line; returns the CLI with its trainer, model and datamodule.
 
     Args:
         args: the command line from the subcommand on, as ["fit", "--config", "clip/debug.yaml"]; None: this process's.

@@ -58,8 +58,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     """A LightningModule around a model of timm, OpenCLIP, transformers or this package.
 
     Its arguments are its hyperparameters, as plain values, so that `load_from_checkpoint(path)` needs no others.
-    Batches reach its steps and the callbacks as dictionaries, whatever the loader yields. `test_step` does what
-    `validation_step` does; the names of its metrics begin with "test" instead of "val".
+    Batches reach its steps and the callbacks as dictionaries, whatever the loader yields.
 
     Attributes:
         settings: the optimizer and its schedule.
@@ -199,33 +198,22 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             )
         return batch
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.validation_step(batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
-
     def begin_sums(self, size: int) -> None:
         """Set `size` sums to 0 for each loader of the evaluation."""
-        loaders = self.trainer.num_test_batches if self.trainer.testing else self.trainer.num_val_batches
-        self._sums = torch.zeros(len(loaders), size, dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(len(self.trainer.num_val_batches), size, dtype=torch.float64, device=self.device)
 
     def add_sums(self, loader: int, *sums: Tensor | float) -> None:
         """Add the sums of a batch."""
         self._sums[loader] += torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in sums])
 
-    def reduce_sums(self) -> Iterator[tuple[str, str, list[float]]]:
-        """Yield for each loader the prefix and suffix of its metrics' names, and its sums over all ranks.
+    def reduce_sums(self) -> Iterator[tuple[str, list[float]]]:
+        """Yield for each loader the suffix of its metrics' names, and its sums over all ranks.
 
         Means are taken after the reduction, because ranks may have different numbers of samples.
         """
-        stage = "test" if self.trainer.testing else "val"
         rows = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
         for index, row in enumerate(rows):
-            yield f"{stage}/", f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
+            yield f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
 
     @property
     def highest_lr(self) -> float:

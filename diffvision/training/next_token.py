@@ -121,13 +121,13 @@ class NextTokenModule(TrainingModule):
         while self._any_rank_has_batch(working=False):
             with self._disable_gradients():
                 self.model.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        for stage, loader, (nats, predictions) in self.reduce_sums():
+        for loader, (nats, predictions) in self.reduce_sums():
             if not predictions:
-                raise ValueError(f"{stage}loss{loader} has no samples: check its data, or leave them out")
+                raise ValueError(f"val/loss{loader} has no samples: check its data, or leave them out")
             loss = nats / predictions
             perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # infinite where Python's would raise
-            self.log_means({f"{stage}loss{loader}": loss, f"{stage}perplexity{loader}": perplexity})
-            self.log_means({f"{stage}tokens{loader}": predictions}, prog_bar=False)
+            self.log_means({f"val/loss{loader}": loss, f"val/perplexity{loader}": perplexity})
+            self.log_means({f"val/tokens{loader}": predictions}, prog_bar=False)
 
     def _any_rank_has_batch(self, working: bool) -> bool:
         """Return whether any rank has a batch to validate.

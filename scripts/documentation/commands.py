@@ -73,8 +73,7 @@ def page() -> str:
     fit = fit_parser()  # before the others, whose capture replaces jsonargparse's parsing
     parts = [HEAD.replace("TABLES", ", ".join(f"`{name}`" for name in TABLES)), _summary()]
     parts += [_command("fit", TRAINER_COMMANDS["fit"], fit, FIT)]
-    for name in ("validate", "test"):
-        parts.append(f"## {name}\n\nThe options of [`fit`](#fit), to {TRAINER_COMMANDS[name]}.\n")
+    parts.append(f"## validate\n\nThe options of [`fit`](#fit), to {TRAINER_COMMANDS['validate']}.\n")
     parts.append(_command("study", TRAINER_COMMANDS["study"], study.parser()))
     for name in command_names():
         if name.startswith(f"{MAKE} ") and MAKE_HEAD not in parts:

@@ -1,6 +1,5 @@
 """Next-token training: the loss against torch's on whole logits, one step in two processes, what a checkpoint holds."""
 
-import json
 from dataclasses import asdict
 
 import lightning.pytorch as pl
@@ -11,15 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from training_fits import Gradients, same
 
-from diffvision.data.text.chat import CHATML, Chat
-from diffvision.data.text.documents import JsonLines, RowMember
-from diffvision.data.text.text_data import TextData
-from diffvision.data.text.tokenize import tokenize_shards
-from diffvision.data.text.tokenizers import Tokenizer, train_tokenizer
-from diffvision.evaluation.language.generations import continued
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.opening import open_model
 from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
@@ -224,28 +216,6 @@ def test_validation_weighs_tokens_and_leaves_the_penalty_out():
 
 
 # --- checkpoints and bad input ---
-
-
-def test_a_run_on_conversations_ends_a_generation_with_a_turn(tmp_path):
-    """The base tokenizer has no chat template; the one next to the tokens has, and the checkpoint records it."""
-    backend = train_tokenizer(["qa"], 257)._backend
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    base = Tokenizer(backend)
-    base.save(tmp_path / "base")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "qq", "response": "aa"}) + "\n")
-    rows, chat = JsonLines(tmp_path / "rows.jsonl"), Chat(base, CHATML, "chatml")
-    tokenize_shards(rows, tmp_path / "tokens", base, RowMember(), chat=chat, num_workers=0)
-    data = TextData(str(tmp_path / "tokens"), 1, 40, tokenizer=str(tmp_path / "base"), num_workers=0)
-    module = make(model_args={"vocab_size": base.vocab_size}, tokenizer=str(tmp_path / "base"))
-    train(module, data=data).save_checkpoint(tmp_path / "x.ckpt")
-    end = base.vocabulary()["<|im_end|>"]
-    opened = open_model(tmp_path / "x.ckpt")
-    assert opened.ends == {base.eos_id, end}
-    with torch.no_grad():
-        opened.module.embed.weight.zero_()
-        opened.module.embed.weight[[base.vocabulary()["a"], end]] = torch.eye(32)[0]
-        opened.module.embed.weight[end] *= 2
-    assert continued(opened, [[base.vocabulary()["a"]]], max_new_tokens=5) == [[]]
 
 
 def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):

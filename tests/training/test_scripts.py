@@ -248,16 +248,15 @@ def test_what_contrastive_training_does_by_other_settings_is_named(settings, our
     trainer(**settings).validate(make("clip"), loader("clip"), verbose=False)  # where it makes no difference
 
 
-# --- validate, test ---
+# --- validate ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_test_is_a_validation_by_another_name(kind):
+def test_a_validation_is_a_mean_over_samples(kind):
     """The mean over samples, whatever the batches: 8 of them as 3 + 3 + 2."""
     module, data = make(kind), loader(kind, 3)
     (validated,) = trainer().validate(module, data, verbose=False)
-    (tested,) = trainer().test(module, data, verbose=False)
-    assert {name.replace("val/", "test/"): value for name, value in validated.items()} == tested
+    assert validated["val/loss"] > 0
     if kind == "clip":
         losses = []
         for rows in (slice(0, 3), slice(3, 6), slice(6, 8)):
@@ -265,7 +264,7 @@ def test_a_test_is_a_validation_by_another_name(kind):
             logits = out["logit_scale"] * out["image_features"] @ out["text_features"].T
             target = torch.arange(len(logits))
             losses.append(len(logits) * (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2)
-        assert tested["test/loss"] == pytest.approx(sum(losses).item() / 8, rel=1e-5)
+        assert validated["val/loss"] == pytest.approx(sum(losses).item() / 8, rel=1e-5)
 
 
 # --- hyperparameters ---
