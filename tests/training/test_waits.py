@@ -28,6 +28,8 @@ from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import finite
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
+from diffvision.training.fault_tolerance.preemption import Preemption
+from diffvision.training.fault_tolerance.ranks import SameShards
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from ranks import on_ranks
@@ -113,6 +115,70 @@ def test_a_step_on_the_meta_device_reads_nothing(case, monkeypatch, tmp_path):
 
 
 # --- collectives ---
+
+
+class Collectives(pl.Callback):
+    """Counts the collectives of all groups in two steps, by name."""
+
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        if trainer.global_step == 3:
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.profiler.start()
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.global_step == 5:
+            self.profiler.stop()
+
+
+def counted(profiler):
+    return sum((event.count for event in profiler.key_averages() if event.key.startswith("gloo:")), 0)
+
+
+def collectives_of(case, root):
+    """Return the collectives that a step makes on one of two ranks, and what OpenCLIP's step of the same model does."""
+    torch.set_num_threads(1)
+    module, row = CASES[case]()
+    count = Collectives()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=6,
+        log_every_n_steps=100,
+        logger=CSVLogger(root),
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        callbacks=[EMA(), Throughput(), SameShards(), Preemption(None), count],
+    )
+    counts = []
+    module.on_train_end = lambda: counts.extend(
+        [counted(count.profiler) / 2, collectives_of_open_clip(module, row) if case == "contrastive" else None]
+    )
+    trainer.fit(module, DataLoader([row] * 48, batch_size=4))
+    return counts
+
+
+def collectives_of_open_clip(module, row):
+    """Return the collectives of a step as open_clip_train makes it, with its model and loss."""
+    model = nn.parallel.DistributedDataParallel(module.model)
+    batch = {name: torch.stack([value] * 4) for name, value in row.items()}
+    for _ in range(3):  # DDP's first steps differ
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            module.loss(**model(batch["image"], batch["text"])).backward()
+    return counted(profiler)
+
+
+@pytest.mark.slow
+@pytest.mark.forks
+@pytest.mark.parametrize(
+    ("case", "most"), [("contrastive", None), ("classification", 1), ("language", 1), ("language, documents", 2)]
+)
+def test_a_step_makes_at_most_one_collective_more_than_open_clip(case, most, tmp_path):
+    """Besides those of DDP, and one where predictions are counted, ranks ask each other for signals now and then."""
+    for ours, theirs in on_ranks(partial(collectives_of, case, tmp_path), 2):
+        print(f"{case}: {ours} collectives a step" + (f", OpenCLIP {theirs}" if theirs else ""))
+        assert 0 < ours <= (theirs or most) + 1
 
 
 class Losses(pl.Callback):

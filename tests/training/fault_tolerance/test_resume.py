@@ -269,6 +269,17 @@ def test_a_module_says_what_to_set(checkpoint):
         check_resumable(str(checkpoint), Whole(), world_size=1, ranks="same")
 
 
+def test_keys_that_come_later_or_need_not_come_are_no_difference(checkpoint):
+    class Later(Tiny):
+        def configure_model(self):
+            pass
+
+    check_resumable(str(checkpoint), Later(), world_size=1, ranks="same")
+    loose = Tiny(layers=3)
+    loose.strict_loading = False
+    check_resumable(str(checkpoint), loose, world_size=1, ranks="same")
+
+
 def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
     module = Tiny(layers=2, optimizer=torch.optim.SGD)
     with pytest.raises(ValueError, match="its optimizer is AdamW and here"):
