@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from diffvision.data.batches import VisionLanguageBatch
 from diffvision.data.images.decode import check_processed, decode_image, json_record
-from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing
+from diffvision.data.images.samples import IMAGE_KEYS, json_key, missing_member
 from diffvision.data.shards.loader import EvaluationLoader, ShardLoader
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sample import BadSample, Members
@@ -53,7 +53,7 @@ def read_row(members: Members) -> tuple[Messages, list[bytes]]:
             answer; more or fewer placeholders than images.
     """
     if (data := members.get("json")) is None:
-        raise missing("json", members, "json", ("json",))
+        raise missing_member("json", members, "json", ("json",))
     numbers = {name: name.rpartition(".")[0] for name in members if name.rpartition(".")[2] in IMAGE_KEYS}
     names = sorted((int(number or 0), name) for name, number in numbers.items() if f"0{number}".isdecimal())
     return read_conversation(json_record(data), len(names)), [members[name] for _, name in names]

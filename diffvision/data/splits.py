@@ -40,7 +40,7 @@ def named_splits(names: Iterable[str], where: Any) -> dict[str, str]:
     """
     splits: dict[str, str] = {}
     for name in names:
-        split = _only(splits_in(name), name, where) or name
+        split = _one_split(splits_in(name), name, where) or name
         if split in splits:
             raise ValueError(f"{where} has two {split} splits, {splits[split]} and {name}: give it only one of them")
         splits[split] = name
@@ -67,7 +67,7 @@ def by_split(files: Iterable[str], where: Any) -> dict[str, list[str]]:
         by_folder = {path: splits_in(*PurePosixPath(path).parts[:-1]) for path in paths}
         found = by_folder if any(by_folder.values()) else {path: file_split(PurePosixPath(path).name) for path in paths}
         for path in paths:
-            if of := _only(found[path], path, where):
+            if of := _one_split(found[path], path, where):
                 splits.setdefault(of, []).append(path)
     in_splits = {path for of_split in splits.values() for path in of_split}
     if splits and (others := [path for path in paths if path not in in_splits]):
@@ -78,7 +78,7 @@ def by_split(files: Iterable[str], where: Any) -> dict[str, list[str]]:
     return _order(splits)
 
 
-def _only(splits: set[str], name: str, where: Any) -> str | None:
+def _one_split(splits: set[str], name: str, where: Any) -> str | None:
     if len(splits) > 1:
         raise ValueError(f"{where}: {name} may be of {' or '.join(sorted(splits))}: rename it for its split")
     return next(iter(splits), None)

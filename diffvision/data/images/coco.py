@@ -14,7 +14,7 @@ from diffvision.data.images.image_set import Captions, ImageCollection, ImageFil
 from diffvision.data.images.image_tables import check_path, read_captions
 from diffvision.files import decoded
 
-_TRIED = 100  # images that are looked for, to find their folder
+_NAMES_TRIED = 100  # images that are looked for, to find their folder
 _KARPATHY = {"val": "validation", "restval": "train"}
 """Our names of his splits. `restval` is what he left over of COCO's val2014; everyone trains on it."""
 
@@ -80,7 +80,7 @@ def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
 
 
 def _collection(table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
-    folder = _find_folder(table, [name for name in islice(captions, _TRIED) if isinstance(name, str)])
+    folder = _find_folder(table, [name for name in islice(captions, _NAMES_TRIED) if isinstance(name, str)])
     resolved = folder.resolve()
     names = [check_path(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
     source = f"{table}, split {split}" if split else str(table)

@@ -33,7 +33,7 @@ MAX_CAPTION = 8000
 MAX_WORD = 1000
 """Characters of a caption between two spaces: byte-pair encoding takes quadratic time on one endless word."""
 MAX_JSON_BYTES = 1 << 20
-_AT_ONCE = 1 << 18  # pixels rescaled at a time: all at once, the largest image would take 2 GB
+_PIXELS_AT_A_TIME = 1 << 18  # pixels rescaled at a time: all at once, the largest image would take 2 GB
 BACKGROUND = (255, 255, 255)
 """What shows through where an image is transparent: white."""
 
@@ -122,7 +122,7 @@ def _rescale(image: Image.Image) -> Image.Image:
         finite = values[np.isfinite(values)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     scaled = np.empty(values.shape, np.uint8)
-    rows = max(1, _AT_ONCE // image.width)
+    rows = max(1, _PIXELS_AT_A_TIME // image.width)
     for top in range(0, image.height, rows):
         part = np.nan_to_num(values[top : top + rows].astype(np.float64), nan=low, posinf=high, neginf=low)
         scaled[top : top + rows] = np.rint(((part - low) * (255.0 / max(high - low, 1e-12))).clip(0, 255))

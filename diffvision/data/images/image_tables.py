@@ -28,7 +28,7 @@ COLUMNS = {
     "label": LABEL_NAMES,
 }
 """The usual names of the columns of tables and datasets."""
-_MISSING = ("nan", "-nan", "nat", "null", "none", "na", "<na>", "n/a", "#na", "#n/a", "#n/a n/a", "\\n", "[]")
+_MISSING_VALUES = ("nan", "-nan", "nat", "null", "none", "na", "<na>", "n/a", "#na", "#n/a", "#n/a n/a", "\\n", "[]")
 """As JSON, Python, pandas, R, Excel and databases write it."""
 _QUOTED = r"""(?:[uU]?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"))"""
 _ITEM = rf"(?:{_QUOTED}|None|nan|null|[-+]?\d[\d.e+-]*)"
@@ -84,7 +84,7 @@ def _parse_list(text: str) -> list[Any] | None:
 
 def is_missing(text: str) -> bool:
     """Return whether a text is a missing value, as other programs write it."""
-    return text.strip().lower() in _MISSING
+    return text.strip().lower() in _MISSING_VALUES
 
 
 def read_label(cell: Any, where: str) -> str:

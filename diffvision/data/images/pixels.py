@@ -28,7 +28,7 @@ Decoder = Literal["pillow", "torchvision"]
 - "torchvision": the same crops, with JPEGs decoded and pixels resized by torchvision in uint8. Few values differ,
   by one level; where an edge overshoots black or white, a value rarely differs by more.
 """
-SAME = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+EXACT_INTERPOLATIONS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
 """Interpolations by which torchvision makes Pillow's pixels; by others it makes other ones, or none."""
 
 
@@ -61,7 +61,7 @@ class Pixels:
             )
         modes = getattr(first, "interpolation", None)  # timm's "random" are several
         for mode in modes if isinstance(modes, tuple | list) else [modes]:
-            if decoder != "pillow" and mode not in SAME:
+            if decoder != "pillow" and mode not in EXACT_INTERPOLATIONS:
                 raise ValueError(f"decoder {decoder!r} does not interpolate as Pillow does by {mode}: set pillow")
 
     def __call__(self, image: Image.Image) -> Tensor:

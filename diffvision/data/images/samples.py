@@ -44,7 +44,7 @@ Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 
-def missing(what: str, members: Members, setting: str, types: Sequence[str]) -> BadSample:
+def missing_member(what: str, members: Members, setting: str, types: Sequence[str]) -> BadSample:
     """Return the reason where a sample lacks a member: what it has instead, and the setting that would read it.
 
     Args:
@@ -115,7 +115,7 @@ class ImageMember:
             if (data := members.get(key)) is not None:
                 transform = self.transform
                 return transform.read(data) if isinstance(transform, Pixels) else transform(decode_image(data))
-        raise missing("image", members, "image_key", IMAGE_KEYS)
+        raise missing_member("image", members, "image_key", IMAGE_KEYS)
 
 
 class CaptionMember:
@@ -146,7 +146,7 @@ class CaptionMember:
     def read(self, members: Members) -> str | list[str]:
         """Return the sample's caption, or all its captions as one text or a list."""
         if (data := members.get(self.key)) is None:
-            raise missing("caption", members, "caption_key", ("txt", "json"))
+            raise missing_member("caption", members, "caption_key", ("txt", "json"))
         if self.field:
             return json_field(data, self.field)
         limit = MAX_JSON_BYTES  # of many captions; one is cut much shorter
@@ -209,7 +209,7 @@ class ImageLabel(_ImageKind):
     def label(self, members: Members) -> int:
         """Return the class number of a sample."""
         if (data := members.get(self.key)) is None:
-            raise missing("label", members, "label_key", ("cls", "txt", "json"))
+            raise missing_member("label", members, "label_key", ("cls", "txt", "json"))
         label = json_label(data, self.field) if self.field else decode_label(data)
         if self.num_classes is not None and label >= self.num_classes:
             raise BadSample("label beyond the classes")

@@ -21,7 +21,7 @@ from diffvision.data.shards.sidecars import sha256_of
 _RETRY_AFTER = 60.0  # seconds before an unreadable shard is tried again: to give up on a server takes minutes
 _END_BYTES = 1 << 16  # read at either end of a shard of which only a count is known, to distinguish it from others
 _MAX_SAMPLE = 5 << 28  # bytes: a member of lines is at most 1 << 30
-_AGAIN = "write it again with diffvision.data.write_manifest"
+_REMEDY = "write it again with diffvision.data.write_manifest"
 
 
 class _Version(NamedTuple):
@@ -222,7 +222,7 @@ class ShardReader:
         if is_wrong and not is_other:
             raise ValueError(
                 f"shard {shard.shown} must hold {counted} samples by its manifest or sizes.json, got {len(index)}"
-                f"{index.damage and f' ({index.damage})'}: {_AGAIN}"
+                f"{index.damage and f' ({index.damage})'}: {_REMEDY}"
             )
         return "shard not as its manifest says" if is_other else ""
 
@@ -233,8 +233,8 @@ class ShardReader:
         is_copy = self._first is not None and version[:2] == self._first[:2] and self._digest == index.digest
         if not (is_first or is_copy):
             raise ValueError(
-                f"shard {self.shard.shown} was changed during the run and has no manifest: leave it alone or {_AGAIN}, "
-                "and start again"
+                f"shard {self.shard.shown} was changed during the run and has no manifest: leave it alone or "
+                f"{_REMEDY}, and start again"
             )
 
 

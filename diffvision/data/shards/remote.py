@@ -30,7 +30,7 @@ _SECRETS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^?\s'\"]*)(\?[^\
 _TRIES = 5
 _PAUSE = 1.0  # seconds before the second try; doubled before each later one
 _CONNECT, _READ = 20.0, 60.0  # seconds that a server may take to answer, and between two pieces
-_AGAIN = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
+_RETRIED_STATUSES = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
 _VERSION_FIELDS = ("ETag", "Last-Modified", "LastModified", "generation", "blob_id", "size")  # of http, s3, gs, hf
 _log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def _with_retries(location: str, act: Callable[[Any, str], Any]) -> Any:
                 raise FileNotFoundError("it does not exist") from error
             if is_full(cause):
                 raise
-            is_refused = isinstance(status, int) and status < 500 and status not in _AGAIN
+            is_refused = isinstance(status, int) and status < 500 and status not in _RETRIED_STATUSES
             message = without_secrets(str(cause)) or type(cause).__name__
             if is_refused or isinstance(cause, PermissionError) or number == _TRIES - 1:
                 raise OSError(message) from error

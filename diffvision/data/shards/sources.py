@@ -24,7 +24,7 @@ SIZES = "sizes.json"
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
-_AGAIN = "write it again with diffvision.data.write_manifest"
+_REMEDY = "write it again with diffvision.data.write_manifest"
 
 
 def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> list[Shard]:
@@ -168,7 +168,7 @@ def _directory(directory: Path) -> list[Shard]:
             name = min(counts.keys() ^ present)
             raise ValueError(
                 f"the manifest of {directory} must list what is there, got {name} "
-                f"{'missing' if name in counts else 'not listed'}: correct the directory, or {_AGAIN}"
+                f"{'missing' if name in counts else 'not listed'}: correct the directory, or {_REMEDY}"
             )
         return [Shard(str(directory / name), **fields) for name, fields in counts.items()]
     names = sorted(present, key=natural)
@@ -214,13 +214,13 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
         try:
             entries = parse(json.loads(text))
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{directory}/{name} is not of the layout that is read: {_AGAIN}") from None
+            raise ValueError(f"{directory}/{name} is not of the layout that is read: {_REMEDY}") from None
         for shard, fields in entries:
             _check_entry(shard, fields, f"{directory}/{name}")
         counts = dict(entries)
         if len(counts) < len(entries) or (name == MANIFEST and not entries):
             reason = "lists a shard more than once" if entries else "lists no shards, because writing was cut short"
-            raise ValueError(f"{directory}/{name} {reason}: {_AGAIN}")
+            raise ValueError(f"{directory}/{name} {reason}: {_REMEDY}")
         return counts
     return {}
 
@@ -240,10 +240,10 @@ def _sizes_entries(sizes: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _check_entry(shard: Any, fields: dict[str, Any], where: str) -> None:
     if not isinstance(shard, str) or "/" in shard or shard in ("", ".", "..") or shard.startswith("-"):
-        raise ValueError(f"names in {where} must be those of files in its folder, got {shard!r}: {_AGAIN}")
+        raise ValueError(f"names in {where} must be those of files in its folder, got {shard!r}: {_REMEDY}")
     for field in fields.keys() & {"samples", "bytes"}:
         if type(fields[field]) is not int or not 0 <= fields[field] < 1 << 62:
-            raise ValueError(f"{field} of {shard} in {where} must be a whole number, got {fields[field]!r}: {_AGAIN}")
+            raise ValueError(f"{field} of {shard} in {where} must be a whole number, got {fields[field]!r}: {_REMEDY}")
 
 
 def read_small_file(directory: str | Path, name: str) -> str | None:

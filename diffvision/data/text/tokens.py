@@ -38,7 +38,7 @@ MEMBER_DTYPE = np.dtype("<u4")  # of ids in samples, whatever that of their file
 BLOCK = 1 << 24  # tokens
 
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_AGAIN = "run `diffvision data tokenize` again"
+_REMEDY = "run `diffvision data tokenize` again"
 _READ_TOKENS = 1 << 20  # at a time, where a file is read from end to end
 
 
@@ -140,13 +140,13 @@ def read_account(folder: Path) -> TokenAccount:
         fields = json.loads(text)
         written = fields.pop("format")
         if written != TOKENS_FORMAT:
-            raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_AGAIN}")
+            raise ValueError(f"the format of {where} must be {TOKENS_FORMAT!r}, got {written!r:.40}: {_REMEDY}")
         account = TokenAccount(**fields)
         is_whole = account.sha256.keys() == account.dtypes.keys() and 0 <= account.eos_id < account.vocab_size
         if not (is_whole and account.count > 0 and account.seen >= account.documents > 0):
             raise KeyError
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{where} is damaged: {_AGAIN}") from None
+        raise ValueError(f"{where} is damaged: {_REMEDY}") from None
     return account
 
 
@@ -214,7 +214,7 @@ class TokenFiles:
             largest = int(self.array(IDS)[start : start + _READ_TOKENS].max())
             if largest >= self.account.vocab_size:
                 path, size = self.folder / IDS, self.account.vocab_size
-                raise ValueError(f"tokens in {path} must be below {size:,}, got {largest:,}: {_AGAIN}")
+                raise ValueError(f"tokens in {path} must be below {size:,}, got {largest:,}: {_REMEDY}")
 
     def _verify(self, name: str, digest_of: Callable[[Path, Callable], str] = sha256_of) -> str:
         """Return the stamp of a file whose size and sha256 are those of tokens.json."""
@@ -222,18 +222,18 @@ class TokenFiles:
         size = (account.documents if name == LENGTHS else account.count) * account.dtypes[name].itemsize
         since, found = self._stamp(name), path.stat().st_size
         if found != size:
-            raise ValueError(f"{path} must have {size:,} bytes, got {found:,}: copy it again, or {_AGAIN}")
+            raise ValueError(f"{path} must have {size:,} bytes, got {found:,}: copy it again, or {_REMEDY}")
         with bar("verifying", size >> 20) as advance:
             digest = digest_of(path, lambda: advance(1))
         if digest != account.sha256[name]:
-            raise ValueError(f"{path} was changed since it was written, by its sha256: copy it again, or {_AGAIN}")
+            raise ValueError(f"{path} was changed since it was written, by its sha256: copy it again, or {_REMEDY}")
         return since
 
     def _stamp(self, name: str) -> str:
         try:
             return stamp(self._paths[name])
         except OSError as error:
-            raise ValueError(f"{self.folder / name} cannot be read ({error.strerror}): {_AGAIN}") from None
+            raise ValueError(f"{self.folder / name} cannot be read ({error.strerror}): {_REMEDY}") from None
 
 
 class TokenWindows(SampleSource):
@@ -273,7 +273,7 @@ class TokenWindows(SampleSource):
         counts = [(block.stop - block.start - 1) // self.length for block in self._blocks]
         if not any(counts):
             raise ValueError(
-                f"{_named(self.files)} must hold more than {self.length:,} tokens, one window of data.length, got "
+                f"{_join_names(self.files)} must hold more than {self.length:,} tokens, one window of data.length, got "
                 f"{self.account.count:,}: lower data.length"
             )
         return counts
@@ -359,15 +359,15 @@ def _join(files: list[TokenFiles]) -> TokenAccount:
     joined = TokenAccount(first.vocab_size, first.eos_id, first.fingerprint, first.dtype, chat=first.chat)
     for account in (file.account for file in files):
         if (account.chat is None) != (first.chat is None):
-            raise ValueError(f"{_named(files)} join text and conversations: train on either alone")
+            raise ValueError(f"{_join_names(files)} join text and conversations: train on either alone")
         if account.tokenizer != first.tokenizer:
-            raise ValueError(f"{_named(files)} must have one tokenizer: tokenise the text again with one")
+            raise ValueError(f"{_join_names(files)} must have one tokenizer: tokenise the text again with one")
         joined.add(account)
         joined.count, joined.learned = joined.count + account.count, joined.learned + account.learned
     return joined
 
 
-def _named(files: list[TokenFiles]) -> str:
+def _join_names(files: list[TokenFiles]) -> str:
     return " and ".join(str(file.folder) for file in files)
 
 
