@@ -111,7 +111,6 @@ OF_THE_INPUT = {
     "inspect CLIP-debug --output photos": "photos",
     "generate last.ckpt --prompt hi": "last.ckpt",
     "generate last.ckpt --prompt hi --temperature -1": "temperature",
-    "generate last.ckpt --prompt hi --tokenizer nothing.json": "nothing.json",
     "export last.ckpt out": "last.ckpt",
     "convert nowhere.pt out --to openclip": "nowhere.pt",
     "adapt vit_base_patch16_225 out": "vit_base_patch16_224",

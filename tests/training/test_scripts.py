@@ -147,9 +147,9 @@ def test_captions_may_be_strings():
         (
             "clip",
             "language",
-            r"a batch has no image, text \(only tokens\)",
+            "image, text, got only tokens",
         ),
-        ("vision", "clip", r"a batch has no label \(only image, text\)"),
+        ("vision", "clip", "label, got only image, text"),
     ],
 )
 def test_another_batch_is_named(kind, other, sentence):
