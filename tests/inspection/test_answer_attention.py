@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration as Llava
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.inspection import answer_attention as answers
 from diffvision.inspection import inspect
-from diffvision.inspection.answer_attention import look
+from diffvision.inspection.answer_attention import inspect_answer
 from diffvision.inspection.inputs import Picture
 from diffvision.models.vision_language import create, make_processor, with_image_token
 from diffvision.opening import Model
@@ -62,7 +62,7 @@ def test_the_maps_are_those_of_transformers(tokenizer, pictures, monkeypatch):
         image_token="<image>",
     )
     vlm = Model("llava", "transformers", model, processor=processor)
-    answer = look(vlm, pictures, ASKED)
+    answer = inspect_answer(vlm, pictures, ASKED)
     asked = processor(text=f"<image><image>{ASKED}", images=[one.image for one in pictures],
                       return_tensors="pt")  # fmt: skip
     model.set_attn_implementation("eager")
@@ -71,10 +71,10 @@ def test_the_maps_are_those_of_transformers(tokenizer, pictures, monkeypatch):
     token = model.generate(**asked, do_sample=False, max_new_tokens=1)[0, -1]
     assert answer.words == [words.decode(token).strip()]
     torch.testing.assert_close(answer.maps["attention"][0], torch.stack(rows).mean(0))
-    last = look(vlm, pictures, ASKED, [1])
+    last = inspect_answer(vlm, pictures, ASKED, [1])
     torch.testing.assert_close(last.maps["attention"][0], rows[1])
     with pytest.raises(ValueError, match="layers"):
-        look(vlm, pictures, ASKED, [1, 2])
+        inspect_answer(vlm, pictures, ASKED, [1, 2])
 
 
 def test_both_maps_and_their_difference(tokenizer, pictures):
@@ -82,7 +82,7 @@ def test_both_maps_and_their_difference(tokenizer, pictures):
     for layer in vlm.module.language_model.modules():
         if hasattr(layer, "lambda_proj"):
             torch.nn.init.zeros_(layer.lambda_proj.weight)  # lambda is sigmoid(0)
-    answer = look(vlm, pictures, ASKED)
+    answer = inspect_answer(vlm, pictures, ASKED)
     first, second, difference = answer.maps.values()
     assert list(answer.maps) == ["map 1", "map 2", "difference"]
     assert first.shape == (len(answer.words), 2, 4, 4)

@@ -39,7 +39,7 @@ def test_answers_are_compared_by_value(opened, tmp_path, monkeypatch):
         texts = [next(text for question, text in outputs.items() if question in one) for one in asked]
         return [model.tokenizer.encode(text) for text in texts]
 
-    monkeypatch.setattr(module, "continued", answer)
+    monkeypatch.setattr(module, "continue_greedily", answer)
     new_tokens = len(opened.tokenizer.encode("no idea"))
     results = mathematics(opened, read_questions([write(tmp_path / "a.jsonl", *rows)]), new_tokens=new_tokens)
     assert results["accuracy"].values.tolist() == [True, True, False, False]
