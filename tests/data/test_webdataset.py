@@ -82,6 +82,15 @@ def test_what_cannot_be_used_is_left_out_with_a_warning(corpus, tmp_path):
     assert batch["label"].tolist() == [number % 10 for number in range(20) if number != 3]
 
 
+def test_a_caption_in_json_that_was_not_decoded_is_an_error(corpus):
+    sample = {"png": torch.zeros(3, 2, 2), "json": b'{"caption": "a"}'}
+    data = ImageTextData(
+        wds.DataPipeline([[sample]]), 1, num_workers=0, tokenizer=corpus.tokenize, caption_key="json:caption"
+    )
+    with pytest.warns(UserWarning, match="own order"), pytest.raises(TypeError, match="bytes, not text"):
+        list(data.train_dataloader())
+
+
 @pytest.mark.parametrize("sample", [(torch.zeros(4, 3, 2, 2), ["a"] * 4), {"png": torch.zeros(3, 2, 2)}, "text"])
 def test_what_is_no_sample_is_an_error(corpus, sample):
     data = ImageTextData(wds.DataPipeline([[sample]]), 1, num_workers=0, tokenizer=corpus.tokenize)

@@ -89,6 +89,17 @@ def test_a_models_own_architecture_arguments(tmp_path):
     assert (tmp_path / "model" / "README.md").read_text() == "# A model"
 
 
+def test_siglip_keeps_its_bias(tmp_path):
+    module = ContrastiveModule("CLIP-debug", loss="siglip")
+    torch.nn.init.constant_(module.model.logit_bias, -3.5)
+    checkpoint = {"state_dict": {f"model.{k}": v for k, v in module.model.state_dict().items()}}
+    module.on_save_checkpoint(checkpoint)
+    torch.save({"pytorch-lightning_version": "2.6.6", **checkpoint}, tmp_path / "last.ckpt")
+    loaded = open_model("CLIP-debug", tmp_path / "last.ckpt")
+    save_folder(loaded.module, tmp_path / "folder", config=loaded.config)
+    assert open_clip.create_model(f"local-dir:{tmp_path / 'folder'}").logit_bias.item() == -3.5
+
+
 def test_bad_input_leaves_nothing(tmp_path):
     model = timm.create_model("diff_vit_debug")
     (tmp_path / "there").mkdir()

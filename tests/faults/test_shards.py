@@ -82,6 +82,28 @@ def test_members_of_a_sample_that_lie_apart_are_never_paired():
     assert skipped == {"missing caption": EACH, "missing image": EACH}
 
 
+def test_fewer_shards_than_ranks_and_workers_are_shared():
+    write_data(shards=1)
+    ranks = [loader_of(rank=rank, world_size=2, num_workers=2) for rank in range(2)]
+    seen = [number for loader in ranks for batch in loader for number in batch["text"][:, 0].tolist()]
+    assert sorted(seen) == list(range(EACH))
+
+
+def test_shards_that_vanish_during_an_epoch_are_counted():
+    write_data()
+    loader = loader_of(window=1, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    # Workers may be writing notes next to the shards.
+    for shard in Path("shards").glob("*.tar"):
+        shard.unlink()
+    for _ in batches:
+        pass
+    report = loader.report
+    assert set(report.skipped) == {"unreadable shard"}, report.summary()
+    assert report.seen + report.bad == report.total
+
+
 def test_links_under_the_names_of_manifests_are_not_written_through():
     write_tar(Path("0.tar"), [{"__key__": "0", "txt": "a"}])
     Path("elsewhere").mkdir()

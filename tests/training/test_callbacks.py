@@ -112,6 +112,20 @@ def test_a_large_incomplete_batch_is_reported_once(total, step, says):
     assert module.printed == ["192/240 samples used in each epoch (incomplete last batch of 64 dropped)"] * says
 
 
+def test_data_report_counts_the_loops_batches():
+    loader = SimpleNamespace(report=Report(50, tail=2, seen=48), batch_size=16)
+    run, module, report = trainer(train_dataloader=loader), Module(), DataReport()
+    report.on_train_start(run, module)
+    for _ in range(3):
+        report.on_train_batch_end(run, module, None, {}, 0)
+    report.on_train_epoch_end(run, module)
+    assert module.printed == ["epoch 1: 48 seen + 0 skipped = 48 of 50 samples"]
+    assert module.logged["data/seen"] == 48
+    report.on_train_batch_end(run, module, None, {}, 0)
+    with pytest.raises(RuntimeError, match="trained on 16 samples"):
+        report.on_train_epoch_end(run, module)  # an epoch that gave one batch, with an account of three
+
+
 def test_lambda_monitor_logs_each_layer_on_logging_steps_only():
     import timm
 

@@ -81,6 +81,16 @@ def test_validation_counts_every_sample_once(processes):
     assert metrics["val/loss"] == pytest.approx(F.cross_entropy(logits, label).item(), rel=1e-5)
 
 
+def test_fewer_than_five_classes_have_no_top_five():
+    module, data = make(), Images()
+    module.num_classes = 4
+    for row in data.rows:
+        row["label"] %= 4
+    module.model.reset_classifier(4)
+    (metrics,) = trainer().validate(module, datamodule=data, verbose=False)
+    assert metrics.keys() == {"val/acc1", "val/loss", "val/samples"}
+
+
 def test_mixup_trains_on_soft_targets_and_wants_pairs(monkeypatch):
     seen = []
     original = F.cross_entropy

@@ -159,6 +159,12 @@ def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
     assert all(g["lr"] == pytest.approx(0.1) for g in optimizer.param_groups)
 
 
+def test_a_saved_configuration_runs_again(shards, whole, tmp_path):
+    saved = Path(whole.trainer.log_dir) / "config.yaml"
+    again = fit(["fit", f"--config={saved}", f"--trainer.logger.save_dir={tmp_path}", "--trainer.max_steps=5"])
+    assert all(torch.equal(v, weights(again)[k]) for k, v in weights(whole).items())
+
+
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
     [

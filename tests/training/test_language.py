@@ -106,6 +106,21 @@ def test_losses_and_gradients_in_narrower_dtypes(dtype, rtol):
         assert (actual - wanted).norm() <= rtol * wanted.norm()
 
 
+def test_autocast_takes_products_in_its_dtype_and_gives_float32_gradients():
+    hidden = torch.randn(50, 32, requires_grad=True)
+    weight = (torch.randn(60, 32) / 6).requires_grad_()
+    targets = torch.randint(0, 60, (50,))
+    exact = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = linear_cross_entropy(hidden, weight, targets)
+    assert loss.item() != exact.item()
+    for actual, wanted in zip(
+        torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(exact, [hidden, weight]), strict=True
+    ):
+        assert actual.dtype == torch.float32
+        assert (actual - wanted).norm() <= 0.02 * wanted.norm()
+
+
 def test_a_second_backward_pass_is_refused_and_none_costs_no_gradients():
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
     loss, _ = linear_cross_entropy(hidden, weight, torch.randint(0, 9, (4,)))

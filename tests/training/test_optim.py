@@ -158,6 +158,14 @@ def test_each_tower_has_its_own_layer_decay():
         ContrastiveModule("DiffCLIP-debug-0.2", text_layer_decay=1.5)
 
 
+def test_undecayed_names_and_a_locked_model():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False))
+    (group,) = param_groups(model, 0.5, undecayed={"0.weight"})
+    assert group["weight_decay"] == 0.0
+    with pytest.raises(ValueError, match="locked"):
+        param_groups(model.requires_grad_(False), 0.5)
+
+
 COSINE = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
 
 

@@ -325,6 +325,15 @@ def digits(tmp_path_factory) -> Path:
     return directory
 
 
+def test_data_take_transforms_and_tokenizer_from_the_module(digits):
+    data = ImageTextData(f"{digits}/train", 8, num_workers=0)
+    with pytest.raises(ValueError, match="tokenizer"):
+        data.train_dataloader()
+    made = trainer(seen := Seen(), max_steps=1)
+    made.fit(make("clip", preprocess={"mean": [9.0, 9.0, 9.0], "std": [1.0, 1.0, 1.0]}), datamodule=data)
+    assert seen.batches[0]["image"].max() < -7.5  # normalised as the module says
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("text")

@@ -151,6 +151,17 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     assert count == learned.sum()
 
 
+def test_validation_weighs_tokens():
+    module = make()
+    trainer = train(module, limit_val_batches=1.0, max_steps=1)
+    with torch.no_grad():
+        _, nats, count = module.eval().sum_losses(Rows.collate(Rows().rows))
+    torch.testing.assert_close(
+        trainer.callback_metrics["val/loss"].double(), (nats / count).double(), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(trainer.callback_metrics["val/perplexity"], (nats / count).exp(), rtol=1e-5, atol=0)
+
+
 def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains_every_part():
     plain, again = Gradients(), Gradients()
     train(make(), plain)
@@ -294,6 +305,19 @@ def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_pa
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     again = make(tokenizer, name=f"local-dir:{tmp_path / 'folder'}", language_args=None)
     same(dict(theirs.state_dict()), dict(again.model.state_dict()), 0, 0)
+
+
+def test_a_checkpoint_is_not_opened_with_another_tokenizer(tokenizer, tmp_path):
+    train(make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
+    train_tokenizer(["other other words words"], 258).save(tmp_path / "tokenizer.json")  # comes before the recorded one
+    with pytest.raises(ValueError, match="is not the tokenizer that"):
+        open_vlm(tmp_path / "x.ckpt")
+    (tmp_path / "tokenizer.json").unlink()
+    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    content["diffvision"]["tokenizer"] = "elsewhere"
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(FileNotFoundError, match="elsewhere"):
+        open_vlm(tmp_path / "x.ckpt")
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")

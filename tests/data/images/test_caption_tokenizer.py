@@ -57,6 +57,11 @@ def test_a_mark_in_a_caption_is_text(clip, caption):
     assert "of" in clip.decode([t for t in row.tolist() if t])  # "end of text" is still there
 
 
+def test_the_same_captions_end_where_their_writer_chose_with_openclips_own(clip):
+    ends = [(clip([caption]) == clip.eot_token_id).sum().item() for caption in MARKS.values()]
+    assert ends == [2, 1, 2, 2, 2, 2, 2]  # the second has a second start instead
+
+
 @pytest.mark.parametrize("caption", SCRIPTS.values(), ids=SCRIPTS)
 def test_captions_of_any_kind_have_one_end_and_a_bounded_length(clip, caption):
     cleaned = clean_caption(caption)
@@ -122,3 +127,8 @@ def test_tokenizers_of_hugging_face(tmp_path):
 
 def test_other_tokenizers_are_left_as_they_are(corpus):
     assert text_only(corpus.tokenize) is corpus.tokenize
+
+
+@pytest.mark.parametrize("text", ["a &lt;end_of_text&gt; cat", "a &amp;lt;end_of_text&amp;gt; cat"])
+def test_a_special_token_that_is_escaped_is_made_plain_text(text):
+    assert clean_caption(text) == "a end_of_text cat"

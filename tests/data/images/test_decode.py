@@ -13,6 +13,7 @@ from diffvision.data.images.decode import (
     decode_label,
     decode_text,
     json_field,
+    open_image,
     to_rgb,
 )
 from diffvision.data.shards.sample import BadSample
@@ -143,6 +144,19 @@ def test_flipped_bits_of_a_png_are_noticed():
     data[200] ^= 0xFF
     with pytest.raises(BadSample):
         decode_image(bytes(data))
+
+
+def test_opening_reads_the_header_only():
+    image = open_image(encoded(Image.new("L", (5, 6)))[:60])
+    assert (image.format, image.size, image.mode) == ("PNG", (5, 6), "L")
+
+
+def test_captions_are_stripped_cut_and_never_empty():
+    assert clean_caption("  a cat \n") == "a cat"
+    assert clean_caption("x" * 1_000_000) == "x" * 1000
+    for blank in ("", " \t\n", "\u3000"):
+        with pytest.raises(BadSample, match="empty caption"):
+            clean_caption(blank)
 
 
 @pytest.mark.parametrize("caption", ["a <end_of_text> b", "a <START_OF_TEXT> b", "<end_of_text>"])

@@ -404,6 +404,23 @@ def test_splits_of_parquet_as_on_the_hub(tmp_path):
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (2, 1)
 
 
+def test_classes_that_parquet_numbers_stay_and_one_split_is_opened(captioned, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    names = ["zebra", "ant"]
+    features = datasets.Features({"file": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    for split, labels in (("train", [0, 1, 0]), ("test", [0])):
+        rows = {"file": [f"{n}.png" for n in range(len(labels))], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(captioned / f"{split}.parquet"))
+    opened, load = [], datasets.Dataset.from_parquet
+    monkeypatch.setattr(
+        datasets.Dataset, "from_parquet", lambda files, **kw: (opened.extend(files), load(files, **kw))[1]
+    )
+    for split, labels in (("train", [0, 1, 0]), ("test", [0])):
+        images = find_images(captioned, split)
+        assert (images.labels.tolist(), images.classnames) == (labels, ("zebra", "ant"))
+    assert opened == [str(captioned / "train.parquet"), str(captioned / "test.parquet")]
+
+
 @pytest.mark.parametrize("ending", ["csv", "parquet", "mixed"])
 def test_a_test_split_may_have_no_labels(captioned, ending):
     (captioned / "flat").mkdir()

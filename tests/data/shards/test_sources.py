@@ -181,3 +181,9 @@ def test_a_file_that_is_not_utf_8_is_named(name, tmp_path, serve):
         url, _ = serve(tmp_path)
         with pytest.raises(ValueError, match=f"{url}/{name} is not UTF-8"):
             find_shards(f"{url}/0.tar")
+
+
+def test_the_mark_that_editors_put_before_utf_8_is_not_content(tmp_path):
+    touch(tmp_path, "0.tar")
+    (tmp_path / "sizes.json").write_bytes(b'\xef\xbb\xbf{"0.tar": 7}')
+    assert find_shards(tmp_path) == [Shard(str(tmp_path / "0.tar"), samples=7)]

@@ -81,6 +81,15 @@ def test_validation_sees_each_sequence_once(places, world_size):
     assert 0 < sizes[-1] <= 10
 
 
+def test_ranks_and_epoch_come_from_the_trainer(places):
+    data = data_of(places, "tokens")
+    alone = read(data.train_dataloader())
+    data.trainer = SimpleNamespace(global_rank=1, world_size=2, current_epoch=0)
+    assert read(data.train_dataloader()) == [{"tokens": batch["tokens"][2:]} for batch in alone]
+    data.trainer.current_epoch = 2
+    assert data.train_dataloader().epoch == 2
+
+
 @pytest.mark.parametrize("source", ["text", "tokens"])
 def test_a_model_with_too_few_tokens_is_refused_before_any_work(places, source):
     def prepare(vocab_size):

@@ -1,5 +1,6 @@
 """Checkpoints on disk: killed at every point of a save, damaged, on a full disk; and those of each of our modules."""
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -136,6 +137,21 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(damage, reason, tmp
     assert (path, step) == (first, 1)
     assert list(faults) == [second]
     assert reason in faults[second]
+
+
+def test_what_cannot_be_read_is_passed_over(tmp_path, monkeypatch):
+    first, second = save(tmp_path / LAST, 1), save(tmp_path / PREEMPTED, 2)
+    whole = checkpoints.zipfile.ZipFile
+
+    def bad_block(path, *args, **kwargs):
+        if path == second:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoints.zipfile, "ZipFile", bad_block)
+    path, _, faults = find_newest([tmp_path])
+    assert path == first
+    assert list(faults) == [second]
 
 
 def test_other_names_are_not_resumed_from(tmp_path):

@@ -212,6 +212,14 @@ def test_the_last_step_ends_by_itself(tmp_path):
     assert (code, module.hooks[-1]) == (0, ("on_save_checkpoint", 6))
 
 
+def test_during_a_save_it_is_finished_and_another_follows(tmp_path):
+    module = Tiny(1, send(signal.SIGTERM), hook="on_save_checkpoint")
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _, code = fitted(tmp_path, module, callbacks=[every])
+    assert (code, saved(tmp_path)["global_step"]) == (143, 2)
+    assert find_newest([tmp_path])[2] == {}
+
+
 def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
     handlers = []
 

@@ -299,6 +299,17 @@ def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
     check_resumable(str(checkpoint), module, world_size=4, ranks="any")
 
 
+@pytest.mark.parametrize("content", [{"state_dict": {}, "global_step": 1}, {"object": Path(".")}, [1], None], ids=repr)
+def test_what_is_no_checkpoint_is_refused(content, tmp_path):
+    path = tmp_path / "x.ckpt"
+    if content is None:
+        path.write_bytes(b"PK\x03\x04 and no more")
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=r"cannot resume from .*x.ckpt"):
+        check_resumable(str(path), Tiny(layers=2), world_size=1, ranks="same")
+
+
 def hold(directory, ready, done):
     with lock_directory(directory):
         ready.set()
