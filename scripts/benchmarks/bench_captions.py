@@ -27,11 +27,12 @@ def train(model: Any, length: int) -> float:
     return time.process_time() - start
 
 
-for name in sys.argv[1:] or ("CLIP-ViT-S-16", "DiffCLIP-ViT-S-16"):
-    models = {n: open_clip.create_model(name, force_context_length=n) for n in (25, 51, 77, 82, 165, 248)}
-    rounds = [{n: train(model, n) for n, model in models.items()} for _ in range(ROUNDS + 1)][1:]
-    for buckets in ((25, 51, 77), (82, 165, 248)):
-        tokens = BATCH * (buckets[-1] + 1) / 2
-        padded = statistics.median(tokens / one[buckets[-1]] for one in rounds)
-        in_buckets = statistics.median(tokens / statistics.mean(one[n] for n in buckets) for one in rounds)
-        print(f"{name}, {buckets[-1]} tokens: {padded:,.0f} tokens/s padded, {in_buckets:,.0f} in buckets")
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ("CLIP-ViT-S-16", "DiffCLIP-ViT-S-16"):
+        models = {n: open_clip.create_model(name, force_context_length=n) for n in (25, 51, 77, 82, 165, 248)}
+        rounds = [{n: train(model, n) for n, model in models.items()} for _ in range(ROUNDS + 1)][1:]
+        for buckets in ((25, 51, 77), (82, 165, 248)):
+            tokens = BATCH * (buckets[-1] + 1) / 2
+            padded = statistics.median(tokens / one[buckets[-1]] for one in rounds)
+            in_buckets = statistics.median(tokens / statistics.mean(one[n] for n in buckets) for one in rounds)
+            print(f"{name}, {buckets[-1]} tokens: {padded:,.0f} tokens/s padded, {in_buckets:,.0f} in buckets")
