@@ -136,9 +136,8 @@ class AttentionLayer(nn.Module):
     recorded: ClassVar[tuple[str, ...]] = ()
     _group: int  # queries that lie together in `q_proj`'s rows
     _modulates: ClassVar[bool] = False  # whether `modulate` does anything
-    head_norm_eps: ClassVar[float] = 1e-5
-    # The factor of a head's output after its norm.
-    output_factor: float = 1.0
+    norm_eps: ClassVar[float] = 1e-5  # of the norm of heads
+    output_factor: float = 1.0  # of a head's output, after its norm
 
     def __init__(
         self,
@@ -185,14 +184,11 @@ class AttentionLayer(nn.Module):
         linear = nn.Linear if qkv_bias else Linear
         self.q_proj = linear(dim, self._count_queries(num_heads) * head_dim, bias=qkv_bias, **factory_kwargs)
         self.k_proj = linear(context_dim, num_kv_heads * self.key_maps * head_dim, bias=qkv_bias, **factory_kwargs)
-        self.v_proj = linear(
-            context_dim, num_kv_heads * self.values_per_head * self.value_dim, bias=qkv_bias, **factory_kwargs
-        )
+        values = num_kv_heads * self.values_per_head * self.value_dim
+        self.v_proj = linear(context_dim, values, bias=qkv_bias, **factory_kwargs)
         self.q_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(head_dim, eps=1e-6, **factory_kwargs) if qk_norm else nn.Identity()
-        self.head_norm = (
-            HeadNorm(self.value_dim, eps=self.head_norm_eps, **factory_kwargs) if head_norm else nn.Identity()
-        )
+        self.head_norm = HeadNorm(self.value_dim, eps=self.norm_eps, **factory_kwargs) if head_norm else nn.Identity()
         linear = nn.Linear if proj_bias else Linear
         self.proj = linear(num_heads * self.value_dim, dim, bias=proj_bias, **factory_kwargs)
         self.proj_drop = nn.Dropout(proj_drop)

@@ -26,7 +26,7 @@ class CodaAttention(DifferentialLayer):
     """
 
     variant, key_maps, value_maps, lambda_by_token = "coda", 1, 1, True
-    identifying_weight, head_norm_eps = "theta", 1e-6
+    identifying_weight, norm_eps = "theta", 1e-6
     no_adapting = ", but the norm of its heads changes every output"
 
     def __init__(
