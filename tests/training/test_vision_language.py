@@ -5,6 +5,8 @@ import pytest
 import torch
 import training_fits
 from PIL import Image
+from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from training_fits import Gradients, same
@@ -341,6 +343,20 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
         train(make(), data=data)
     with pytest.raises(ValueError, match="tokenizer"):
         make().processor  # noqa: B018
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_the_eager_one(monkeypatch):
+    compiled, backend = nn.Module.compile, {"backend": "aot_eager", "options": None}  # Inductor takes minutes
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | backend))
+    eager, whole = make(), make(compile=True)
+    train(eager, max_steps=3)
+    counters.clear()
+    train(whole, max_steps=3)
+    assert counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"]
+    torch.testing.assert_close(whole.model.state_dict(), eager.model.state_dict(), rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
 
 
 # --- two processes ---

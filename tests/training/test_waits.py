@@ -56,6 +56,17 @@ def language(model, **row):
     return LanguageModule(model, model_args=SMALL, optimizer=OPTIMIZER, z_loss=1e-4), {"tokens": tokens} | row
 
 
+def vision_language():
+    pytest.importorskip("transformers")
+    from diffvision.training.vision_language import VisionLanguageModule
+
+    tokens = torch.ones(24, dtype=torch.int64)
+    tokens[1:17] = 50  # the image
+    sizes = {"vocab_size": 50, "max_length": 64}
+    row = {"tokens": tokens, "learned": torch.arange(24) > 18, "image": IMAGE}
+    return VisionLanguageModule("vlm-debug", language_args=sizes, optimizer=OPTIMIZER), row
+
+
 CASES = {
     "contrastive": contrastive,
     "contrastive, siglip": lambda: contrastive(loss="siglip"),
@@ -63,8 +74,8 @@ CASES = {
     "classification": lambda: classification("diff_vit_debug"),
     "language": lambda: language("diff-3m"),
     "language, documents": lambda: language("diff-3m", documents=torch.arange(13) // 4),
-    # not vision and language: transformers looks once a step whether positions are packed
     "language, answers": lambda: language("diffv2-3m", learned=torch.arange(13) > 4),
+    "vision and language": vision_language,
 }
 
 
@@ -96,6 +107,9 @@ def test_a_step_on_the_meta_device_reads_nothing(case, monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta"])
     monkeypatch.setattr(fit_loop, "has_len_all_ranks", lambda *args: True)  # before the first step it reads a number
     monkeypatch.setattr(torch, "autocast", autocast_of_meta)
+    if case == "vision and language":
+        # the one number of a step that transformers reads: whether positions are packed
+        monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     module, row = CASES[case]()
     trainer = pl.Trainer(
         strategy=SingleDeviceStrategy(torch.device("meta"), Meta()),
