@@ -64,11 +64,17 @@ def _line(text: str, where: str) -> Any:
 def _parquet(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a parquet file without their empty cells."""
     try:
+        import pyarrow
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise ValueError(f'.parquet files are read by pyarrow ({error}): pip install "diffvision[data]"') from None
     try:
-        rows = read_table(path).to_pylist()
+        table = read_table(path)
+        for index, field in enumerate(table.schema):
+            if field.type in (pyarrow.float16(), pyarrow.float32()):  # 0.1, and not 0.10000000149
+                numbers = table.column(index).cast(pyarrow.float32()).cast(pyarrow.string())
+                table = table.set_column(index, field.name, numbers.cast(pyarrow.float64()))
+        rows = table.to_pylist()
     except FileNotFoundError:
         raise
     except (OSError, OverflowError, ValueError) as error:  # pyarrow's are among them

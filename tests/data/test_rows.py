@@ -38,6 +38,11 @@ def test_parquet(tmp_path):
     rows = [*ROWS, {"question": "d", "answers": None}]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "A.PARQUET")
     assert list(read_rows(tmp_path / "A.PARQUET")) == [*LISTED, (3, {"question": "d"})]
+    for kind in (arrow.float32(), arrow.float64()):
+        table = arrow.table({"answer": arrow.array([0.1, None, float("inf"), 1e-30], kind)})
+        parquet.write_table(table, tmp_path / "f.parquet")
+        expected = [{"answer": 0.1}, {}, {"answer": float("inf")}, {"answer": 1e-30}]
+        assert [row for _, row in read_rows(tmp_path / "f.parquet")] == expected
     parquet.write_table(arrow.table({"text": [str(number) for number in range(9999)]}), tmp_path / "d.parquet")
     data = bytearray((tmp_path / "d.parquet").read_bytes())
     data[1000:1040] = bytes(40)
