@@ -136,7 +136,7 @@ class Conversation:
         self._check(processor)
 
     def _check(self, processor: Any) -> None:
-        """Compare the tokens of an example with the processor's, and note those that begin a text and are no part."""
+        """Check that an example has the processor's tokens; record those that its tokenizer puts before every text."""
         picture, text = Image.new("RGB", (64, 32)), {"type": "text", "text": "What is it?"}
         ids = self._expand(self.chat.check_training([{"type": "image"}, text], [text]))
         if self.placeholder not in ids:  # not all versions of transformers refuse it

@@ -386,7 +386,7 @@ class AttentionLayer(nn.Module):
         return self.head_norm(heads)
 
     def modulate(self, heads: Float[Tensor, "B H N V"], x: Float[Tensor, "B N dim"]) -> Float[Tensor, "B H N V"]:
-        """Return what `finish` returned as the output projection takes it; x are the queries' tokens."""
+        """Modulate the output of `finish` by the tokens x, as gated variants do; returns it unchanged by default."""
         return heads
 
     @classmethod
