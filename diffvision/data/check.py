@@ -23,6 +23,7 @@ from diffvision.data.conversations import conversation_key, read_row
 from diffvision.data.images.decode import check_processed, decode_image
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.data.images.samples import (
+    IMAGE_KEYS,
     CaptionMember,
     ImageLabel,
     ImageMember,
@@ -96,17 +97,17 @@ def _check_documents(members: Members) -> None:
         check_document(data, name)
 
 
-def _find_reading(shards: Sequence[Shard], directory: Path) -> _Reading:
+def _find_reading(shards: Sequence[Shard], directory: Path, image: ImageMember) -> _Reading:
     """Return how to read the shards of one directory, by the first of them that has samples."""
     for shard in filter(is_file, shards):
         with suppress(OSError, ValueError):
             index, samples = open_shard(shard)
             if len(index):
-                return _reading_of(index, samples, directory)
-    return _read_by("txt")
+                return _reading_of(index, samples, directory, image)
+    return _read_by(image, "txt")
 
 
-def _reading_of(index: ShardIndex, samples: ShardSet, directory: Path) -> _Reading:
+def _reading_of(index: ShardIndex, samples: ShardSet, directory: Path, image: ImageMember) -> _Reading:
     """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
     if index.types and {name.rpartition(".")[2] for name in index.types} <= {"txt", "json", "jsonl"}:
         return "text", _check_documents
@@ -118,13 +119,12 @@ def _reading_of(index: ShardIndex, samples: ShardSet, directory: Path) -> _Readi
     if any(map(conversation_key, first)):
         return "conversations", _check_conversation
     if any(map(label_key, first)) and not any(map(caption_key, first)):
-        return _read_by(label=find_label_key(samples))
-    return _read_by(find_caption_key(samples))
+        return _read_by(image, label=find_label_key(samples))
+    return _read_by(image, find_caption_key(samples))
 
 
-def _read_by(caption: str | None = None, label: str | None = None) -> _Reading:
+def _read_by(image: ImageMember, caption: str | None = None, label: str | None = None) -> _Reading:
     """Return how training reads images with captions or class numbers, by its settings caption_key and label_key."""
-    image = ImageMember(_no_tensor)
     if label is not None:
         return f"label_key {label}", ImageLabel(image, label).decode
     key = caption or "txt"
@@ -145,7 +145,12 @@ class _Calls(Dataset):
 
 
 def check_shards(
-    source: Source, num_workers: int = 2, *, caption_key: str | None = None, label_key: str | None = None
+    source: Source,
+    num_workers: int = 2,
+    *,
+    image_key: str | Sequence[str] = IMAGE_KEYS,
+    caption_key: str | None = None,
+    label_key: str | None = None,
 ) -> list[ShardCheck]:
     """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
 
@@ -154,6 +159,7 @@ def check_shards(
     Args:
         source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
         num_workers: processes.
+        image_key: as in training.
         caption_key, label_key: as in training; by default what the samples of each directory have.
 
     Raises:
@@ -161,13 +167,14 @@ def check_shards(
     """
     if caption_key and label_key:
         raise ValueError("caption_key and label_key belong to different trainings: give one of them")
-    chosen = _read_by(caption_key, label_key) if caption_key or label_key else None
+    image = ImageMember(_no_tensor, image_key)
+    chosen = _read_by(image, caption_key, label_key) if caption_key or label_key else None
     calls: list[Callable[[], ShardCheck]] = []
     for directory, shards in list_directories(source).items():
         if (directory / TOKENS).is_file():
             calls.append(partial(_check_tokens, directory))
             continue
-        reading = chosen or _find_reading(shards, directory)
+        reading = chosen or _find_reading(shards, directory, image)
         listed = read_counts(directory) if directory.is_dir() else {}
         for shard in shards:
             problems = ["not in the manifest"] if listed and shard.name not in listed else []

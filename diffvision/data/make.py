@@ -54,6 +54,7 @@ def make_command(name: str) -> Callable[..., int]:
 def check(
     source: str | list[str],
     num_workers: int = 2,
+    image_key: str | list[str] | None = None,
     caption_key: str | None = None,
     label_key: str | None = None,
 ) -> int:
@@ -62,12 +63,15 @@ def check(
     Args:
         source: shards as training takes them (several as [a,b]), or folders of shards at any depth.
         num_workers: processes.
+        image_key: as in training: the member types that hold an image, jpg, jpeg, png and webp by default.
         caption_key: as in training: txt or json:FIELD. With no key given, what the samples of each folder have.
         label_key: as in training: cls or json:FIELD.
     """
     from diffvision.data.check import check_shards, check_tables
+    from diffvision.data.images.samples import IMAGE_KEYS
 
-    results = check_shards(source, num_workers, caption_key=caption_key, label_key=label_key)
+    image_key = image_key or IMAGE_KEYS
+    results = check_shards(source, num_workers, image_key=image_key, caption_key=caption_key, label_key=label_key)
     checked = [{**vars(result), "ok": result.ok} for result in results]
     show(check_tables(results, source), data=checked)
     return 0 if all(result.ok for result in results) else 1

@@ -1,5 +1,6 @@
 """`diffvision inspect`: a look inside one model or two. Its steps are in `inspecting`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -54,6 +55,7 @@ def inspect(
         pictures_and_passages,
     )
     from diffvision.models.weight_files import check_free
+    from diffvision.opening import split_label
     from diffvision.opening.vlm import is_vlm, open_vlm
 
     texts, images = as_list(text), as_list(image)
@@ -63,12 +65,14 @@ def inspect(
     if masks and not images:
         raise ValueError("masks are given without images: give --image")
     pictures = read_pictures(images, masks)  # what cannot be read is reported before a model is loaded
-    if is_vlm(model):
+    label, spec = split_label(model)
+    if is_vlm(spec):
         if not images or not texts or versus or masks or answers or checkpoint or tokenizer:
             raise ValueError(
-                f"{model} is a vision-language model: give --image and --text, and of the rest --layers alone"
+                f"{spec} is a vision-language model: give --image and --text, and of the rest --layers alone"
             )
-        vlm = open_vlm(model)
+        vlm = open_vlm(spec)
+        vlm = vlm if spec == model else replace(vlm, name=label)
         vlm.module.to(resolve_device(device))
         return inspect_answers(vlm, pictures, texts, output, layers)
     if layers is not None:

@@ -249,7 +249,9 @@ def read_weights(path: Path, name: str) -> Checkpoint:
 def check_name(trained: Any, name: str, path: Path) -> None:
     """Raise a ValueError if a file of weights records the name of another model."""
     if trained is not None and trained != name:
-        raise ValueError(f"checkpoint {path} is of the model {trained!r}, not {name!r}: give the model {trained!r}")
+        raise ValueError(
+            f"checkpoint {path} is of the model {trained!r}, not {name!r}: give the file alone, as the model"
+        )
 
 
 def _folder(name: str) -> Path | None:

@@ -22,7 +22,7 @@ from diffvision.models.weight_files import FOLDER, refuse_urls
 from diffvision.opening import image_models as images
 from diffvision.opening.model import Library, Model
 from diffvision.opening.run_folders import CONFIG, OPEN_CLIP, best_checkpoint, folder_config
-from diffvision.opening.specs import find_model, is_name, split_label
+from diffvision.opening.specs import find_model, is_name, split_label, tags_of
 
 _IN_FOLDERS = (".safetensors", ".bin", ".pt", ".pth")  # the weights that OpenCLIP and timm look for
 
@@ -130,6 +130,9 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
     refuse_urls(checkpoint, "checkpoint")
     match found.kind:
         case "name":
+            if checkpoint in tags_of(found.library, found.text) and not Path(checkpoint).exists():
+                tagged = f"{found.text}.{checkpoint}"
+                raise ValueError(f"checkpoint must be a file, got the tag {checkpoint!r}: give {tagged} as the model")
             weights = found.tag or (None if checkpoint is None else Path(checkpoint))
             return _open_name(found.text, found.library, weights, preprocess)
         case "hf-hub":

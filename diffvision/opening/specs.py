@@ -131,12 +131,12 @@ def _find_name(text: str) -> Spec | None:
         ("language", text.rpartition(".")),
         ("timm", text.partition(".")),
     ):
-        if name in known[library] and tag in _tags_of(library, name):
+        if name in known[library] and tag in tags_of(library, name):
             return Spec("name", name, library, tag)
     return None
 
 
-def _tags_of(library: str, name: str) -> list[str]:
+def tags_of(library: str, name: str) -> list[str]:
     """Return the tags of a model's pretrained weights."""
     if library == "open_clip":
         import open_clip
@@ -160,7 +160,7 @@ def _unknown(text: str) -> Exception:
         ("timm", text.partition(".")[0]),
     ):
         if name in known[library]:
-            tags = ", ".join(_tags_of(library, name))
+            tags = ", ".join(tags_of(library, name))
             wrong = text.removeprefix(f"{name}.")
             return ValueError(f"{name} has no pretrained weights {wrong!r}: it has {tags or 'none'}")
     every = [one for names in known.values() for one in names]

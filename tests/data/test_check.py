@@ -90,6 +90,10 @@ def test_samples_are_decoded_and_counted_by_reason(corpus, tmp_path):
         image: 1,
         "missing label: the sample has png, none of them cls, txt, json": 1,
     }
+    (result,) = check_shards(source, image_key=["jpg"])
+    assert (result.read, result.good) == ("caption_key txt", 0)
+    with pytest.raises(ValueError, match="gif"):
+        check_shards(source, image_key="gif")
     with pytest.raises(ValueError, match="caption_key and label_key belong"):
         check_shards(source, caption_key="txt", label_key="cls")
 

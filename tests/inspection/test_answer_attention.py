@@ -103,10 +103,10 @@ def folder(tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_page_of_an_answer(folder):
-    inspect(f"{folder}/vlm", image=f"{folder}/red.png", text=[ASKED, "a red star?"], output=f"{folder}/seen")
+    inspect(f"eyes={folder}/vlm", image=f"{folder}/red.png", text=[ASKED, "a red star?"], output=f"{folder}/seen")
     page = (folder / "seen/index.html").read_text()
     content = json.loads((folder / "seen/statistics.json").read_text())
-    *towers, first, second = content["models"]["vlm"]
+    *towers, first, second = content["models"]["eyes"]
     assert [one["tower"] for one in towers] == ["image"]
     assert [first["input"], second["input"]] == [ASKED, "a red star?"]
     assert set(first["maps"]) == {"map 1", "map 2", "difference"}

@@ -106,7 +106,7 @@ def test_a_pair_of_models_of_images_and_texts(tmp_path, photo):
 def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(inspecting, "draw", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        inspect(model="diff_vit_debug", output=str(tmp_path / "new"))
+        inspect(model="eyes=diff_vit_debug", output=str(tmp_path / "new"))
     assert not list(tmp_path.iterdir())
 
 
