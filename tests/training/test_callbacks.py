@@ -94,7 +94,7 @@ def test_the_account_of_a_resumed_epoch_is_of_all_of_it():
         "epoch 4: 188 seen + 4 skipped = 192 of 200 samples",
         "  3 x empty caption: 0.tar: a, 0.tar: b, 2.tar: d",
     ]
-    assert report._earlier(4) == []
+    assert report._reports_before_resume(4) == []
 
 
 @pytest.mark.parametrize("consumed", [95, 128])
