@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
@@ -462,6 +463,10 @@ def test_models_of_the_other_kind_are_refused(house):
         text.for_images()
     with pytest.raises(ValueError, match="clip is a model of images"):
         clip.for_text()
+    joint = replace(text, processor=object())
+    for use in (joint.for_images, joint.for_text):
+        with pytest.raises(ValueError, match="evaluate-vlm"):
+            use()
     with pytest.raises(ValueError, match="diff-debug has new weights"):
         open_model("diff-debug").for_text()
 

@@ -86,12 +86,17 @@ class Model:
         return ", averaged weights (EMA)" if is_file and holds_average(str(self.path)) else ""
 
     def for_images(self) -> Model:
-        """Return the model; raise a ValueError if it is a language model."""
+        """Return the model; raise a ValueError if it is a language or vision-language model."""
         if self.is_language:
             raise ValueError(
                 f"{self.name} is a language model: give one of images, or use `diffvision evaluate-language`"
             )
+        self._refuse_joint()
         return self
+
+    def _refuse_joint(self) -> None:
+        if self.processor is not None:
+            raise ValueError(f"{self.name} is a vision-language model: use `diffvision evaluate-vlm`")
 
     def for_text(self) -> Model:
         """Return self if it is a trained language model.
@@ -99,6 +104,7 @@ class Model:
         Raises:
             ValueError: it is an image model, or its weights are randomly initialised.
         """
+        self._refuse_joint()
         if not self.is_language:
             raise ValueError(f"{self.name} is a model of images: give a language model, or use `diffvision evaluate`")
         if self.weights is None:

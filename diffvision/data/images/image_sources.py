@@ -38,7 +38,7 @@ from diffvision.data.images.library_datasets import (
     unpack_archive,
 )
 from diffvision.data.shards.remote import TAR, is_remote
-from diffvision.data.shards.sources import has_shards, is_shard
+from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
 
@@ -90,7 +90,11 @@ class ImageSource:
 
 
 def is_image_source(source: Any) -> bool:
-    """Return whether a source is one of images rather than of shards: a folder, a table, a dataset."""
+    """Return whether a source is one of images rather than of shards: a folder, a table, a dataset.
+
+    Raises:
+        ValueError: a folder with both.
+    """
     if not isinstance(source, str | Path):
         return False
     location = str(source)
@@ -99,7 +103,21 @@ def is_image_source(source: Any) -> bool:
         return False
     if path.is_file():
         return path.suffix.lower() in (*NAMED_TABLES, ARCHIVE)
-    return not has_shards(path)
+    if has_shards(path):
+        _refuse_images(path)
+        return False
+    return True
+
+
+def _refuse_images(path: Path) -> None:
+    """Refuse a folder of shards without a manifest that has samples as images too, such as one with a backup in it."""
+    if any((path / name).is_file() for name in (MANIFEST, SIZES)):
+        return
+    for image in walk(path, IMAGE_SUFFIXES):
+        if image.parent != path or image.with_suffix(".txt").is_file():
+            raise ValueError(
+                f"{path} must have shards or images, got both, such as {image.name}: move one of them away"
+            )
 
 
 def is_shard_source(source: Any) -> bool:
@@ -294,8 +312,8 @@ def _read_folder(
         others = sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES or p.name in texts)
         if others and not is_classes:
             raise ValueError(
-                f"{path} must have no table next to its images: give {others[0]} as the source, with paths from its "
-                "folder on"
+                f"{path} must have no table next to its images: give {others[0]} as the source, in the folder "
+                "that its paths begin at"
             )
         return _read_classes(path, images, classes)
     if parquet := sorted(walk(path, (".parquet",))):

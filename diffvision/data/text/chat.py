@@ -45,6 +45,7 @@ _NOT_READ = ("tools", "documents", "functions", "chat_template_kwargs")
 """The keys of a row that other trainers give to templates."""
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
 _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt
+_LINKS = ("name", "tool_call_id")  # of a tool's message, which a template may leave out
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
 _ANSWER = "It is 2."
@@ -63,7 +64,8 @@ class Chat:
     tokens where the template writes them, and letters in the contents. An answer is encoded as it would be generated:
     after the tokens of its prompt, which never join with it.
 
-    A row whose messages have more than a role and a content, such as tool_calls, is a bad sample.
+    A row whose messages have more than a role and a content, such as tool_calls, is a bad sample; of a tool's result
+    the template gets name and tool_call_id too.
 
     Args:
         tokenizer: of the model.
@@ -298,11 +300,14 @@ def _turn(message: Any, role: str, content: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         return {"role": None, "content": None}
     speaker = message.get(role)
-    read = (role, content, "name", "tool_call_id") if speaker == "tool" else (role, content)
+    turn = {"role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None, "content": message.get(content)}
     for key, value in message.items():
-        if key not in read and value not in (None, "", [], {}):
+        if key in (role, content) or value in (None, "", [], {}) or turn["role"] is None:
+            continue
+        if speaker != "tool" or key not in _LINKS:
             raise BadSample(f"{key[:40]!r} in a message, which is not read: write it into the content")
-    return {"role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None, "content": message.get(content)}
+        turn[key] = value
+    return turn
 
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:

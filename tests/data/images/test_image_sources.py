@@ -228,6 +228,16 @@ REFUSED = {
 }
 
 
+def test_a_folder_of_shards_and_images_is_refused(captioned):
+    (captioned / "backup.tar").write_bytes(b"")
+    assert not is_image_source(captioned)  # a loose image, such as a preview, is no sample
+    (captioned / "3.txt").write_text("a cat")
+    with pytest.raises(ValueError, match=r"got both, such as 3\.png"):
+        ImageTextData(str(captioned), 4)
+    (captioned / "manifest.json").write_text("")
+    assert not is_image_source(captioned)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_read_is_refused_in_one_sentence(case, tmp_path):
     files, source, words = REFUSED[case]

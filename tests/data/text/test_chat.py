@@ -128,6 +128,7 @@ def test_a_row_writes_no_special_tokens():
 PAIR = {"prompt": "q", "response": "a"}
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SYSTEM = {"role": "system", "content": "s"}
+RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"messages": [SYSTEM, *TURNS], "system": "s"}, [SYSTEM, *TURNS]),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, TURNS),
         ({"prompt": "q", "completion": "a"}, TURNS),
+        ({"messages": [*TURNS, RESULT, TURNS[1]]}, [*TURNS, RESULT, TURNS[1]]),
         ({**PAIR, "system": "s"}, [SYSTEM, *TURNS]),
         ({**PAIR, "system_prompt": "s", "source": "x"}, [SYSTEM, *TURNS]),
         (
@@ -180,6 +182,7 @@ def test_what_is_not_read_is_refused_by_name(key, message, row, layout):
     [
         ("{", "damaged JSON"),
         ('{"messages": [{"role": "user", "content": null}]}', "a message whose role or content is not text"),
+        ('{"conversations": [{"role": "user", "content": "q"}]}', "a message whose role or content is not text"),
         ('{"text": "a"}', "a row of another layout: it needs messages, conversations"),
         ('["a"]', "a row of another layout"),
         *((json.dumps({**PAIR, key: "b"}), f"'{key}'") for key in ("input", "instruction", "context", "thinking")),
