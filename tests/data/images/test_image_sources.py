@@ -233,7 +233,7 @@ def test_a_folder_of_shards_and_images_is_refused(captioned):
     assert not is_image_source(captioned)  # a loose image, such as a preview, is no sample
     (captioned / "3.txt").write_text("a cat")
     with pytest.raises(ValueError, match=r"got both, such as 3\.png"):
-        ImageTextData(str(captioned), 4)
+        ImageTextData(str(captioned), 4).setup("fit")
     (captioned / "manifest.json").write_text("")
     assert not is_image_source(captioned)
 
