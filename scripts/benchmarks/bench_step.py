@@ -31,10 +31,8 @@ from diffvision.data.make import make
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
-# Steps that are not timed.
-WARM = 5
-# Steps between two saves of configs/clip.
-RECIPES_SAVE = 500
+WARM = 5  # steps that are not timed
+RECIPES_SAVE = 500  # steps between two saves of configs/clip
 
 
 class Clock(pl.Callback):

@@ -1,20 +1,17 @@
-"""How many functions of this package run on six code paths: a reader has to know them to follow the path.
+"""How many functions of this package run on five code paths: a reader has to know them to follow the path.
 
     python scripts/benchmarks/code_paths.py                      # a table of all paths
     python scripts/benchmarks/code_paths.py --only block token   # some of them
     python scripts/benchmarks/code_paths.py --only block --list  # and their functions in the order of the first call
 
 A function counts once per path, however often it runs. Lambdas, comprehensions and generator expressions do not count,
-and neither do functions of other packages. "Names" counts functions of the same name, such as `forward`, as one. "Calls
-into another file" are calls of a function by another one of ours in a different file, each time that they happen. Each
-path is counted in its own process, so that no cache is filled by another. Nothing is timed. It takes about a minute,
-and writes the digits for `fit` and `evaluate` to a temporary folder.
+and neither do functions of other packages. Each path is counted in its own process, so that no cache is
+filled by another. It takes about a minute, and writes the digits for `fit` and `evaluate` to a temporary folder.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -35,7 +32,6 @@ class Counter:
     Attributes:
         functions: code -> its qualified name and file, in the order of the first calls.
         calls: of them.
-        crossings: calls from one of our files into another.
         is_counting: False stops the count for good.
     """
 
@@ -44,7 +40,7 @@ class Counter:
 
         self.package = str(Path(diffvision.__file__).parent) + os.sep
         self.functions: dict[CodeType, str] = {}
-        self.calls, self.crossings, self.is_counting = 0, 0, True
+        self.calls, self.is_counting = 0, True
 
     @contextmanager
     def counting(self, until: str = "") -> Iterator[None]:
@@ -77,13 +73,10 @@ class Counter:
         return is_function and code.co_filename.startswith(self.package)
 
     def _enter(self, frame: FrameType) -> None:
-        code, caller = frame.f_code, frame.f_back
+        code = frame.f_code
         self.calls += 1
         file = code.co_filename.removeprefix(self.package)
         self.functions.setdefault(code, f"{file}:{code.co_firstlineno} {code.co_qualname}")
-        while caller is not None and not self._is_ours(caller):
-            caller = caller.f_back
-        self.crossings += caller is not None and caller.f_code.co_filename != code.co_filename
 
 
 def count_block(counter: Counter, _: Path) -> None:
@@ -98,17 +91,6 @@ def count_block(counter: Counter, _: Path) -> None:
             model.blocks[0](tokens)
         with counter.counting():
             model.blocks[0](tokens)
-
-
-def count_first(counter: Counter, _: Path) -> None:
-    """Count the first forward pass of `diff_vit_debug` in its process."""
-    import timm
-    import torch
-
-    model = timm.create_model("diff_vit_debug").eval()
-    images = torch.randn(2, *model.pretrained_cfg["input_size"])
-    with torch.no_grad(), counter.counting():
-        model(images)
 
 
 def count_token(counter: Counter, _: Path) -> None:
@@ -185,7 +167,6 @@ def digits(folder: Path) -> Path:
 
 PATHS: dict[str, tuple[str, Callable[[Counter, Path], None]]] = {
     "block": ("a warm block of diff_vit_debug", count_block),
-    "first": ("first forward pass of diff_vit_debug", count_first),
     "token": ("one decoded token of diff-debug", count_token),
     "batch": ("a batch of four samples from an open shard", count_batch),
     "fit": ("fit --config clip/debug.yaml to its first loss", count_fit),
@@ -193,8 +174,8 @@ PATHS: dict[str, tuple[str, Callable[[Counter, Path], None]]] = {
 }
 
 
-def count_apart(name: str, folder: Path) -> dict[str, Any]:
-    """Count a path in a process of its own, and return its functions and its calls into another file."""
+def count_apart(name: str, folder: Path) -> list[str]:
+    """Count a path in a process of its own, and return its functions."""
     result = folder / f"{name}.json"
     words = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--result", str(result)]
     ended = subprocess.run(words, capture_output=True, text=True)
@@ -214,17 +195,14 @@ def main() -> None:
         [name] = given.only
         counter = Counter()
         PATHS[name][1](counter, given.folder)
-        found = {"functions": list(counter.functions.values()), "crossings": counter.crossings}
-        given.result.write_text(json.dumps(found))
+        given.result.write_text(json.dumps(list(counter.functions.values())))
         return
-    print("| path | functions | names | calls into another file |\n|---|---:|---:|---:|")
+    print("| path | functions |\n|---|---:|")
     listed = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in given.only:
-            counted = count_apart(name, Path(scratch))
-            functions = listed[name] = counted["functions"]
-            names = {re.split(r"[ .]", function)[-1] for function in functions}
-            print(f"| {PATHS[name][0]} | {len(functions)} | {len(names)} | {counted['crossings']} |", flush=True)
+            functions = listed[name] = count_apart(name, Path(scratch))
+            print(f"| {PATHS[name][0]} | {len(functions)} |", flush=True)
     if given.list:
         for name, functions in listed.items():
             print("\n".join([f"\n{PATHS[name][0]}:", *(f"  {function}" for function in functions)]))
