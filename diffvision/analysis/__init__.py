@@ -1,7 +1,7 @@
-"""What layers computed, numbers and pictures of it, and curves of training runs.
+"""Attention maps of a model, their statistics and figures, and curves of training runs.
 
-Evaluations over data are not here; they are in `diffvision.evaluation`. Names are imported when they are first used,
-because `curves` is read where timm is not needed.
+Evaluations over data are in `diffvision.evaluation`. Names are imported on first use, because reading curves needs no
+timm.
 """
 
 from typing import TYPE_CHECKING

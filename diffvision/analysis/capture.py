@@ -32,7 +32,7 @@ Combine = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 class Scores(NamedTuple):
     """Attention logits, and what turns them into maps.
 
-    B batch, H heads, P maps a head (2 in differential layers, 1 in standard ones), M queries, N keys.
+    B batch, H heads, P maps per head (2 in differential layers, 1 in standard ones), M queries, N keys.
     """
 
     logits: Tensor  # [B, H, P, M, N] in float32 or better, scaled, before the mask

@@ -56,7 +56,7 @@ def read_metrics(run: str | Path) -> dict[str, Curve]:
 def over_seconds(curves: Mapping[str, Curve], samples_per_step: int) -> dict[str, Curve]:
     """Return the curves over the seconds of training instead of steps, evaluations left out.
 
-    The seconds follow from the rates that `Throughput` logged, each of which is over the steps since the one before.
+    The seconds follow from the rates that `Throughput` logged, each averaged over the steps since the previous one.
 
     Args:
         curves: of one run, as `read_metrics` returns them; without `train/samples_per_second` there are none.

@@ -20,7 +20,7 @@ def layer_lambdas(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -
             V1 (DiffLlama) or V2.
         batch: `image` [B, 3, h, w] and/or `text` [B, L], or a language model's `tokens` [B, N]. Where lambda depends on
             the token (V2) it is the mean over a tower's tokens and heads; layers that such a batch does not reach are
-            left out. V1 does not need one.
+            left out. V1 needs no batch.
 
     Raises:
         ValueError: a layer's lambda depends on the token, and no batch was passed.

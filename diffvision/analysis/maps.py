@@ -28,7 +28,7 @@ def _identity(heads: Tensor) -> Tensor:
 class LayerMaps:
     """One layer's maps of one image or text.
 
-    H heads, P maps a head (2 in differential layers, 1 in standard ones), N tokens, V values a head.
+    H heads, P maps per head (2 in differential layers, 1 in standard ones), N tokens, V values per head.
     """
 
     name: str  # of the module in the model

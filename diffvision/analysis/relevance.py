@@ -6,7 +6,7 @@ class-token tower's R has the answer in the class token's row; a tower that pool
 patches' rows. One rule for both, and one backward pass.
 
 Source: Chefer, Gur and Wolf 2021 (arXiv 2103.15679), section 3.1, rules 5 and 6; with their plain attention maps
-replaced by the differential ones (an entry below zero counts where taking it away would lower S).
+replaced by the differential ones (an entry below zero counts where removing it would lower S).
 """
 
 from __future__ import annotations

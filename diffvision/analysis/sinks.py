@@ -37,7 +37,7 @@ class Sinks(NamedTuple):
 
     @property
     def share(self) -> Tensor:
-        """Share of the attention on the token that has most, [H]."""
+        """Share of the attention on the most attended token, [H]."""
         return self.received.amax(dim=-1)
 
     def kinds(self) -> dict[str, Tensor]:

@@ -62,8 +62,8 @@ def effective_rank(maps: Tensor) -> Tensor:
 def numerical_rank(maps: Tensor, tolerance: float = 0.01) -> Tensor:
     """Count the singular values of a map above `tolerance` times its largest, [...], int64.
 
-    Source: Golub and Van Loan, "Matrix computations", section 5.4.1. A tolerance of rounding errors alone calls nearly
-    every softmax map full; one percent is what counts in the values' sum.
+    Source: Golub and Van Loan, "Matrix computations", section 5.4.1. With a machine-epsilon tolerance nearly
+    every softmax map has full rank, so singular values below 1% of the largest are ignored.
     """
     values = torch.linalg.svdvals(maps)
     return (values > tolerance * values[..., :1]).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""`diffvision compare`: models next to each other, whose steps are in `comparing`."""
+"""`diffvision compare`: compare models. The steps are in `comparing`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compare(
 ) -> Comparison:
     """Compare two or more models of one kind: metrics with intervals of their differences, cost, curves and lambda.
 
-    Prints tables. Differences are from the first model. Runs that differ in their seeds alone are one model, with mean
+    Prints tables. Differences are from the first model. Runs that differ only in their seeds are one model, with mean
     and standard deviation.
 
     Args:
@@ -41,9 +41,9 @@ def compare(
         tasks: zero_shot, retrieval, composition, classification and the other evaluations of `diffvision evaluate`;
             by default those that fit. Language models are compared by perplexity.
         output: files to write: .html for a page with figures, .json (a list, or separated by commas).
-        cache: folder that features are kept in, as `diffvision evaluate` has it.
+        cache: folder that stores features, as for `diffvision evaluate`.
         rounds: how often each model's speed is measured; 0 for no speed.
-        batch_size: images a batch.
+        batch_size: images per batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...
         precision: fp32, bf16 or fp16.

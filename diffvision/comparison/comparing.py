@@ -1,4 +1,4 @@
-"""The steps of a comparison: open the models, measure each, and put the numbers next to each other."""
+"""The steps of a comparison: open the models, measure each, and collect the numbers."""
 
 from __future__ import annotations
 

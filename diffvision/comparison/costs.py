@@ -64,7 +64,7 @@ def one_sample(model: Model, window: int) -> Inputs:
 
 
 def forward(model: Any, inputs: Inputs) -> None:
-    """Run the towers that there is an input for."""
+    """Run the towers that have an input."""
     if "tokens" in inputs:
         model(inputs["tokens"])
     elif "text" in inputs:

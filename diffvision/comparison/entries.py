@@ -1,6 +1,6 @@
 """The models of a comparison: which file each argument stands for, and which of them are seeds of one model.
 
-A run's directory stands for the checkpoint that `opening.runs` chooses.
+A run's directory stands for the checkpoint that `opening.run_folders` chooses.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def find_data(entries: Sequence[Entry]) -> list[str]:
     """Return the evaluation data that the runs' configurations name, each once.
 
     Raises:
-        ValueError: they name none, or some that is not here.
+        ValueError: they name none, or some that does not exist.
     """
     named: dict[str, None] = {}
     for entry in entries:

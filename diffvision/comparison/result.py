@@ -1,4 +1,4 @@
-"""The result of a comparison: numbers by model, their differences, and both as tables, plain values and CSV rows."""
+"""The result of a comparison: numbers by model and their differences, as tables and as plain values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def factor(self) -> int:
-        """What the values are shown times: 100 for shares, 1 for losses."""
+        """The factor of displayed values: 100 for shares, 1 for losses."""
         return 1 if self.metric.rpartition("/")[2] in IN_NATS else FACTOR
 
     @property
@@ -107,13 +107,13 @@ class Contestant:
 
     @property
     def memory(self) -> float | None:
-        """The most GiB that a training process of its runs had, of its GPU or on a CPU; None where none logged it."""
+        """Peak memory of a training process in GiB, on a GPU or CPU; None if it was not logged."""
         return max((max(curve.values) for curve in self.curves.get("train/memory_gib", ())), default=None)
 
 
 @dataclass
 class Comparison:
-    """Models next to each other; `print(comparison)` shows the tables.
+    """The numbers of several models; `print(comparison)` shows the tables.
 
     Attributes:
         kind: of the models: "an image-text model", ...

@@ -1,4 +1,4 @@
-"""Features of an evaluation, kept as one file under a digest of all that they depend on."""
+"""Cached features of an evaluation: one file each, named by a digest of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def keep_rows(folder: str | Path, name: str, compute: Callable[[], tuple[Rows, s
 
 
 def digest(**parts: Any) -> str:
-    """Return 32 hexadecimal digits for plain values, the version of torch and ours."""
+    """Return a digest of plain values and the versions of torch and diffvision, 32 hexadecimal digits."""
     parts |= {"format": FORMAT, "torch": torch.__version__, "diffvision": __version__}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -77,7 +77,7 @@ def tensor_digest(tensors: Sequence[Tensor]) -> str:
 def files_digest(*paths: str | Path) -> str:
     """Return a digest of names, sizes and times of files and of those under folders.
 
-    What they hold is not read. Hidden files (indexes, which come and go) do not count.
+    Contents are not read. Hidden files, such as indexes, are ignored.
     """
     files: list[tuple[str, int, int]] = []
     for path in map(Path, paths):

@@ -17,7 +17,7 @@ ROUNDING = 1e-6
 
 
 def composition(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
-    """Return acc, the share of images that are closest to the first of their captions, over all and by kind; and ties.
+    """Return acc, the share of images closest to the first of their captions, overall and by kind, and ties.
 
     acc is CLIP_benchmark's, where it is also `text_acc`; its `image_acc` is always 1 with one image to choose from. An
     exact tie counts as right. ties is the share of images whose first caption is no further than `ROUNDING` from the

@@ -46,12 +46,12 @@ def evaluate(
 
     Args:
         model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
-            timm's, ours or any other (`diffvision.open_model` has the whole grammar). timm's models are for
+            timm's, ours or any other (`diffvision.open_model` lists all forms). timm's models are for
             classification and the probes.
-            Several come one after the other, each with LABEL= before it if wanted. In Python also an opened
+            Several models may be given, each with an optional LABEL= before it. In Python also an opened
             diffvision.Model, such as Model("mine", "open_clip", module, transform=..., tokenizer=...).
         data: evaluation folders, folders that hold some, shards, or images (a list, or separated by commas).
-        checkpoint: of a name without a tag: a file of weights (OpenCLIP's, timm's or a training run's).
+        checkpoint: a file of weights (OpenCLIP's, timm's or a training run's), for a name without a tag.
         tasks: zero_shot, retrieval, composition, pairs, objects, classification (by its classifier), linear_probe,
             few_shot (fewshot_k and fewshot_episodes), as a list or separated by commas; each runs on the folders that
             it fits. By default the first five.
@@ -59,11 +59,11 @@ def evaluate(
             Classes named by numbers are sorted by number. Folders named by ImageNet's wnids have its names without it.
         templates: of prompts, instead of the data's: one with {c} where the class name belongs, imagenet for its 80, a
             file with one per line, or a list.
-        output: a file ending in .json for all records in a list; otherwise a folder, with one file a record named as
+        output: a file ending in .json for all records in a list; otherwise a folder, with one file per record named as
             CLIP_benchmark names them.
-        cache: folder that the features of each split are kept in, without a limit of size; evaluations of the same
-            model and images read them.
-        batch_size: images a batch.
+        cache: folder that stores the features of each split, of unlimited size; later evaluations of the same model
+            and images read them.
+        batch_size: images per batch.
         num_workers: processes that read and decode images.
         device: auto, cpu, cuda, cuda:1, ...; auto is the device of an opened model.
         precision: fp32, bf16 or fp16.
@@ -74,8 +74,8 @@ def evaluate(
         {metric: value} of one model; {label: {metric: value}} of a list of models.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such model or data, or they do not fit together; two models with
-            one label.
+        FileNotFoundError, ValueError: the model or data do not exist or do not fit together; two models have one
+            label.
         TypeError: the model is of another kind.
     """
     from diffvision.data.images.folders import find_folders

@@ -1,4 +1,4 @@
-"""From a model and an evaluation folder to features: the one loop over images that all evaluations share."""
+"""Features of an evaluation folder by a model, from the one loop over images that all evaluations share."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class Features:
         return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings, cut)
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
-        """Return one unit vector a class [C, D]: the normalised mean of its texts' unit vectors.
+        """Return one unit vector per class [C, D]: the normalised mean of its texts' unit vectors.
 
-        A class's texts are one batch, as CLIP_benchmark has them; with several ranks each takes a share of the classes.
+        A class's texts are one batch, as in CLIP_benchmark; with several ranks each takes a share of the classes.
         """
         rank, world = rank_and_world()
         start, stop = (len(texts) * r // world for r in (rank, rank + 1))
@@ -285,7 +285,7 @@ def _check_finite(features: Tensor, of: str) -> Tensor:
 
 
 def autocast(device: torch.device | str, precision: Precision) -> torch.autocast:
-    """Return the autocast of a precision; that of fp32 turns off the caller's."""
+    """Return the autocast context of a precision; fp32 disables an enclosing autocast."""
     dtype = AUTOCAST.get(precision)
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 

@@ -20,11 +20,10 @@ _EPISODES_AT_ONCE = 256
 
 
 def fewshot_k(features: Features, folder: EvaluationFolder, options: Options) -> Metrics:
-    """Return lp_acc1, lp_acc5 and lp_mean_per_class_recall of a linear classifier of `fewshot_k` images a class.
+    """Return lp_acc1, lp_acc5 and lp_mean_per_class_recall of a linear classifier of `fewshot_k` images per class.
 
     CLIP_benchmark's `linear_probe --fewshot_k K`: unit-length features, AdamW without decay, batches of 64, the
-    learning rate falling by a cosine over all steps. It draws other images and
-    batches.
+    learning rate falling by a cosine over all steps. The drawn images and batches differ from CLIP_benchmark's.
     """
     generator = torch.Generator().manual_seed(options.seed)
     images, labels = unit_features(features, folder, options.train_split)

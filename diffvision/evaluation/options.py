@@ -1,4 +1,4 @@
-"""The settings that all evaluations share. The help of a command imports this module, and so nothing heavy may."""
+"""The settings that all evaluations share. Commands import this module for their help, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the evaluations; each reads those that concern it. The defaults are CLIP_benchmark's or the paper's.
+    """Settings of the evaluations; each reads the ones it needs. The defaults are CLIP_benchmark's or the paper's.
 
     Args:
         split: the split that is measured.
@@ -20,14 +20,14 @@ class Options:
         recall_k: the K of recall@K.
         chunk: rows of the score matrix (queries) that retrieval holds at a time.
         probe_cost: C of the linear probe's regularisation; None chooses it on a validation split.
-        fewshot_k: examples a class of the `fewshot_k` probe.
+        fewshot_k: examples per class of the `fewshot_k` probe.
         fewshot_epochs: passes of the `fewshot_k` probe over its examples.
         fewshot_lr: its first learning rate.
         episodes: number of few-shot episodes.
         ways: classes in an episode.
-        shots: examples a class in an episode.
-        queries: images a class that an episode is measured on.
-        seed: of what is drawn: episodes, few-shot examples, held-out validation samples.
+        shots: examples per class in an episode.
+        queries: test images per class in an episode.
+        seed: of random draws: episodes, few-shot examples, held-out validation samples.
         classnames: names of the classes in prompts instead of the data's: "imagenet", a file with a name per line, or
             in Python a list. Classes named by numbers or ImageNet's wnids are sorted by them.
         templates: of prompts, instead of the data's: one with {c} where the name belongs, "imagenet" for its 80, a file
@@ -66,12 +66,12 @@ class InferenceSettings:
     """How a model is run over evaluation folders.
 
     Args:
-        batch_size: images a batch and rank.
+        batch_size: images per batch and rank.
         num_workers: processes that read and decode images.
         device: where the model is; by default that of its parameters.
-        precision: "fp32" runs the model as it is, whatever autocast the caller is in; the others are autocasts.
+        precision: "fp32" runs the model as it is, without an enclosing autocast; the others run under autocast.
         progress: wraps an iterable in a progress bar, given also its description; None for silence.
-        cache: folder that features are kept in.
+        cache: folder that stores features.
     """
 
     batch_size: int = 64

@@ -1,4 +1,4 @@
-"""What an evaluation shows and writes: a progress bar, and files that are there as a whole or not at all."""
+"""Output of an evaluation: a progress bar, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from diffvision.progress import track
 
 
 def split_names(names: str | Path | Sequence[str | Path]) -> list[str]:
-    """Return a list as the command line gives it, itself or names separated by commas, or as Python does: paths.
+    """Return names as a list, from a path, a list, or text separated by commas.
 
-    What exists under its whole name is one path, with commas or not.
+    Text that is an existing path is that one path, even if it has commas.
     """
     if isinstance(names, str) and not os.path.exists(names):
         return [name.strip() for name in names.split(",")]
@@ -32,7 +32,7 @@ def check_folder(folder: str | Path, setting: str = "output") -> None:
     """Check, before any work, that files can be written in a folder that exists or will be made.
 
     Args:
-        setting: what named it.
+        setting: name of the setting that gave the folder, for the error.
 
     Raises:
         ValueError: a file is in its way, or it may not be written.
@@ -59,10 +59,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, whenever the process or the machine ends, and make its folder.
+    """Write a file atomically, and create its folder.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

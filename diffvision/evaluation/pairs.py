@@ -1,4 +1,4 @@
-"""Two images and two captions a sample, one caption of each image: Winoground's scores, one of which is MMVP-VLM's.
+"""Two images and two captions per sample, one caption for each image: Winoground's scores, one of which is MMVP-VLM's.
 
 Sources: Thrush et al. 2022 (arXiv 2204.03162) for the three scores, Tong et al. 2024 (arXiv 2401.06209) for MMVP-VLM.
 """

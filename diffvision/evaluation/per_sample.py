@@ -1,4 +1,4 @@
-"""A metric sample by sample, from which two models are compared on the same samples. The evaluations make them."""
+"""Values of a metric for each sample, with which two models are compared on the same samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class PerSample(NamedTuple):
-    """What a metric is the mean of: whether a model is right on each sample, or its loss there.
+    """The values whose mean is a metric: whether a model is right on each sample, or its loss.
 
     Attributes:
         values: of the samples [N]: bool, or sums of losses.
@@ -33,7 +33,7 @@ class PerSample(NamedTuple):
 
     @property
     def size(self) -> int:
-        """What the metric is a mean over, such as tokens."""
+        """The number that the metric is averaged over, such as tokens."""
         return len(self.values) if self.weights is None else int(self.weights.sum())
 
     def mean(self) -> float:

@@ -213,7 +213,7 @@ def plan(
 
 
 def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
-    """Return one record a task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
+    """Return one record per task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
     tasks: dict[tuple[str, str], dict[str, float | None]] = {}
     for key, value in metrics.items():
         task, dataset, metric = key.split("/", 2)

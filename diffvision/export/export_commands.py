@@ -33,8 +33,8 @@ def export(
         license: of the weights, for the model card (apache-2.0, mit, cc-by-4.0, ...).
 
     Raises:
-        FileNotFoundError, ValueError: there is no such model, it is damaged or of an unknown kind, its weights are new
-            or not finite, the format does not support it, or the destination exists.
+        FileNotFoundError, ValueError: there is no such model, it is damaged or of an unknown kind, its weights are
+            randomly initialised or not finite, the format does not support it, or the destination exists.
     """
     from diffvision.export.formats import DEFAULTS, FORMATS, Options, check_installed
     from diffvision.models.weight_files import check_free, written_whole
@@ -91,13 +91,13 @@ def adapt_to_folder(
     checkpoint: str | None = None,
     heads: str = "all",
 ) -> None:
-    """Make a pretrained model differential, and write it as a folder to train on from, once outputs are compared.
+    """Make a pretrained model differential, compare outputs, and write it as a folder for further training.
 
     Args:
         model: NAME.TAG of timm's or OpenCLIP's, or NAME with `checkpoint`, a folder, a .ckpt of a training run, or a
             model on the Hugging Face Hub (hf-hub:ID); of text: ours, or transformers' Llama (a folder, or hf:ID).
         destination: the folder to write; it must not exist yet.
-        method: v2 or dex, which compute the same at first; v1, which does not.
+        method: v2 or dex, whose outputs are the same before training; v1, whose outputs differ.
         checkpoint: if model is a name without a tag: a file of weights.
         heads: for dex: all, or numbers for every layer, as 0,3,5. The paper's choice, by entropy, is
             `diffvision.analysis.heads.highest_entropy` in Python.

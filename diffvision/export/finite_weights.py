@@ -20,7 +20,7 @@ def open_for_export(spec: str | Path, checkpoint: str | Path | None = None) -> M
 
 
 def check_finite(model: Model, spec: str | Path) -> None:
-    """Raise a ValueError if a model, opened by `spec`, has weights that are new ones, or not finite."""
+    """Raise a ValueError if a model, opened by `spec`, has randomly initialised or non-finite weights."""
     if model.weights is None:
         raise ValueError(f"{spec} has new weights: give NAME.TAG, or a file of weights as --checkpoint")
     checkpoints.check_finite(model.module.state_dict(), model.weights)

@@ -36,7 +36,7 @@ def save_folder(
     card: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a timm or OpenCLIP model so that its library loads it as `local-dir:DIRECTORY`; whole, or not at all.
+    """Write a timm or OpenCLIP model so that its library loads it as `local-dir:DIRECTORY`; a failure leaves no folder.
 
     Args:
         model: the model; its weights are written in the dtype that they have.

@@ -33,7 +33,7 @@ def inspect_answer(vlm: Any, pictures: Sequence[Picture], question: str, layers:
     """Return the greedy answer of an image-text-to-text model of transformers, ours among them.
 
     Raises:
-        ValueError: as `generate_tokens`; an image is not one grid of tokens, or there are none of the layers.
+        ValueError: as `generate_tokens`; an image is not one grid of tokens, or a layer does not exist.
     """
     model, processor, count = vlm.module, vlm.processor, len(pictures)
     asked = [(question, [one.image for one in pictures])]

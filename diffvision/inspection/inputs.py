@@ -1,4 +1,4 @@
-"""The inputs of an inspection: pictures and texts, from files and arguments or made here, as a model takes them.
+"""The inputs of an inspection: pictures and texts, read from files and arguments or generated, as a model takes them.
 
 Measurements on them are in `measurements`.
 """
@@ -142,7 +142,7 @@ def _read(path: str) -> Image.Image:
 
 
 def sample_passage(tokenizer: Any, max_length: int | None) -> Passage:
-    """Return a text with a needle in a haystack, which ends where the needle's number follows.
+    """Return a text with a needle in a haystack, which ends where the needle's number should follow.
 
     Raises:
         ValueError: as `needle_samples`.

@@ -1,4 +1,4 @@
-"""`diffvision inspect`: a look inside one model or two. Its steps are in `inspecting`."""
+"""`diffvision inspect`: look inside one model or two. The steps are in `inspecting`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def inspect(
 
     Args:
         model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
-            timm's, ours or with differential attention of timm's (`diffvision.open_model` has the whole grammar);
+            timm's, ours or with differential attention of timm's (`diffvision.open_model` lists all forms);
             LABEL= before it names it on the page.
         output: the folder to write; it must not exist yet.
         checkpoint: for a name without a second model: a file of weights.

@@ -156,7 +156,7 @@ def check_model(model: Model) -> None:
 
 
 def as_list(given: str | list[str] | None) -> list[str]:
-    """Return an argument that may be left out, given once, or given as a list."""
+    """Return an argument as a list: of none, one or several values."""
     return [] if given is None else [given] if isinstance(given, str) else given
 
 

@@ -1,4 +1,4 @@
-"""Figures of attention on images: maps next to the image, of one model or of several on one scale.
+"""Figures of attention on images: maps next to the image, of one or several models, with a shared colour scale.
 
 Maps of many layers and heads are in `mosaics`. Kinds of maps are "map 1", "map 2" and "difference", or "attention" in
 models with one map.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ImageAttention(NamedTuple):
-    """An image and where a layer looks on it: a row of `attention_panels`."""
+    """An image and a layer's attention on it: a row of `attention_panels`."""
 
     image: Any  # [h, w, 3], 0..1 or uint8
     maps: Any  # [3, rows, columns]: map 1, map 2, map 1 - lambda * map 2; or [1, rows, columns], a standard layer's
@@ -33,7 +33,7 @@ class ImageAttention(NamedTuple):
 
 
 class ModelAttention(NamedTuple):
-    """Where a model looks on an image, and what answers captions there: a row of `compared_models`."""
+    """A model's attention on an image, and the relevance of its patches to captions: a row of `compared_models`."""
 
     maps: Mapping[str, Any]  # {kind: [rows, columns]}
     relevance: Mapping[str, tuple[Any, float]]  # {caption: ([rows, columns], cosine)}
@@ -41,7 +41,7 @@ class ModelAttention(NamedTuple):
 
 @styled
 def attention_panels(models: Mapping[str, Sequence[ImageAttention]], title: str = "") -> Figure:
-    """Return images, and next to each where the models look on it; all maps of all models are on one scale of colours.
+    """Return a figure of images, each next to the models' attention on it; all maps share a colour scale.
 
     Dark is zero, bright is high, blue is below zero, in percent of a row of attention.
 
@@ -115,7 +115,7 @@ def compared_models(image: Any, models: Mapping[str, ModelAttention], region: An
 def relevance_panels(image: Any, models: Mapping[str, ModelAttention]) -> Figure:
     """Return, for each model and caption, how much each part of an image counts for the caption, over the image.
 
-    All are on one scale: dark is zero, bright is high, in percent of the whole image's relevance.
+    All share a colour scale: dark is zero, bright is high, in percent of the whole image's relevance.
 
     Args:
         image: [h, w, 3], 0 to 1, as the models see it.

@@ -1,4 +1,4 @@
-"""Figures of many small maps, and of attention over a text; all maps of a figure are on one scale of colours."""
+"""Figures of many small maps, and of attention over a text; maps in a figure share a colour scale."""
 
 from __future__ import annotations
 

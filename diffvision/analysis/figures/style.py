@@ -55,7 +55,7 @@ STYLE: Any = {
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Have a function draw its figure in the style above."""
+    """Decorate a function so that it draws its figure in the style above."""
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -166,7 +166,7 @@ def colour_bar(figure: Figure, picture: Any, axes: Any, **layout: Any) -> Any:
 
 
 def scale_below(figure: Figure, picture: Any, axes: Any, lowest: float, label: str = "% of a row of attention") -> None:
-    """Draw the scale of a figure's maps below them, from the lowest value that they have; above its end are a few."""
+    """Draw the scale of a figure's maps below them, from their lowest value; a few values exceed its upper end."""
     bar = colour_bar(figure, picture, axes, location="bottom", fraction=0.05, pad=0.03, shrink=0.6, extend="max")
     if bar.solids is not None:
         bar.solids.set_alpha(1)
