@@ -54,6 +54,8 @@ OF_THE_LINE = {
     "fit CLIP --resume maybe": "resume must be auto, must or never, got 'maybe'",
     "fit CLIP --model.loss siglap": "siglip?",
     "fit CLIP --model.optimizer.lr fast": "model.optimizer.lr must be float, got 'fast'",
+    "fit CLIP --data.num_workers null": "data.num_workers must be int, got null",
+    "fit CLIP --model.optimizer null": "model.optimizer must be OptimizerSettings, got null",
     "fit CLIP --allow *": "--allow",
     # classes and their settings
     "fit --model ContrastivModule --data ImageTextData": "ContrastiveModule?",

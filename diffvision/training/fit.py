@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import lightning.pytorch as pl
 import yaml
@@ -30,7 +31,7 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 from diffvision.allowlist import limit_imports
 from diffvision.data.datasets import check_paths
 from diffvision.data.images.image_data import ImageLabelData
-from diffvision.errors import Problem, did_you_mean
+from diffvision.errors import Mistake, Problem, did_you_mean
 from diffvision.models.threads import limit_threads
 from diffvision.models.weight_files import refuse_urls
 from diffvision.parsers import OneLineErrors
@@ -187,6 +188,8 @@ class FitCLI(LightningCLI):
         if self.subcommand:
             settings["ckpt_path"] = self.ckpt_path
         _refuse_numbers(settings["trainer"])
+        for name in MEANT:
+            _refuse_nulls(name, settings.get(name))
         self.counted = _with_open_classes(settings.get("model"), settings.get("data"))
         if self.counted is not None and (classes := self.counted.count_classes()) is not None:
             settings["model"]["init_args"]["num_classes"] = classes
@@ -334,6 +337,26 @@ def _name_run(model: Any) -> str:
     if not isinstance(name, str):
         return "fit"
     return Path(name).name if ":" in name and "/" in name else name.rpartition(":")[2].replace("/", "-")
+
+
+def _refuse_nulls(name: str, given: Any) -> None:
+    """Raise a Mistake for a null that a class's setting does not accept: jsonargparse passes it to the constructor."""
+    if not isinstance(given, Namespace):
+        return
+    module, _, cls = given["class_path"].rpartition(".")
+    taken: dict[str, inspect.Parameter] = {}
+    for one in reversed(getattr(import_module(module), cls).__mro__[:-1]):  # a class may pass settings on to its bases
+        try:
+            taken |= inspect.signature(one.__init__, eval_str=True).parameters
+        except NameError:  # an annotation that is imported for type checkers alone
+            continue
+    for key, value in given.get("init_args", {}).items():
+        parameter = taken.get(key)
+        if value is not None or parameter is None or parameter.default is None:
+            continue
+        kind = parameter.annotation
+        if kind not in (parameter.empty, Any) and type(None) not in get_args(kind):
+            raise Mistake(f"{name}.{key} must be {getattr(kind, '__name__', kind)}, got null")
 
 
 def _refuse_numbers(settings: Any) -> None:

@@ -31,6 +31,7 @@ from diffvision.training.fault_tolerance.workers import shield_workers
 PATIENCE = 1.0  # seconds of training after which ranks ask each other for signals; less than a step: after each step
 MOST = 16  # steps after which they ask at the latest, as steps may become slower
 AGAIN = b"Ctrl-C: saving after this step and ending; a second one ends at once\n"
+_IGNORED: set[int] = set()  # signals that this process ignores since a run of it was preempted
 
 
 class Preempted(SIGTERMException):
@@ -80,6 +81,8 @@ class Preemption(pl.Callback):
             self._shield.enter_context(shield_workers())
             for number in self._known:
                 before = signal.getsignal(number)
+                if before is signal.SIG_IGN and number in _IGNORED:  # the process fits again, as a notebook may
+                    before = signal.SIG_DFL
                 if before is not signal.SIG_IGN:  # as SIGINT is in the background
                     self._before[number] = before
                     signal.signal(number, self._note)
@@ -108,7 +111,9 @@ class Preemption(pl.Callback):
             lightning_internals.forget_started_ranks(trainer.strategy.launcher)
             # torchrun sends another signal to all ranks when the first has ended, which would kill the others before
             # they return their exit status. Python keeps SIG_IGN to its end, but no handler.
-            self._before |= dict.fromkeys(set(self._before) - {signal.SIGINT}, signal.SIG_IGN)
+            noted = set(self._before) - {signal.SIGINT}
+            self._before |= dict.fromkeys(noted, signal.SIG_IGN)
+            _IGNORED.update(noted)
         self._restore()
 
     def _max_over_ranks(self, *numbers: int) -> list[int]:

@@ -74,6 +74,8 @@ def prepare_run(
                     f"{path} was saved without sharding, and {type(trainer.strategy).__name__} would mix up its "
                     "moments: resume with the strategy that wrote it"
                 )
+            if ckpt_path:
+                _refuse_later(directories, path, content["global_step"])
             del content
         for directory in directories if trainer.is_global_zero else ():
             stack.enter_context(lock_directory(directory))
@@ -122,6 +124,16 @@ def _adopt_version(logger: Any) -> bool:
     numbers = [int(name.removeprefix("version_")) for name in names if re.fullmatch(r"version_\d+", name)]
     lightning_internals.set_version(logger, max(numbers, default=None))
     return bool(numbers)
+
+
+def _refuse_later(directories: list[Path], path: str, step: int) -> None:
+    """Raise ValueError if the directories hold a later checkpoint, which the next `--resume auto` would take."""
+    later, reached, _ = find_newest(directories)
+    if reached > step:
+        raise ValueError(
+            f"ckpt_path is {path}, of step {step}, but {later} is of step {reached}: move later ones away, or give "
+            f"this run {SEPARATE}"
+        )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import stat
+import sys
 import time
 from types import SimpleNamespace
 
@@ -160,6 +161,25 @@ def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
     process.join(30)
     assert process.exitcode == 143
     assert saved(tmp_path)["global_step"] == 3
+
+
+@pytest.mark.forks
+def test_a_later_fit_of_the_process_hears_signals_again(tmp_path):
+    def work():
+        for name in ("first", "second"):
+            trainer = trainer_of(tmp_path / name)
+            code = 0
+            try:
+                trainer.fit(Tiny(2, send(signal.SIGTERM)), DataLoader(torch.ones(6, 3)), DataLoader(torch.ones(4, 3)))
+            except SystemExit as ended:
+                code = ended.code
+            assert code == 143, name
+        sys.exit(7)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 7
 
 
 def test_a_step_of_several_batches_is_finished(tmp_path):

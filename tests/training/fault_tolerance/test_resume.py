@@ -189,6 +189,8 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
     run(tmp_path, steps=3)
     given, last = saved(tmp_path) / "step=1.ckpt", saved(tmp_path) / "last.ckpt"
     assert run(tmp_path, ckpt_path=str(given), steps=3) == [1, 2]
+    with pytest.raises(ValueError, match=r"last\.ckpt"):
+        run(tmp_path, ckpt_path=str(given), version=0)
     assert run(tmp_path, ckpt_path=str(last), version=0, steps=4) == [2, 3]
     with pytest.raises(ValueError, match="ckpt_path must be null"):
         run(tmp_path, "auto", ckpt_path=str(given))
