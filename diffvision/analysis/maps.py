@@ -102,8 +102,8 @@ def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | Non
 def open_layers(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[LayerMaps]:
     """Yield the maps and values of every attention layer that one image or text goes through, in order.
 
-    Queries, keys and values of all layers are kept from one forward pass, and the maps of a layer are computed when it
-    is yielded, so only one layer's maps are in memory at a time.
+    Queries, keys and values of all layers are stored in one forward pass, and a layer's maps are computed when it is
+    yielded, so only one layer's maps are in memory at a time.
 
     Args:
         model: as `capture.captured`; its modes are left alone.

@@ -3,7 +3,7 @@
 A head has a sink if one token receives `SINK` or more of its attention, mean over the queries (Gu et al. 2024, arXiv
 2410.10781, who count the first token of texts). Its use is one of two (arXiv 2606.08105; the thresholds are ours):
 
-- NOP: the token's value is small, so that a head that looks at it adds next to nothing.
+- NOP: the token's value is small, so attending to it adds next to nothing.
 - broadcast: the token's value counts, and the head adds the same to every token.
 
 `measure_sinks` has the numbers of one layer, `count_sinks` those of a model on one image or text.

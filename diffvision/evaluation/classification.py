@@ -21,7 +21,7 @@ def classification(features: Features, folder: EvaluationFolder, options: Option
     """Return acc1, acc5 and mean_per_class_recall of a timm model's classifier on a split's images.
 
     Raises:
-        ValueError: a model without a linear classifier (OpenCLIP's classify by text: zero_shot), or whose classes are
+        ValueError: a model without a linear classifier (for OpenCLIP's use zero_shot), or whose classes are
             fewer than the labels of the folder.
     """
     return classification_samples(*_logits(features, folder, options))

@@ -1,7 +1,7 @@
-"""95% intervals of a share, of differences between two models (paired over samples, or over seeds), and agreement.
+"""95% intervals of a share, and of differences between two models, paired over samples or over seeds.
 
-Paired: both models saw the same samples. The interval is a bootstrap's over the units that the samples belong to
-(images, documents), and McNemar's exact test says how likely it is that two equally good models disagree so unevenly.
+Paired: both models saw the same samples. The interval is a bootstrap over units (the images or documents that samples
+belong to). McNemar's exact test gives the probability of so uneven a disagreement between two equally good models.
 Over seeds: Welch's t interval of the difference of two means. Where all runs saw the same samples, it is widened to the
 bootstrap over seeds and samples.
 """
@@ -78,8 +78,8 @@ def wilson_interval(right: int, total: int) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 
     Args:
-        right: how often the event happened.
-        total: how often it could have; at least 1.
+        right: number of successes.
+        total: number of trials; at least 1.
 
     Source: Wilson 1927.
     """

@@ -1,4 +1,4 @@
-"""Class names and templates: those given, the folder's, or ImageNet's for all classes or for some of them.
+"""Class names and templates: from the options, the folder, or ImageNet (all of its classes, or some).
 
 ImageNet's lists are in `imagenet`.
 """
@@ -80,8 +80,8 @@ def prompts_of(folder: EvaluationFolder, options: Options = Options()) -> Prompt
     """Return the class names and templates of a folder's zero-shot classifier.
 
     Names and templates that are given come first, then the folder's. Classes named by ImageNet's wnids get OpenCLIP's
-    names and, unless there are templates of one's own, its 80 templates; so does what is missing where the folder's
-    name is of a variant of ImageNet. A variant's folder may name its 200 classes or all 1000: in the second case the
+    names and, unless other templates are given, its 80 templates. A folder named after a variant of ImageNet gets
+    whatever it lacks of these. A variant's folder may name its 200 classes or all 1000: in the second case the
     classifier is restricted to the variant's, as its published numbers are.
 
     Raises:

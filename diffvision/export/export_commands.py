@@ -33,7 +33,7 @@ def export(
         license: of the weights, for the model card (apache-2.0, mit, cc-by-4.0, ...).
 
     Raises:
-        FileNotFoundError, ValueError: there is no such model, it is damaged or of an unknown kind, its weights are
+        FileNotFoundError, ValueError: the model does not exist, is damaged or of an unknown kind, its weights are
             randomly initialised or not finite, the format does not support it, or the destination exists.
     """
     from diffvision.export.formats import DEFAULTS, FORMATS, Options, check_installed
@@ -103,7 +103,7 @@ def adapt_to_folder(
             `diffvision.analysis.heads.highest_entropy` in Python.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such model, it has no weights or no standard attention, settings do
+        FileNotFoundError, ValueError: the model does not exist, has no weights or no standard attention, settings do
             not fit together, the outputs differ from the pretrained model's, or the destination exists.
     """
     from diffvision.export import adapted_folder as adapted
@@ -121,7 +121,7 @@ def interpolate(pretrained: str, finetuned: str, destination: str, *, alpha: flo
         alpha: the share of the fine-tuned weights: 0 is the pretrained model, 1 the fine-tuned one.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such model, it is of text, the two differ in architecture or
+        FileNotFoundError, ValueError: a model does not exist or is a language model, the two differ in architecture or
             preprocessing, or the destination exists.
     """
     from diffvision.export.interpolated import write_interpolated

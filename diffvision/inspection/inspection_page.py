@@ -127,7 +127,7 @@ def _sinks(files: Files, tower: str, numbers: LayerNumbers) -> html.Section:
     text = (
         "A head has a sink if one token receives 30% or more of its attention, mean over the queries. The sink is NOP "
         "if its value is below half of the median, so that the head adds little; it is broadcast if more than half of "
-        "the head's output is the same for all queries. It may be both, or neither. A sink is no fault by itself."
+        "the head's output is the same for all queries. It may be both, or neither. A sink is not a fault by itself."
     )
     parts: list[html.Part] = [html.Text(text)]
     captions = (
