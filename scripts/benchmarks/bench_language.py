@@ -53,8 +53,7 @@ ABSENT = "not installed"
 # Sequences and tokens of a training step; tokens of prompts.
 TRAINING = [(4, 512), (1, 2048)]
 PROMPTS = [1000, 64]
-# With --quick, for the rounds of one table.
-QUICK_SECONDS = 20.0
+QUICK_SECONDS = 20.0  # with --quick, for the rounds of one table
 METHOD = """Speeds "x Llama" and "x DiffLlama" are tokens/s over that model's in the same run (higher is better): all
 models take turns within each round, and a cell is the median over rounds of the ratio in one round. Decoding's time is
 that of a call less that of a call for one token in the same round, so the prompt's pass is not in it; another table

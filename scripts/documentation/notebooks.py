@@ -4,10 +4,9 @@ python scripts/documentation/notebooks.py                      # all of them, as
 python scripts/documentation/notebooks.py --write NAME ...     # some, and keep what they print and draw
 """
 
-from __future__ import annotations
-
 import argparse
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -50,8 +49,9 @@ def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
 
 
 def final_lines(text: str) -> str:
-    """Return what a terminal shows in the end: of a progress bar, the last state of its line."""
-    return "\n".join(line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
+    """Return what a terminal shows in the end, of a progress bar its last state, without folders of the machine."""
+    lines = "\n".join(line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n"))
+    return re.sub(r"^/\S*/(?=diffvision/)", "", lines, flags=re.MULTILINE)
 
 
 def main() -> None:
