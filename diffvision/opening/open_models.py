@@ -118,7 +118,7 @@ def folder_library(folder: str | Path) -> Library:
         return "transformers"
     raise ValueError(
         f"{folder} has no {OPEN_CLIP} and no {CONFIG}: give a folder that OpenCLIP, timm, transformers or "
-        "`diffvision export` wrote"
+        "`diffvision export` wrote, or a run"
     )
 
 
@@ -151,7 +151,7 @@ def _open(spec: str | Path, checkpoint: str | Path | None, preprocess: dict[str,
 
 def _refuse_checkpoint(checkpoint: str | Path | None, spec: str | Path) -> None:
     if checkpoint is not None:
-        raise ValueError(f"checkpoint is {str(checkpoint)!r}, but {spec} is a model with weights: leave checkpoint out")
+        raise ValueError(f"checkpoint is {str(checkpoint)!r}, but {spec} has weights of its own: give only one of them")
 
 
 def _open_name(name: str, library: str, weights: str | Path | None, preprocess: dict[str, Any]) -> Model:
