@@ -57,9 +57,14 @@ def _read_coco(content: Any) -> dict[Any, Captions]:
 def _read_conversations(content: list[Any]) -> dict[Any, Captions]:
     """Return {path: captions} of ShareGPT4V's rows, whose first answer is the caption, on one line."""
     captions: dict[Any, Captions] = {}
-    for row in content:
-        answers = [turn["value"] for turn in row["conversations"] if turn["from"] in ("gpt", "assistant")]
-        captions[row["image"]] = captions.get(row["image"], ()) + tuple(" ".join(one.split()) for one in answers[:1])
+    for number, row in enumerate(content):
+        try:
+            turns = row.get("conversations") or ()
+            answers = [turn["value"].split() for turn in turns if turn["from"] in ("gpt", "assistant")]
+            image = row.get("image")  # a row of text has none, and is counted when it is read
+            captions[image] = captions.get(image, ()) + tuple(map(" ".join, answers[:1]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"row {number}: {type(error).__name__} {error}") from None
     if not captions:
         raise ValueError("no rows")
     return captions

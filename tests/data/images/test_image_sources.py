@@ -130,6 +130,14 @@ def test_long_captions_in_urban_1ks_and_sharegpt4vs_layouts(tmp_path):
         assert captions_evaluated(folder) == ({n: [expected.format(n)] for n in range(4)}, 4)
     write(tmp_path / "Urban1k/image/4.png", 4)
     assert find_images(urban).captions[-1] == ()  # counted when it is read
+    odd = [{"conversations": rows[0]["conversations"]}, {"image": "4.png"}, {"image": "5.png", "conversations": []}]
+    (tmp_path / "share/sharegpt4v.json").write_text(json.dumps([*rows, *odd]))
+    assert find_images(share).names[4:] == ["", "4.png", "5.png"]  # of text alone, and without captions
+    assert find_images(share).captions[5:] == [(), ()]
+    for wrong in ({"image": ["1.png"]}, {"image": "1.png", "conversations": [{"from": "gpt"}]}, None):
+        (tmp_path / "share/sharegpt4v.json").write_text(json.dumps([*rows, wrong]))
+        with pytest.raises(ValueError, match="row 4"):
+            find_images(share)
 
 
 def test_splits_number_their_classes_alike(tmp_path):
