@@ -294,4 +294,6 @@ def refuse_misfit(path: str | Path | None, model: str) -> Iterator[None]:
         reason = " ".join(lines[1:3] or lines)
         if isinstance(error, AttributeError) and "logit_bias" in read_checkpoint(path).state:
             reason = "it has a logit_bias, so set loss to siglip"
+        if '"model.logit_scale"' in str(error):  # a Lightning checkpoint's name of it
+            reason = "it is of a run: `diffvision export` it, and set model to local-dir:FOLDER"
         raise ValueError(f"checkpoint {path} does not fit the model {model}: {reason[:_REASON]}") from error

@@ -89,6 +89,13 @@ def test_weights_of_longer_captions_are_not_cut_silently(start, tmp_path):
     assert opened.config["text_cfg"]["context_length"] == 40
 
 
+def test_a_runs_checkpoint_is_to_be_exported_first(start, tmp_path):
+    state = {f"model.{name}": value for name, value in torch.load(start[1]).items()}
+    torch.save({"state_dict": state}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="local-dir"):
+        ContrastiveModule(start[0], pretrained=str(tmp_path / "last.ckpt"), context_length=40)
+
+
 def test_the_limit_is_the_tokenizers_or_the_text_towers():
     tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(model_max_length=512))
     tower = SimpleNamespace(text=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=300)))
