@@ -183,6 +183,7 @@ class Study:
             self.starts[run] = time.time()
         threads = {"OMP_NUM_THREADS": "1"} if self.jobs > 1 else {}
         command = [sys.executable, "-m", "diffvision", *self.command(run)]
+        (folder / LOG).unlink(missing_ok=True)  # not emptied: a run that outlived another study writes to it
         with (folder / LOG).open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | threads)
 

@@ -262,9 +262,12 @@ def test_the_error_of_a_run_is_its_own_and_of_this_attempt(seed, error, made):
     of, _ = made
     folder = of.folder(Run("a", seed))
     folder.mkdir(parents=True)
-    (folder / study.LOG).write_text("diffvision: error: of an earlier attempt\n")
-    with pytest.raises(ValueError, match=f"a, seed {seed}: .*{error}"):
-        of.train([Run("a", seed)])
+    with (folder / study.LOG).open("w") as outlived:
+        print("diffvision: error: of an earlier attempt", file=outlived, flush=True)
+        with pytest.raises(ValueError, match=f"a, seed {seed}: .*{error}"):
+            of.train([Run("a", seed)])
+        print("it goes on", file=outlived, flush=True)
+    assert "goes on" not in (folder / study.LOG).read_text()
 
 
 def test_the_time_of_a_run_that_is_resumed_is_not_that_of_the_others(made):
