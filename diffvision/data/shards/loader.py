@@ -250,6 +250,15 @@ class ShardLoader:
             yield batch
             begun = time.monotonic()
 
+    def names(self, epoch: int, batch: int) -> list[str]:
+        """Return "shard: key" of each sample of a global batch; for a substitute, that of the bad sample."""
+        start = batch * self.batch_size
+        samples = self.order(0 if self.repeats else epoch).samples(start, start + self.batch_size)
+        for sample in samples:
+            with suppress(BadSample):
+                self.shards.members(sample)  # opens the index, which only workers may have done
+        return [self.shards.describe(sample) for sample in samples]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data and all that the order depends on."""
         epoch, consumed = self._position

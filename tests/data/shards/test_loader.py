@@ -62,6 +62,13 @@ def test_ranks_share_the_same_global_batches(corpus, whole, two_epochs, world_si
         assert joined(parts) == expected
 
 
+def test_a_batch_names_its_samples_which_warnings_of_skipped_steps_give(corpus, whole, two_epochs):
+    loader = corpus.loader(whole, seed=3, window=4, rank=1, world_size=2)
+    names = loader.names(1, 7)
+    assert [int(name.split(": ")[1]) for name in names] == two_epochs[1][7]
+    assert all(name.split(": ")[0].endswith(".tar") for name in names)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_epochs_follow_one_another_and_can_be_chosen(corpus, whole, two_epochs, num_workers):
     loader = corpus.loader(whole, seed=3, window=4, num_workers=num_workers)
