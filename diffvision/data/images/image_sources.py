@@ -299,7 +299,8 @@ def _read_folder(
     is_classes = reads == "labels" and _has_classes(path, columns)
     if not is_classes and (index := _find_index_table(path)) is not None:
         return _open_table(index, columns)[""]()
-    if not is_classes and any(walk(path / "caption", (".txt",))) and (path / "image").is_dir():
+    has_captions = any(walk(path / "caption", (".txt",))) and not any(walk(path / "image", (".txt",)))
+    if not is_classes and has_captions and (path / "image").is_dir():
         return _read_texts(path, path / "image", path / "caption")
     images = list(walk(path, IMAGE_SUFFIXES))
     has_texts = any(image.with_suffix(".txt").is_file() for image in images) or (

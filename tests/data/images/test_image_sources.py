@@ -138,6 +138,8 @@ def test_long_captions_in_urban_1ks_and_sharegpt4vs_layouts(tmp_path):
         (tmp_path / "share/sharegpt4v.json").write_text(json.dumps([*rows, wrong]))
         with pytest.raises(ValueError, match="row 4"):
             find_images(share)
+    (tmp_path / "Urban1k/image/4.txt").write_text("beside it")
+    assert find_images(urban).captions[-1] == ("beside it",)  # texts beside the images are theirs
 
 
 def test_splits_number_their_classes_alike(tmp_path):
