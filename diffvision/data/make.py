@@ -70,8 +70,8 @@ def check(
     from diffvision.data.check import check_shards, check_tables
     from diffvision.data.images.samples import IMAGE_KEYS
 
-    image_key = image_key or IMAGE_KEYS
-    results = check_shards(source, num_workers, image_key=image_key, caption_key=caption_key, label_key=label_key)
+    keys = {"caption_key": caption_key, "label_key": label_key}
+    results = check_shards(source, num_workers, image_key=image_key or IMAGE_KEYS, **keys)
     checked = [{**vars(result), "ok": result.ok} for result in results]
     show(check_tables(results, source), data=checked)
     return 0 if all(result.ok for result in results) else 1
