@@ -118,7 +118,7 @@ def test_a_trained_operation_is_kept(folders, tmp_path):
     [
         (["vit_tiny_patch16_224", "out"], "vit_tiny_patch16_224 has new weights"),
         (["nothing", "out", "--checkpoint=x"], "neither OpenCLIP, timm nor diffvision has a model 'nothing'"),
-        (["{language}", "out", "--checkpoint=x"], "is a model with weights: leave checkpoint out"),
+        (["{language}", "out", "--checkpoint=x"], "has weights of its own"),
         (["{classifier}", "out", "--method=v2", "--heads=0"], "heads is for method 'dex'"),
         (["{classifier}", "out", "--method=dex", "--heads=most"], "heads must be all, or numbers"),
         (["{classifier}", "there"], "there is there already"),
