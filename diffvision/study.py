@@ -64,7 +64,7 @@ class Run:
         return f"rate{self.rate}" if self.is_tuning else f"seed{self.seed}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Study:
     """The runs of a study's folder.
 

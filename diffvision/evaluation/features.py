@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from diffvision.data.images.caption_tokenizer import are_cut
+from diffvision.data.images.caption_tokenizer import LARGE_CUT, are_cut
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.cache import (
     Rows,
@@ -41,7 +41,6 @@ _CAPTIONED = {
     "kinds": torch.uint8,
     "kinds_bytes": torch.int64,
 }
-LARGE_CUT = 0.05  # share of a split's captions; where more are cut, there is a warning
 _WARNED: WeakSet[EvaluationFolder] = WeakSet()
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -128,11 +127,6 @@ class Features:
 
         rows, _ = self._keep(encode_classes, texts=texts)
         return gather_rows(rows.get("classes"), self.device)
-
-    def encode_images(self, images: Sequence[Image.Image]) -> Tensor:
-        """Return features [B, D] of a batch of images in memory, computed by this process alone."""
-        with self._evaluating():
-            return self._encode_images(torch.stack([self.transform(image) for image in images]))
 
     def _encode_split(
         self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], dtypes: Mapping[str, torch.dtype]

@@ -3,6 +3,7 @@
 `open_model` lists the forms. A name wins over a path of the same spelling; `./` before it, or a `Path`, makes it one.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -121,19 +122,28 @@ def register_diffllama_v2(path: str) -> None:
 
 def _find_name(text: str) -> Spec | None:
     """Return the model that a name with or without a tag stands for, None for other strings."""
-    known = names_by_library()
-    for library, names in known.items():
+    for library, names in names_by_library().items():
         if text in names or (library == "timm" and text.startswith("adapted_vit.")):  # a model's name follows it
             return Spec("name", text, library)
-    # "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag; OpenCLIP's names have points in them.
+    for library, name, tag in _split_tag(text):
+        if tag in tags_of(library, name):
+            return Spec("name", name, library, tag)
+    return None
+
+
+def _split_tag(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the library, name and tag of each known model whose name a string begins with, the rest being the tag.
+
+    "vit_tiny_patch16_224.ckpt" is a file, ".augreg_in21k" a tag; OpenCLIP's names have points in them.
+    """
+    known = names_by_library()
     for library, (name, _, tag) in (
         ("open_clip", text.rpartition(".")),
         ("language", text.rpartition(".")),
         ("timm", text.partition(".")),
     ):
-        if name in known[library] and tag in tags_of(library, name):
-            return Spec("name", name, library, tag)
-    return None
+        if name in known[library]:
+            yield library, name, tag
 
 
 def tags_of(library: str, name: str) -> list[str]:
@@ -153,17 +163,10 @@ def _unknown(text: str) -> Exception:
     """Return the error for a string that is neither a known name nor an existing path."""
     if "/" in text or text.startswith(".") or Path(text).suffix in SUFFIXES:
         return _no_path(text)
-    known = names_by_library()
-    for library, name in (
-        ("open_clip", text.rpartition(".")[0]),
-        ("language", text.rpartition(".")[0]),
-        ("timm", text.partition(".")[0]),
-    ):
-        if name in known[library]:
-            tags = ", ".join(tags_of(library, name))
-            wrong = text.removeprefix(f"{name}.")
-            return ValueError(f"{name} has no pretrained weights {wrong!r}: it has {tags or 'none'}")
-    every = [one for names in known.values() for one in names]
+    for library, name, tag in _split_tag(text):
+        tags = ", ".join(tags_of(library, name))
+        return ValueError(f"{name} has no pretrained weights {tag!r}: it has {tags or 'none'}")
+    every = [one for names in names_by_library().values() for one in names]
     return unknown_model(text, "no such file or folder, and neither OpenCLIP, timm nor diffvision has a", every)
 
 

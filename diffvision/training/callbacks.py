@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from diffvision.data.images.caption_tokenizer import LARGE_CUT
 from diffvision.data.shards.report import Report
 from diffvision.training.fault_tolerance import gather_from_ranks
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
@@ -25,7 +26,7 @@ from diffvision.training.sharding import gather_weights, release_weights
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
-LARGE_CUT, CUT_SAMPLES = 0.05, 1000  # share of captions cut, of the first ones; where it is larger, a run warns
+CUT_SAMPLES = 1000  # the first ones, of which the share of captions that are cut is judged
 LAMBDA_SAMPLES = 16  # of a batch, over which the mean of lambda is where it depends on the token
 SAVED_FIELDS = ("total", "epoch", "seen", "skipped", "substituted", "cut", "examples")  # of a report
 

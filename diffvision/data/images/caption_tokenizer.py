@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+LARGE_CUT = 0.05  # share of captions; where more are cut, training and evaluation warn
 CACHED_WORDS = 1 << 16
 """Words whose byte pairs are remembered: about 15 MB at most. English captions have some 20,000 of nearly all words."""
 
@@ -49,7 +50,7 @@ def text_only(tokenizer: Any) -> Any:
 def are_cut(tokenizer: Any, captions: Sequence[str], tokens: Any) -> list[bool]:
     """Return which captions have more tokens than a tokenizer keeps; False where its kind is not known.
 
-    Only captions that may be are tokenised again: those that fill their row, or have as many bytes.
+    Only captions that could be too long are tokenised again: by their last token, or by their bytes.
 
     Args:
         tokenizer: one of `text_only`.

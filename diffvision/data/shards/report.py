@@ -129,7 +129,9 @@ class Report:
         for reason, count in self.skipped.most_common():
             lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
         lines += [f"  {name.replace('_', ' ')}: {count:,}" for name, count in self.extra_counts.items()]
-        return "\n".join(lines + [f"  {self.cut:,} captions cut"] * bool(self.cut))
+        if self.cut:
+            lines.append(f"  {self.cut:,} captions cut")
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""

@@ -204,7 +204,7 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
             language.load(tmp_path)
     write()
     for asked in ({"variant": "standard"}, {"vocab_size": 300}):
-        with pytest.raises(ValueError, match="variant 'v1' with vocabulary of 4096"):
+        with pytest.raises(ValueError, match="vocabulary of 4096"):
             language.load(tmp_path, **asked)
     with pytest.raises(ValueError, match="the tokenizer has 300 tokens"):
         language.save(LanguageModel(LanguageConfig(**TINY)), tmp_path / "other", TokenizerStub())
