@@ -21,7 +21,8 @@ Declared before the first run:
   and difference with two main effects and one interaction, and Holm over three. They are trained last. No cell loses
   learning rates or seeds, and a cell that lacks some is not reported.
 - DnA and CoDA, with parameters equal to plain's, are two cells by themselves: their differences from plain, with Holm's
-  correction over the two. They are trained before the registers: 20 runs, two core-hours.
+  correction over the two. They are trained before the registers. (Found when they were run: plain's first run
+  does not repeat any more, so plain is trained again with the two, in the folder `rivals`.)
 - Sinks are secondary. If the plain model has none, the study is of accuracy, and its page says so.
 
 Each run is one JSON in a folder of its kind of processor. Repeated runs are equal on one kind, and not on two, so
@@ -219,7 +220,10 @@ def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
     def train(run: Run) -> Numbers:
         def also(trained: SmallClip, data: Data) -> dict[str, Any]:
             torch.save(trained.model.state_dict(), models / f"{run.name}.pt")
-            return {"sinks": sinks(trained, data), "processor": processor()}
+            measured: dict[str, Any] = {"processor": processor()}
+            if run.family not in RIVALS:  # DnA weights two values with two maps
+                measured["sinks"] = sinks(trained, data)
+            return measured
 
         return clip.train(run, data, epochs, FAMILIES, also=also)
 
@@ -229,8 +233,9 @@ def trainer(data: Data, epochs: int, models: Path) -> Callable[[Run], Numbers]:
 def run_all(data: Data, results: Path, models: Path, hours: float, quick: bool) -> None:
     """Train the runs that are not done, the cells without registers first; start none after so many hours."""
     end = time.monotonic() + 3600 * hours
-    for cells in (WITHOUT_REGISTERS, tuple(RIVALS), tuple(CELLS)):
-        grid = grid_of(cells, results).quick() if quick else grid_of(cells, results)
+    studies = (WITHOUT_REGISTERS, results), (("plain", *RIVALS), results / "rivals"), (tuple(CELLS), results)
+    for cells, folder in studies:
+        grid = grid_of(cells, folder).quick() if quick else grid_of(cells, folder)
         train = trainer(data, grid.epochs, models)
         for runs in (grid.tuning, grid.confirming):
             for run in runs():
@@ -354,21 +359,29 @@ def report(results: Path) -> None:
     print_contrasts("points of image R@1", {name: grid.by_seed(name, PRIMARY[0]) for name in cells})
     again = differences({name: grid.by_seed(name, PRIMARY[0]) for name in REUSED})
     print(f"\nV2 minus plain alone, as in clip.py: {again['V2'].text(2)}")
-    rivals = grid_of(tuple(RIVALS), results)
-    scores = {"plain": grid.by_seed("plain", PRIMARY[0])}
-    scores |= {name: rivals.by_seed(name, PRIMARY[0]) for name in RIVALS if rivals.chosen(name)}
-    for name, one in differences(scores).items():
-        print(f"{name} minus plain: {one.text(2)}")
-    print("\n| cell | learning rate | parameters | FLOPs | seconds |\n|---|---:|---:|---:|---:|")
-    runs = {name: {run.seed: numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))} for name in cells}
-    for name, of in runs.items():
-        one, seconds = next(iter(of.values())), spread([numbers["seconds"] for numbers in of.values()], 0)
-        print(f"| {name} | {grid.chosen(name):g} | {one['parameters']:,} | {one['FLOPs']:,} | {seconds} |")
-    print()
-    print_sinks(runs)
+    print_runs(grid)
     if (file := results / "segmentation.json").is_file():
         print()
         print_segmentation(grid, json.loads(file.read_text()))
+    rivals = grid_of(("plain", *RIVALS), results / "rivals")
+    print(f"\nRivals: {rivals.describe()}")
+    if all(len(rivals.by_seed(name, PRIMARY[0])) == len(rivals.seeds) for name in rivals.families):
+        for metrics in (PRIMARY, clip.SECONDARY[:3]):
+            print(f"\n{rivals.table(metrics)}")
+        print_runs(rivals)
+
+
+def print_runs(grid: Cells) -> None:
+    """Print what each cell costs, and the sinks where they were measured."""
+    print("\n| cell | learning rate | parameters | FLOPs | seconds |\n|---|---:|---:|---:|---:|")
+    runs: dict[str, dict[int, Numbers]] = {}
+    for name in grid.families:
+        runs[name] = of = {run.seed: numbers for run in grid.fresh(name) if (numbers := grid.numbers(run))}
+        one, seconds = next(iter(of.values())), spread([numbers["seconds"] for numbers in of.values()], 0)
+        print(f"| {name} | {grid.chosen(name):g} | {one['parameters']:,} | {one['FLOPs']:,} | {seconds} |")
+    if not RIVALS.keys() & runs.keys():
+        print()
+        print_sinks(runs)
 
 
 def print_contrasts(unit: str, values: dict[str, dict[int, float]]) -> None:
