@@ -66,7 +66,7 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
 
 def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    from diffvision.models.language.hugging_face import export
+    from diffvision.export.export_commands import export
 
     own = generate_text(checkpoint, prompt="the cat", max_new_tokens=9, temperature=0.0)
     named = generate_text("diff-debug", prompt="the cat", checkpoint=checkpoint, max_new_tokens=9, temperature=0.0)

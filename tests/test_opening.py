@@ -226,7 +226,7 @@ def house(tmp_path_factory, trained):
 def theirs(house):
     """The same language model in transformers' layout, and a Llama."""
     transformers = pytest.importorskip("transformers")
-    from diffvision.models.language.hugging_face import export
+    from diffvision.export.export_commands import export
 
     export(str(house / "text"), str(house / "exported"))
     torch.manual_seed(0)

@@ -125,9 +125,7 @@ def by_hugging_face(kind, model, folder):
 
 
 def by_convert(kind, model, folder):
-    language.save(model, folder / "ours")
-    convert(str(folder / "ours"), str(folder / "theirs"), to="huggingface")
-    convert(str(folder / "theirs"), str(folder / "again"), to="language")
+    convert(str(exported(kind, model, folder)), str(folder / "again"), to="language")
     return language.load(folder / "again")
 
 

@@ -13,35 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffvision.export.finite_weights import open_for_export
 from diffvision.export.model_folders import save_folder
 from diffvision.models import language
-from diffvision.models.adapt import ENTRYPOINT, Heads
+from diffvision.models.adapt import ENTRYPOINT
 from diffvision.models.adapt import adapt as adapt_model
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.names import Method
 from diffvision.models.weight_files import FOLDER, check_free, written_whole
-from diffvision.opening import Model, open_model, open_native
+from diffvision.opening import Model, open_model
 
 EXACT: tuple[Method, ...] = ("v2", "dex")
 TOLERANCE = 1e-6  # of the largest output
 _EFFECT = {"v1": "another function, to be trained", **dict.fromkeys(EXACT, "the same function, until it is trained on")}
 
 
-def write_adapted(
-    model: str,
-    destination: str,
-    *,
-    method: Method,
-    checkpoint: str | None,
-    heads: str,
-) -> None:
+def write_adapted(model: str, destination: str, *, method: Method, checkpoint: str | None, heads: str) -> None:
     """Write a pretrained model made differential, as `diffvision.export.export_commands.adapt_to_folder` describes."""
     target = Path(destination)
     check_free(target)
     chosen = _parse_heads(heads)
-    opened = open_native(model, checkpoint)
-    if opened.weights is None:
-        raise ValueError(f"{model} has new weights: give NAME.TAG, or a file of weights as --checkpoint")
+    opened = open_for_export(model, checkpoint)
     module: Any = opened.module
     inputs = _random_inputs(opened)
     before = copy.deepcopy(module)
@@ -55,7 +47,7 @@ def write_adapted(
                 f"{type(module).__name__} cannot be saved, as its library builds another model ({off:.1e} off): "
                 "save its state_dict"
             )
-    print(f"wrote {target}: {_how_to_load(module, target)}")
+    print(f"wrote {target}: train it with diffvision fit --model.model {FOLDER}{target}")
 
 
 # ---- model and heads -----------------------------------------------------------------------------------------------
@@ -74,22 +66,17 @@ def _random_inputs(opened: Model) -> dict[str, Tensor]:
     sides = (size, size) if isinstance(size, int) else size
     batch = {"image": torch.randn(2, channels, *sides, generator=draws).to(dtype)}
     if hasattr(model, "encode_text"):
-        text = torch.randint(
-            1, opened.config["text_cfg"].get("vocab_size", 49408), (2, model.context_length), generator=draws
-        )
-        batch["text"] = text
+        vocabulary = opened.config["text_cfg"].get("vocab_size", 49408)
+        batch["text"] = torch.randint(1, vocabulary, (2, model.context_length), generator=draws)
     return batch
 
 
-def _parse_heads(heads: str) -> Heads | None:
+def _parse_heads(heads: str) -> list[int] | None:
     """Return the heads that "all" or "0,3,5" stands for, in every layer."""
-    if heads == "all":
-        return None
     try:
-        numbers = [int(part) for part in heads.split(",")]
+        return None if heads == "all" else [int(part) for part in heads.split(",")]
     except ValueError:
         raise ValueError(f"heads must be all, or numbers as 0,3,5, got {heads!r}") from None
-    return lambda depth, attention: numbers
 
 
 # ---- comparison ----------------------------------------------------------------------------------------------------
@@ -126,15 +113,16 @@ def _compare(before: nn.Module, after: nn.Module, inputs: Mapping[str, Tensor], 
     """
     off = largest_difference(before, after, inputs)
     report = f"{method}: outputs differ by {off:.1e} of the largest ({str(next(after.parameters()).dtype)[6:]})"
-    if method in EXACT and off > TOLERANCE:
+    if method not in EXACT:
+        print(f"{report}: it is another function")
+        return
+    if off > TOLERANCE:
         wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
         off = largest_difference(copy.deepcopy(before).double(), copy.deepcopy(after).double(), wide)
         report += f", {off:.1e} (float64)"
-    if method in EXACT and not off <= TOLERANCE:
-        raise ValueError(
-            f"{report}, above {TOLERANCE}: check that the weights are finite and that no layer was changed"
-        )
-    print(report if method in EXACT else f"{report}: it is another function")
+    if off > TOLERANCE:
+        raise ValueError(f"{report}, above {TOLERANCE}: adapt a model whose layers were not changed")
+    print(report)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -185,11 +173,3 @@ def _block_type(given: str | None, method: Method) -> str:
     """Return the block_type of an adapted tower; settings of our standard attention stay."""
     settings = (given or "").split(":", 2)[2:]
     return ":".join(["diffvision", method, *settings])
-
-
-def _how_to_load(model: nn.Module, folder: Path) -> str:
-    if isinstance(model, LanguageModel):
-        return f"diffvision.models.language.load('{folder}'), diffvision fit --model.model local-dir:{folder}"
-    call = "open_clip.create_model_and_transforms" if hasattr(model, "visual") else "timm.create_model"
-    more = "" if hasattr(model, "visual") else ", pretrained=True"
-    return f"{call}('{FOLDER}{folder}'{more}), diffvision fit --model.model {FOLDER}{folder}"

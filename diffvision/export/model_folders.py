@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,6 @@ def save_folder(
     config: Mapping[str, Any],
     preprocess: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-    card: str | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a timm or OpenCLIP model so that its library loads it as `local-dir:DIRECTORY`; a failure leaves no folder.
@@ -47,7 +47,6 @@ def save_folder(
             default the model's, which an OpenCLIP model has if `open_clip.create_model` built it.
         tokenizer: an OpenCLIP tokenizer, written if the model_cfg names one of Hugging Face; the built-in tokenizer of
             OpenCLIP needs no file.
-        card: the text of README.md.
         more: further keys of the configuration file, such as timm's label_names; the libraries ignore unknown keys.
 
     Raises:
@@ -63,8 +62,6 @@ def save_folder(
             _save_open_clip(model, made, dict(config), dict(preprocess or {}), tokenizer, dict(more or {}))
         else:
             _save_timm(model, made, dict(config), dict(preprocess or {}), dict(more or {}))
-        if card is not None:
-            (made / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_open_clip(model: Model, destination: Path, options: Options) -> None:
@@ -81,11 +78,16 @@ def write_timm(model: Model, destination: Path, options: Options) -> None:
 
 def write_hugging_face(model: Model, destination: Path, options: Options) -> None:
     """Write a language model in the format "huggingface"."""
-    from diffvision.models.language import hugging_face
+    from diffvision.models.language import find_tokenizer, hugging_face
 
     module: Any = model.module
     made = hugging_face.as_transformers(module)
-    tokenizer = hugging_face.choose_tokenizer(str(model.weights), options.tokenizer)
+    if options.tokenizer is not None:
+        tokenizer: Path | None = hugging_face.tokenizer_file(Path(options.tokenizer))
+    elif (tokenizer := find_tokenizer(str(model.weights))) is None:
+        warnings.warn(
+            f"no tokenizer next to {model.weights}: the folder has none; name one with --tokenizer", stacklevel=2
+        )
     hugging_face.write(made, destination, tokenizer, eos=options.eos)
     write_card(destination, model, options.license)
 

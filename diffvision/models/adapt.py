@@ -6,7 +6,7 @@ Layers are replaced in place; timm builds such a model again by the name in `ada
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,8 +26,8 @@ from diffvision.nn.linear import refuse_wrapped
 
 __all__ = ["ENTRYPOINT", "Heads", "adapt", "freeze_but_new", "merge_dex", "set_dex_lambda", "set_dex_schedule"]
 
-Heads = Mapping[str, Sequence[int]] | Callable[[int, AttentionLayer], Sequence[int]]
-"""A block's name -> its heads, or (index of the layer, its attention) -> its heads."""
+Heads = Mapping[str, Sequence[int]] | Sequence[int]
+"""A block's name -> its heads, none in other blocks; or the heads of every block."""
 ENTRYPOINT = "adapted_vit"  # timm's name of an adapted VisionTransformer
 
 
@@ -69,16 +69,20 @@ def adapt(model: nn.Module, method: str = "v2", *, heads: Heads | None = None, o
         raise ValueError(f"heads is for method 'dex', and {method!r} changes all heads: leave it out")
     slots = list(_attention_slots(model))
     if not slots:
-        raise ValueError(_no_standard_attention(model))
+        ours = ", ".join(sorted({layer.variant for layer in _attention_layers(model)})) or "none of ours"
+        raise ValueError(f"{type(model).__name__} must have standard attention of timm, OpenCLIP or ours, got {ours}")
     _refuse_mixed(model, slots)
-    choose = _head_choice(slots, heads)
+    blocks = [slot.block for slot in slots]
+    if isinstance(heads, Mapping) and (unknown := [name for name in heads if name not in blocks]):
+        raise ValueError(f"heads names {unknown[0]!r}: choose among the blocks {', '.join(blocks)}")
     standard = [_to_standard(slot.attention) for slot in slots]  # all, before any is changed
-    settings = [{"heads": choose(slot, layer)} if choose else {} for slot, layer in zip(slots, standard, strict=True)]
-    methods = [_gated_variant(method) if layer.variant == "gated" else method for layer in standard]
-    new = [
-        ATTENTION[one].from_standard(layer, depth=slot.depth, **more)
-        for one, slot, layer, more in zip(methods, slots, standard, settings, strict=True)
-    ]
+    new = []
+    for slot, layer in zip(slots, standard, strict=True):
+        settings: dict[str, Any] = {}
+        if heads is not None:
+            settings["heads"] = heads.get(slot.block, ()) if isinstance(heads, Mapping) else heads
+        variant = _gated_variant(method) if layer.variant == "gated" else method
+        new.append(ATTENTION[variant].from_standard(layer, depth=slot.depth, **settings))
     for slot, layer in zip(slots, new, strict=True):
         slot.put(layer)
     if only_new:
@@ -187,29 +191,6 @@ def _refuse_mixed(model: nn.Module, slots: Sequence[_Slot]) -> None:
             )
 
 
-def _no_standard_attention(model: nn.Module) -> str:
-    name = type(model).__name__
-    ours = {layer.variant for layer in _attention_layers(model)}
-    if ours:
-        return f"{name} has attention of {', '.join(sorted(ours))}: it is differential already, or cannot become so"
-    return f"{name} has no standard attention of timm, OpenCLIP or ours to change"
-
-
-def _head_choice(
-    slots: Sequence[_Slot], heads: Heads | None
-) -> Callable[[_Slot, AttentionLayer], Sequence[int]] | None:
-    """Return a function that chooses the heads of a layer, or None for all; ValueError for an unknown block's name."""
-    if heads is None:
-        return None
-    if not isinstance(heads, Mapping):
-        return lambda slot, layer: heads(slot.depth, layer)
-    blocks = [slot.block for slot in slots]
-    for name in heads:
-        if name not in blocks:
-            raise ValueError(f"heads names {name!r}: choose among the blocks {', '.join(blocks)}")
-    return lambda slot, layer: heads.get(slot.block, ())
-
-
 def _rename(model: nn.Module, method: str) -> None:
     """Set the architecture of timm's models, so that timm can save them and build them again."""
     for module in model.modules():
@@ -221,15 +202,12 @@ def _rename(model: nn.Module, method: str) -> None:
             part.pretrained_cfg = part.default_cfg = {**config, "architecture": ENTRYPOINT}
 
 
-def _to_standard(module: nn.Module) -> AttentionLayer:
+def _to_standard(module: Any) -> AttentionLayer:
     """Return a library's attention as a standard layer of ours; tensors are copies, or views of copies."""
     if isinstance(module, AttentionLayer):
         refuse_wrapped(q_proj=module.q_proj, k_proj=module.k_proj, v_proj=module.v_proj, proj=module.proj)
         return module
-    if isinstance(module, TimmAttention):
-        return _from_timm(module)
-    assert isinstance(module, ResidualAttentionBlock)
-    return _from_torch(module)
+    return _from_timm(module) if isinstance(module, TimmAttention) else _from_torch(module)
 
 
 def _from_timm(theirs: TimmAttention) -> AttentionLayer:

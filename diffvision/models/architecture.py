@@ -50,8 +50,11 @@ def difference(recorded: Mapping[str, Any], built: Mapping[str, Any]) -> str:
     Only fields and layers in both records are compared, as they differ between versions of libraries.
     """
     there, here = dict(flatten(recorded)), dict(flatten(built))
-    pairs = [(".".join(filter(None, name[1:])), there[name], here[name]) for name in sorted(there.keys() & here.keys())]
-    lines = [f"{name} {a!r} there and {b!r} here" for name, a, b in pairs if not _same(a, b)]
+    lines = [
+        f"{'.'.join(filter(None, name[1:]))} {there[name]!r} there and {here[name]!r} here"
+        for name in sorted(there.keys() & here.keys())
+        if not _same(there[name], here[name])
+    ]
     return ", ".join(lines[:_SHOWN]) + (f" (and {len(lines) - _SHOWN} more)" if len(lines) > _SHOWN else "")
 
 
@@ -72,11 +75,11 @@ def check(about: Mapping[str, Any], model: nn.Module, what: str) -> None:
             "of the model that is built here",
             stacklevel=2,
         )
-    _refuse(difference(about.get(KEY) or {}, architecture(model)), what)
+    _compare(about.get(KEY) or {}, architecture(model), what)
 
 
-def _refuse(differences: str, what: str) -> None:
-    if differences:
+def _compare(recorded: Mapping[str, Any], built: Mapping[str, Any], what: str) -> None:
+    if differences := difference(recorded, built):
         raise ValueError(
             f"{what} is of another architecture than the model here, with {differences}: build the model with its "
             "training configuration"
@@ -108,7 +111,7 @@ def check_start(source: str, model: nn.Module) -> None:
     """
     built = architecture(model)["layers"]
     kept = {name: {key: one[key] for key in one if key not in _CHOSEN} for name, one in built.items()}
-    _refuse(difference(recorded(source).get(KEY, {}), {"layers": kept}), f"the file of weights {source}")
+    _compare(recorded(source).get(KEY, {}), {"layers": kept}, f"the file of weights {source}")
 
 
 def recorded(source: str | Path) -> dict[str, Any]:
@@ -126,10 +129,15 @@ def recorded(source: str | Path) -> dict[str, Any]:
         return {}
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+            about = read_metadata(file)
     except (SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
     return about if isinstance(about, dict) and isinstance(about.get(KEY, {}), dict) else {}
+
+
+def read_metadata(file: Any) -> Any:
+    """Return the record in an open safetensors file, {} where it has none; a file of others may hold any JSON."""
+    return json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -142,6 +150,10 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         is_plain = next(layer.parameters(), None) is None and next(layer.children(), None) is None
         if is_plain and kind != "Identity" and "Drop" not in kind:  # of activations
             known["class"] = kind
+        if hasattr(layer, "attn_mask") and isinstance(tower := getattr(layer, "transformer", None), nn.Module):
+            # An OpenCLIP text tower (no_causal_mask); blocks of ours mask by themselves.
+            blocks = tower.modules()
+            known["causal"] = layer.attn_mask is not None or any(getattr(block, "causal", False) for block in blocks)
         if known:
             yield name, known
 

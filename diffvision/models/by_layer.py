@@ -1,6 +1,6 @@
 """`variant_by_layer`: models whose layers have different attention by depth, such as plain attention in the lower ones.
 
-It works for timm models, OpenCLIP towers and language models. From the first layer, parts are joined by "+",
+It works for timm models and language models. From the first layer, parts are joined by "+",
 and a part is a variant, or a number of layers times a variant; the remaining layers have the model's own variant:
 
     "4*standard"                         the first four layers plain, the others as the model's

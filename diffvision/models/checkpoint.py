@@ -6,22 +6,21 @@ Models are built from them in `diffvision.opening`; layouts of other libraries a
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from diffvision.models.architecture import KEY, METADATA, recorded
+from diffvision.models.architecture import KEY, METADATA, read_metadata, recorded
 from diffvision.models.weight_files import refuse_urls, unreadable
 
-VISION_LANGUAGE = ("timm_llava", "diffvision_vlm")  # model_type of our vision-language models, now and before 0.1
+VISION_LANGUAGE = "timm_llava"  # model_type of our vision-language models
 _AVERAGES = ("state_dict_ema", "model_ema", "current_model_state")  # the last is next to Lightning's averages
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
 _WRAPPERS = re.compile(r"(module\.|_orig_mod\.)*")  # of DistributedDataParallel and torch.compile
@@ -37,8 +36,7 @@ _PLAIN_CLASSES: list[Any] = [
 """What checkpoints of others hold beside tensors and plain values; an object of any other class is refused."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """The content of a file of weights.
 
     Attributes:
@@ -63,7 +61,7 @@ class Origin(NamedTuple):
 
     model: str | None
     language: bool
-    vision_language: bool = False
+    vision_language: bool
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -104,15 +102,14 @@ def read_origin(path: str | Path) -> Origin:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        name = recorded(path).get("model")
-        return Origin(name if isinstance(name, str) else None, language=False)
-    content, about = read_content(path, "meta")
-    hyper = content.get("hyper_parameters")
+        content: dict[Any, Any] = {}
+        about = recorded(path)
+    else:
+        content, about = read_content(path, "meta")
+    hyper, joint, name = content.get("hyper_parameters"), about.get("config"), about.get("model")
     config = hyper.get("config") if isinstance(hyper, dict) else None
-    name = about.get("model")
     is_language = isinstance(config, dict) and {"variant", "depth"} <= config.keys()
-    joint = about.get("config")
-    is_joint = isinstance(joint, dict) and joint.get("model_type") in VISION_LANGUAGE
+    is_joint = isinstance(joint, dict) and joint.get("model_type") == VISION_LANGUAGE
     return Origin(name if isinstance(name, str) else None, is_language, is_joint)
 
 
@@ -143,7 +140,9 @@ def read_content(
     path = Path(path)
     try:
         if path.suffix == ".safetensors":
-            content, about = _read_safetensors(path)
+            with safe_open(path, framework="pt") as file:
+                about = read_metadata(file)
+                content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
         else:
             with allow_plain_classes():
                 content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
@@ -160,29 +159,16 @@ def read_content(
     return content, about
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return the weights, and the record that `diffvision export` saved with them."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-    return weights, about
-
-
 def _check_about(path: Path, about: Any) -> None:
     """Raise a ValueError if the record that was saved with weights has values of other types than we write."""
-    if not isinstance(about, dict):
-        raise ValueError(
-            f"checkpoint {path} is damaged (its diffvision entry is a {type(about).__name__}): use another"
-        )
-    built = about.get(KEY)
-    parts = {f"{KEY}.{name}": part for name, part in built.items()} if isinstance(built, dict) else {}
-    dictionaries = {name: about[name] for name in ("model_args", "preprocess", KEY) if name in about} | parts
-    for name, part in dictionaries.items():
+    parts = {METADATA: about}
+    if isinstance(about, dict):
+        parts |= {name: about[name] for name in ("model_args", "preprocess", KEY) if name in about}
+        parts |= about[KEY] if isinstance(about.get(KEY), dict) else {}
+    for name, part in parts.items():
         if not isinstance(part, dict):
             raise ValueError(
-                f"checkpoint {path} is damaged ({name} is a {type(part).__name__}, not a dictionary): use another"
+                f"checkpoint {path} is damaged ({name} must be a dictionary, got {part!r:.50}): use another"
             )
 
 
@@ -228,16 +214,13 @@ class State(dict[str, Tensor]):
 
 def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Return the missing, surplus and wrongly shaped tensors of a state_dict, one line each; empty if it fits."""
-    missing = [f"{name} is missing" for name in expected if name not in state]
-    extra = [f"{name} is unknown" for name in state if name not in expected]
-    return [
-        *missing,
-        *extra,
-        *(
-            f"{name} is {list(state[name].shape)}, expected {list(value.shape)}"
-            for name, value in expected.items()
-            if name in state and state[name].shape != value.shape
-        ),
+    faults = [f"{name} is missing" for name in expected if name not in state]
+    faults += [f"{name} is unknown" for name in state if name not in expected]
+    shared = [name for name in expected if name in state]
+    return faults + [
+        f"{name} is {list(state[name].shape)}, expected {list(expected[name].shape)}"
+        for name in shared
+        if state[name].shape != expected[name].shape
     ]
 
 

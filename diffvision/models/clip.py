@@ -5,9 +5,7 @@ silently builds its default block. So `patch` wraps the two functions that build
 `text_cfg.block_type = "diffvision:<variant>[:key=value,...]"` (a string that OpenCLIP's schema already has) selects the
 attention of the blocks: `"diffvision:v1:lambda_init=0.8"`, `"diffvision:standard"`, `"diffvision:v2"`.
 `text_cfg.heads` is the number of differential heads. `vision_cfg.block_type` does the same for OpenCLIP's image tower,
-where `head_width` is the width of a differential head's output. The setting `variant_by_layer=4*standard` gives layers
-other attention by depth (`diffvision.models.by_layer`); `heads` and `head_width` stay those of the named variant, and
-V2 and gates, whose matched layers have another MLP, are not mixed with others here. Other towers are built as before.
+where `head_width` is the width of a differential head's output. Other towers are built as before.
 
 Without this package the same configuration builds plain blocks, and loading our weights into them fails on their names.
 
@@ -17,12 +15,9 @@ The tags of released weights, and what is done with the files that they download
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,26 +27,13 @@ import torch
 from open_clip.transformer import ResidualAttentionBlock, TextTransformer
 from torch import Tensor, nn
 
-from diffvision.models.by_layer import extra_queries, matched_heads, variants_by_layer
 from diffvision.models.clip_configs import CONFIGS
 from diffvision.models.released import TAGS, wrap_download
 from diffvision.nn import ATTENTION, build_attention, settings_of
 
 _PREFIX = "diffvision"
-# The functions of OpenCLIP that are wrapped, where they are defined, and the arguments that the wrappers pass on.
-_TEXT, _VISION = (open_clip.model, "_build_text_tower"), (open_clip.model, "_build_vision_tower")
-_DOWNLOAD = (open_clip.pretrained, "download_pretrained")
-_TOKENIZER = (open_clip.factory, "get_tokenizer")
-_ARGUMENTS = {
-    _TEXT: ["embed_dim", "text_cfg", "quick_gelu", "cast_dtype"],
-    _VISION: ["embed_dim", "vision_cfg", "quick_gelu", "cast_dtype"],
-    _DOWNLOAD: ["cfg", "prefer_hf_hub", "cache_dir"],
-    _TOKENIZER: ["model_name", "context_length", "cache_dir", "kwargs"],
-}
-_ATTENTION_ARGUMENTS = ["self", "q_x", "k_x", "v_x", "attn_mask"]
 # The settings that the tower decides, and the fields that only OpenCLIP's custom block (which ours replaces) reads.
 _TOWER_SETTINGS = {"dim", "num_heads", "depth", "heads", "context_dim", "device", "dtype"}
-_BY_LAYER = "variant_by_layer"
 _CUSTOM_BLOCK_FIELDS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc")
 
 
@@ -114,7 +96,7 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
     variant, _, listing = rest.partition(":")
     if variant not in ATTENTION:
         raise ValueError(f"block_type {block_type!r}: unknown variant {variant!r}; choose one of {sorted(ATTENTION)}")
-    known = sorted((settings_of(ATTENTION[variant]) | {_BY_LAYER}) - _TOWER_SETTINGS)
+    known = sorted(settings_of(ATTENTION[variant]) - _TOWER_SETTINGS)
     settings = {}
     for item in listing.split(",") if listing else []:
         key, equals, value = item.partition("=")
@@ -129,17 +111,11 @@ def parse_block_type(block_type: str) -> tuple[str, dict[str, Any]]:
 
 def _use_attention(transformer: Any, heads: int, variant: str, settings: dict[str, Any], causal: bool = False) -> None:
     """Replace the attention of every block of a tower's transformer."""
-    settings = {"qkv_bias": True, **settings}
-    by_layer, kv_heads = settings.pop(_BY_LAYER, None), settings.pop("num_kv_heads", None)
-    variants = variants_by_layer(by_layer, variant, len(transformer.resblocks))
-    if any(extra_queries(one, variant) for one in variants):
-        raise ValueError(
-            f"variant_by_layer is {by_layer!r} in a tower of {variant!r}, whose layers share one MLP: mix variants of "
-            "equal size, or use timm"
-        )
     for depth, block in enumerate(transformer.resblocks):
-        counted = matched_heads(variants[depth], variant, heads, kv_heads)
-        attn = build_attention(variants[depth], transformer.width, *counted, depth=depth, **settings)
+        try:
+            attn = build_attention(variant, transformer.width, heads, depth=depth, **{"qkv_bias": True, **settings})
+        except TypeError as error:  # a value of the wrong kind, such as head_dim=wide
+            raise ValueError(f"block_type has settings {settings} of {variant!r}: {error}") from error
         transformer.resblocks[depth] = TextBlock(block, attn, causal)
 
 
@@ -182,12 +158,12 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         cfg = open_clip.CLIPTextCfg(**text_cfg) if isinstance(text_cfg, dict) else text_cfg
         if (requested := _requested_attention(cfg, "text_cfg")) is None:
             return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
-        other = cfg.hf_model_name or getattr(cfg, "text_arch", "clip")  # OpenCLIP 4 has a second text tower, "modern"
-        if other != "clip":
-            raise ValueError(f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for {other!r}")
+        if cfg.hf_model_name:
+            raise ValueError(
+                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for {cfg.hf_model_name!r}"
+            )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        with _errors_name(cfg.block_type):
-            _use_text_attention(tower, *requested)
+        _use_text_attention(tower, *requested)
         return tower
 
     return build_text_tower
@@ -207,8 +183,7 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
                 f"{cfg.timm_model_name or 'a ResNet'!r}"
             )
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        with _errors_name(cfg.block_type):
-            _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *requested)
+        _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *requested)
         return tower
 
     return build_vision_tower
@@ -232,14 +207,6 @@ def _wrap_tokenizer(get: Callable[..., Any]) -> Callable[..., Any]:
     return get_tokenizer
 
 
-_WRAPPERS: dict[Any, Callable] = {
-    _TEXT: _wrap_text,
-    _VISION: _wrap_vision,
-    _DOWNLOAD: wrap_download,
-    _TOKENIZER: _wrap_tokenizer,
-}
-
-
 def _requested_attention(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:
     """Return the variant and settings that a tower's `block_type` names; None if it is not a `diffvision:` type."""
     block_type = getattr(cfg, "block_type", None) or ""
@@ -254,57 +221,28 @@ def _requested_attention(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | No
     return variant, settings
 
 
-@contextmanager
-def _errors_name(block_type: str) -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:  # a value of the wrong kind, such as head_dim=wide
-        raise ValueError(f"block_type {block_type!r}: {error}") from error
-
-
-def _rebind(name: str, old: Callable, new: Callable) -> None:
-    """Replace a function in all of OpenCLIP's modules (some import it by name)."""
-    for path, module in list(sys.modules.items()):
-        if path.partition(".")[0] == "open_clip" and getattr(module, name, None) is old:
-            setattr(module, name, new)
-
-
-def _check_open_clip() -> None:
-    """Raise a RuntimeError if the installed OpenCLIP lacks functions, fields or arguments that `patch` relies on."""
-    missing = []
-    for (module, name), arguments in _ARGUMENTS.items():
-        function = getattr(module, name, None)
-        if function is None or list(inspect.signature(function).parameters) != arguments:
-            missing.append(f"{module.__name__}.{name}({', '.join(arguments)})")
-    if not isinstance(getattr(open_clip.pretrained, "_PRETRAINED", None), dict):
-        missing.append("open_clip.pretrained._PRETRAINED")
-    for cfg in (open_clip.CLIPTextCfg, open_clip.CLIPVisionCfg):
-        if "block_type" not in getattr(cfg, "__dataclass_fields__", {}):
-            missing.append(f"{cfg.__name__}.block_type")
-    if list(inspect.signature(ResidualAttentionBlock.attention).parameters) != _ATTENTION_ARGUMENTS:
-        missing.append(f"ResidualAttentionBlock.attention({', '.join(_ATTENTION_ARGUMENTS)})")
-    if missing:
-        raise RuntimeError(
-            f"open_clip {open_clip.__version__} has no {' and no '.join(missing)}: install open_clip_torch 3.3, or "
-            "a newer diffvision"
-        )
-
-
 def patch() -> None:
-    """Register our blocks, the configurations of `clip_configs` and tags with OpenCLIP; a second call has no effect.
-
-    Raises:
-        RuntimeError: the installed OpenCLIP lacks what the hooks need; nothing was changed.
-    """
-    if not hasattr(getattr(*_TEXT, None), _PREFIX):
-        _check_open_clip()
-        for (module, name), wrap in _WRAPPERS.items():
-            function = getattr(module, name)
+    """Register our blocks, the configurations of `clip_configs` and tags with OpenCLIP; a second call has no effect."""
+    wrappers: dict[Any, Callable] = {
+        open_clip.model._build_text_tower: _wrap_text,
+        open_clip.model._build_vision_tower: _wrap_vision,
+        open_clip.pretrained.download_pretrained: wrap_download,
+        open_clip.factory.get_tokenizer: _wrap_tokenizer,
+    }
+    for function, wrap in wrappers.items():
+        if not hasattr(function, _PREFIX):
             wrapper = wrap(function)
             setattr(wrapper, _PREFIX, True)
-            _rebind(name, function, wrapper)
-        open_clip.pretrained._PRETRAINED.update(TAGS)
+            _rebind(function, wrapper)
+    open_clip.pretrained._PRETRAINED.update(TAGS)
     open_clip.factory._MODEL_CONFIGS.update(CONFIGS)
+
+
+def _rebind(old: Callable, new: Callable) -> None:
+    """Replace a function in all of OpenCLIP's modules (some import it by name)."""
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] == "open_clip" and getattr(module, old.__name__, None) is old:
+            setattr(module, old.__name__, new)
 
 
 def model_names() -> list[str]:
@@ -312,7 +250,4 @@ def model_names() -> list[str]:
     return sorted(CONFIGS)
 
 
-try:
-    patch()
-except RuntimeError as error:  # the timm models work without the OpenCLIP models
-    warnings.warn(f"{error}; none of its models is registered with OpenCLIP", stacklevel=2)
+patch()

@@ -86,7 +86,7 @@ def converted(file: Path, repository: str, cache_dir: str | Path | None = None) 
     """
     from huggingface_hub import cached_assets_path
 
-    from diffvision.models.convert.files import CONVERSIONS, Options
+    from diffvision.models.convert.files import write_openclip
     from diffvision.models.convert.layouts import WEIGHTS, recognise
     from diffvision.models.weight_files import written_whole
 
@@ -95,8 +95,8 @@ def converted(file: Path, repository: str, cache_dir: str | Path | None = None) 
     with locked(folder / "openclip.lock"):
         if not target.is_dir():
             weights = recognise(file)
-            if (weights.layout, "openclip") not in CONVERSIONS:
+            if weights.layout != "diffclip":
                 raise ValueError(f"{file} is of layout {weights.layout}: give a checkpoint of DiffCLIP's authors")
             with written_whole(target) as made:
-                CONVERSIONS[weights.layout, "openclip"](weights, made, Options())
+                write_openclip(weights, made)
     return target / WEIGHTS

@@ -28,7 +28,7 @@ from diffvision.models import language
 from diffvision.models.architecture import KEY, check, difference
 from diffvision.models.checkpoint import check_fits, few, read_checkpoint
 from diffvision.models.hub import HUGGING_FACE, local
-from diffvision.models.language.hugging_face import as_transformers, fast_tokenizer, tokenizer_file, turn_end
+from diffvision.models.language.hugging_face import as_transformers, fast_tokenizer, join_ends, tokenizer_file, turn_end
 from diffvision.models.names import is_tag, unknown_model
 from diffvision.models.timm_llava import IMAGE, TimmLlava, TimmLlavaConfig, create_projector
 from diffvision.models.weight_files import FOLDER, read_json, tensors_only
@@ -75,10 +75,10 @@ def create(
 
     Args:
         name: key of `NAMES`, which gives the tower and the language model.
-        tower: another tower: timm's name, or that of an OpenCLIP model whose image tower is timm's, as DiffCLIP's.
+        tower: another tower, by timm's name.
         tower_args: arguments of the tower, as `timm.create_model` takes them.
-        tower_pretrained: weights of the tower: a tag of its library, a file, or a folder of timm's or OpenCLIP's; of a
-            CLIP model the image tower.
+        tower_pretrained: weights of the tower: a tag of timm's, a file, or a folder of timm's or OpenCLIP's; of a CLIP
+            model the image tower.
         language: another language model: a name of ours; or one with weights: `local-dir:` and a folder or training's
             .ckpt of ours, or `hf:PATH`, of transformers.
         language_args: fields of `LanguageConfig`, for a name.
@@ -101,7 +101,7 @@ def create(
         settings["image_token_id"] = with_image_token(tokenizer, words.config).convert_tokens_to_ids(IMAGE)
     images, about = open_tower(tower, tower_args, tower_pretrained)
     config = TimmLlavaConfig(
-        vision_config=TimmWrapperConfig(**_timm_name(tower, tower_args)),
+        vision_config=TimmWrapperConfig(architecture=tower, model_args=tower_args or {}),
         text_config=copy.deepcopy(words.config),  # whose choice of attention kernel is reset there
         **{"image_token_id": words.config.vocab_size, **settings},
     )
@@ -116,35 +116,6 @@ def create(
 # ---- the halves ----------------------------------------------------------------------------------------------------
 
 
-def _timm_name(name: str, args: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of a tower's `TimmWrapperConfig`.
-
-    Raises:
-        ValueError: it is neither timm's nor OpenCLIP's with a tower of timm.
-    """
-    if timm.is_model(name):
-        return {"architecture": name, "model_args": args or {}}
-    import open_clip  # takes seconds
-
-    vision = (open_clip.get_model_config(name) or {}).get("vision_cfg", {})
-    if not vision:
-        raise unknown_model(name, "neither timm nor OpenCLIP has a", [*timm.list_models(), *open_clip.list_models()])
-    if (tower := vision.get("timm_model_name")) is None:
-        raise ValueError(
-            f"tower {name!r} is of OpenCLIP's own class: give timm's name of it, as vit_base_patch16_clip_224"
-        )
-    return {"architecture": tower, "model_args": {"img_size": vision["image_size"], **(args or {})}}
-
-
-def _tags(name: str) -> list[str]:
-    """Return the tags of a tower's pretrained weights."""
-    if timm.is_model(name):
-        return [each.removeprefix(f"{name}.") for each in timm.list_pretrained(f"{name}.*")]
-    import open_clip
-
-    return open_clip.list_pretrained_tags_by_model(name)
-
-
 def open_tower(name: str, args: dict[str, Any] | None, source: str | None) -> tuple[Any, dict[str, Any]]:
     """Return a tower of timm, and mean, std and interpolation of its images where its weights record them.
 
@@ -155,26 +126,21 @@ def open_tower(name: str, args: dict[str, Any] | None, source: str | None) -> tu
             wins over a path; of the weights of a CLIP model the image tower's are taken.
 
     Raises:
-        ValueError: there are no such weights, they are damaged, or not of this tower.
+        ValueError: timm has no such tower; there are no such weights, they are damaged, or not of this tower.
     """
-    chosen = _timm_name(name, args)
-    architecture, arguments = chosen["architecture"], {"num_classes": 0, **chosen["model_args"]}
+    if not timm.is_model(name):
+        raise unknown_model(name, "timm has no", timm.list_models())
+    arguments = {"num_classes": 0, **(args or {})}
     if source is None:
-        return timm.create_model(architecture, **arguments), {}
-    tags = _tags(name)
-    if is_tag(source, tags) and timm.is_model(name):
-        return timm.create_model(f"{name}.{source}", pretrained=True, **arguments), {}
+        return timm.create_model(name, **arguments), {}
+    tags = [tag.removeprefix(f"{name}.") for tag in timm.list_pretrained(f"{name}.*")]
     if is_tag(source, tags):
-        import open_clip
-
-        visual: Any = open_clip.create_model(name, source).visual
-        weights, about = visual.trunk.state_dict(), visual.preprocess_cfg
-    else:
-        if not (path := local(source)).exists():
-            known = ", ".join(tags) or "it has none"
-            raise ValueError(f"tower_pretrained must be a path or a tag of {name!r} ({known}), got {source!r}")
-        weights, about = _read_weights(path)
-    made: Any = timm.create_model(architecture, **arguments)
+        return timm.create_model(f"{name}.{source}", pretrained=True, **arguments), {}
+    if not (path := local(source)).exists():
+        known = ", ".join(tags) or "it has none"
+        raise ValueError(f"tower_pretrained must be a path or a tag of {name!r} ({known}), got {source!r}")
+    weights, about = _read_weights(path)
+    made: Any = timm.create_model(name, **arguments)
     prefix = next((one for one in ("visual.trunk.", "visual.") if any(key.startswith(one) for key in weights)), "")
     unused = (f"{made.pretrained_cfg.get('classifier')}.", "visual.head.")
     state = {
@@ -312,7 +278,9 @@ def make_processor(model: TimmLlava, tokenizer: Any) -> LlavaProcessor:
         chat_template=template,
         image_token=IMAGE,
     )
-    _end_with_turns(model, tokenizer, template)
+    known = model.generation_config.eos_token_id
+    ends = known if isinstance(known, list) else [tokenizer.eos_token_id if known is None else known]
+    model.generation_config.eos_token_id = join_ends([*ends, turn_end(tokenizer, template)])
     return processor
 
 
@@ -325,15 +293,6 @@ def _writes_images(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     except (jinja2.TemplateError, TypeError):  # a template for texts meets a list of parts
         return False
     return written.count(IMAGE) == 1
-
-
-def _end_with_turns(model: TimmLlava, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Add the special token that the chat template writes after an answer to those that end a generation."""
-    known = model.generation_config.eos_token_id
-    ends = [tokenizer.eos_token_id] if known is None else known if isinstance(known, list) else [known]
-    ends = [*ends, turn_end(tokenizer, template)]
-    unique = [token for token in dict.fromkeys(ends) if token is not None]
-    model.generation_config.eos_token_id = unique[0] if len(unique) == 1 else unique or None
 
 
 # ---- checkpoints of training ---------------------------------------------------------------------------------------
@@ -362,19 +321,9 @@ def check_record(about: dict[str, Any], model: TimmLlava, what: str) -> None:
 
 def _recorded_config(about: dict[str, Any], what: str) -> dict[str, Any]:
     config = about.get("config")
-    if isinstance(config, dict):
-        check_version(config, what)
     if not isinstance(config, dict) or config.get("model_type") != TimmLlavaConfig.model_type:
         raise ValueError(f"{what} is not of our vision-language training: give a checkpoint of VisionLanguageModule")
     return config
-
-
-def check_version(config: dict[str, Any], what: str) -> None:
-    """Raise a ValueError for a configuration of our class before 0.1, which was not a Llava."""
-    if config.get("model_type") == "diffvision_vlm":
-        raise ValueError(
-            f"{what} is a vision-language model from before version 0.1, which is not read: train it again"
-        )
 
 
 def load(path: str | Path) -> tuple[TimmLlava, dict[str, Any]]:

@@ -300,18 +300,12 @@ MODELS = {
 }
 
 ALIASES = {
-    "diff_vit_tiny": "diff_vit_tiny_patch16_224",
-    "diff_vit_small": "diff_vit_small_patch16_224",
-    "diff_vit_base": "diff_vit_base_patch16_224",
-    "diff_vit_large": "diff_vit_large_patch16_224",
-    "diff_vit_huge": "diff_vit_huge_patch14_224",
-    "diff_vit_so150m": "diff_vit_so150m_patch16_224",
-    "diffv2_vit_tiny": "diffv2_vit_tiny_patch16_224",
-    "diffv2_vit_small": "diffv2_vit_small_patch16_224",
-    "diffv2_vit_base": "diffv2_vit_base_patch16_224",
-    "diffv2_vit_large": "diffv2_vit_large_patch16_224",
-    "diffv2_vit_huge": "diffv2_vit_huge_patch14_224",
-    "diffv2_vit_so150m": "diffv2_vit_so150m_patch16_224",
+    **{
+        f"{family}_vit_{size}": f"{family}_vit_{size}_patch{14 if size == 'huge' else 16}_224"
+        for family in ("diff", "diffv2")
+        for size in SIZES
+        if size != "debug"
+    },
     **{
         f"{family}_vit_{size}": f"{family}_vit_{size}_patch16_224"
         for family in ("dint", "vca", "gated", "sink", "integral", "dna", "coda")
@@ -375,9 +369,6 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         names = " and ".join(map(repr, dict.fromkeys(variants)))
         values = ", ".join(f"{key}={kwargs[key]!r}" for key in sorted(useless))
         raise TypeError(f"{name} has {names} attention, which takes no {values}: leave it out")
-    registers = kwargs.get("reg_tokens", 0)
-    if not isinstance(registers, int) or registers < 0:
-        raise ValueError(f"reg_tokens is {registers!r}: give how many registers, such as 4, or 0 for none")
     more = 0 if kind.needs_grid else extra_queries(variant, "standard", gate=kwargs.get("gate"))
     settings = {
         "patch_size": shape.patch,
@@ -395,41 +386,24 @@ def _create(name: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         attn_layer = partial(kind, **attention)
     else:
         attn_layer = partial(_attention_of_layer, variants, variant, **attention)
-    try:
-        model = build_model_with_cfg(
-            GridTransformer if kind.needs_grid else VisionTransformer,
-            name,
-            pretrained,
-            pretrained_filter_fn=filter_weights,
-            feature_cfg={"out_indices": settings.pop("out_indices", 3), "feature_cls": "getter"},
-            block_fn=Block if by_layer is None else partial(_block_of_layer, variants, variant, kwargs.get("gate")),
-            attn_layer=attn_layer,
-            **settings,
-        )
-        getattr(model, "model", model).register_load_state_dict_pre_hook(_check_registers)
-        return model
-    except RuntimeError as error:
-        if not str(error).startswith("No pretrained weights exist"):
-            raise
-        raise RuntimeError(
-            f"No pretrained weights exist for {name}: make some by "
-            "`diffvision adapt vit_base_patch16_224.augreg2_in21k_ft_in1k FOLDER`"
-        ) from None
-
-
-def _check_registers(
-    model: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *_: Any
-) -> None:
-    """Raise a ValueError if a model and weights that are loaded into it have different numbers of registers."""
-    registers, count = state_dict.get(f"{prefix}reg_token"), model.num_reg_tokens
-    has = 0 if registers is None else registers.shape[1]
-    if strict and f"{prefix}pos_embed" in state_dict and has != count:
-        raise ValueError(f"the weights have {has} registers and the model {count}: create it with reg_tokens={has}")
+    return build_model_with_cfg(
+        GridTransformer if kind.needs_grid else VisionTransformer,
+        name,
+        pretrained,
+        pretrained_filter_fn=filter_weights,
+        feature_cfg={"out_indices": settings.pop("out_indices", 3), "feature_cls": "getter"},
+        block_fn=Block if by_layer is None else partial(_block_of_layer, variants, variant, kwargs.get("gate")),
+        attn_layer=attn_layer,
+        **settings,
+    )
 
 
 def filter_weights(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Apply timm's filter, which counts registers as positions, to weights with as many registers as the model."""
-    _check_registers(model, state_dict, "", {}, True)
+    registers = state_dict.get("reg_token")
+    count = 0 if registers is None else registers.shape[1]
+    if "pos_embed" in state_dict and count != model.num_reg_tokens:
+        raise ValueError(f"reg_tokens must be {count}, as in the weights, got {model.num_reg_tokens}")
     return checkpoint_filter_fn(state_dict, model)
 
 

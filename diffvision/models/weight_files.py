@@ -80,19 +80,10 @@ def unreadable(path: Path, error: Exception) -> ValueError:
             f"checkpoint {path} holds more than tensors and plain values ({named[1]}), which is not loaded, since it "
             "could run code: save its state_dict alone"
         )
-    refuse_gguf(path)
     return ValueError(
         f"checkpoint {path} is damaged or no checkpoint ({path.stat().st_size:,} bytes), or holds more than tensors "
         "and plain values: give a .pt, .ckpt or .safetensors file of weights, as large as its original"
     )
-
-
-def refuse_gguf(path: Path) -> None:
-    """Raise a ValueError for a file of llama.cpp, which transformers reads (`gguf_file=`)."""
-    if path.is_file() and (path.suffix.lower() == ".gguf" or path.open("rb").read(4) == b"GGUF"):
-        raise ValueError(
-            f"{path} is a GGUF file: load it with transformers (gguf_file=...) and give the folder of save_pretrained"
-        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -104,12 +95,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object: correct the file")
     return values
-
-
-def check_weights_name(path: Path) -> None:
-    """Raise a ValueError unless a path ends as a file of weights that is written does."""
-    if path.suffix not in (".safetensors", ".pt", ".pth"):
-        raise ValueError(f"destination {path.name} ends in {path.suffix!r}: name a .safetensors or a .pt file")
 
 
 def check_free(target: Path) -> None:

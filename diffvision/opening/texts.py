@@ -14,7 +14,7 @@ from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models import language
 from diffvision.models.bundled import bundled
 from diffvision.models.checkpoint import few, read_origin
-from diffvision.models.convert.transformers import EXPORTED, MODEL_TYPES, refuse_older
+from diffvision.models.convert.transformers import EXPORTED, MODEL_TYPES
 from diffvision.models.weight_files import tensors_only
 from diffvision.opening.image_models import check_name
 from diffvision.opening.model import Model
@@ -87,7 +87,6 @@ def open_transformers(path: str) -> Model:
             more layers than its configuration.
     """
     register_diffllama_v2(path)
-    refuse_older(path, folder_config(Path(path)))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     module, loading = from_pretrained(AutoModelForCausalLM, path, "causal language model", output_loading_info=True)

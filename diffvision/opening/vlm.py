@@ -35,11 +35,9 @@ def open_vlm(spec: str | Path) -> Model:
         raise ValueError(f"{spec} is no vision-language model: give a run or folder of one, or {HUGGING_FACE}ID")
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from diffvision.models.vision_language import TimmLlava, check_version  # registers it
+    from diffvision.models.vision_language import TimmLlava  # registers it
 
     path = local(spec)
-    if (path / "config.json").is_file():
-        check_version(read_json(path / "config.json"), str(path))
     what = "image-text-to-text model"
     model, info = from_pretrained(AutoModelForImageTextToText, str(path), what, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):

@@ -88,7 +88,7 @@ class VisionLanguageModule(NextTokenModule):
         Args:
             model: name of a vision-language model, such as "vlm-debug" or "diff-vlm-debug"; "local-dir:FOLDER", a saved
                 one to start from; or a configuration, as a checkpoint records it.
-            tower: replaces the named model's image tower: a name of timm, or an OpenCLIP name whose tower is timm's.
+            tower: replaces the named model's image tower: a name of timm.
             tower_args: arguments of the tower.
             tower_pretrained: weights of the tower: a tag, a file or a folder.
             language: replaces the named model's language model: a name of this package, local-dir:FOLDER or hf:PATH.

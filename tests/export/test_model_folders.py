@@ -79,14 +79,11 @@ def test_a_models_own_architecture_arguments(tmp_path):
     """As a converter writes them: a registered name, its arguments, and further keys."""
     model = timm.create_model("plain_vit_debug", num_classes=0, depth=2)
     config = {"architecture": "plain_vit_debug", "depth": 2}
-    save_folder(
-        model, tmp_path / "model", config=config, more={"label_names": [], "made_by": "a test"}, card="# A model"
-    )
+    save_folder(model, tmp_path / "model", config=config, more={"label_names": [], "made_by": "a test"})
     again = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
     assert len(again.blocks) == 2
     assert again.num_classes == 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["made_by"] == "a test"
-    assert (tmp_path / "model" / "README.md").read_text() == "# A model"
 
 
 def test_siglip_keeps_its_bias(tmp_path):

@@ -99,7 +99,7 @@ def test_every_new_parameter_has_a_gradient_from_the_first_step(name, method):
 
 def test_selected_heads_alone_change():
     before = timm_vit()
-    model = diffvision.adapt(copy.deepcopy(before), "dex", heads=lambda depth, attention: [depth % 4, 3])
+    model = diffvision.adapt(copy.deepcopy(before), "dex", heads={f"blocks.{n}": [n, 3] for n in range(3)})
     found = layers(model, "dex")
     assert [layer.dex_heads.nonzero().flatten().tolist() for layer in found] == [[0, 3], [1, 3], [2, 3]]
     first = found[0]
@@ -116,7 +116,7 @@ def test_selected_heads_alone_change():
         changed[:, :, number] -= (1.5 * 0.2 + 2.0 * 0.1) * changed[:, :, number] @ first.dex
     torch.testing.assert_close(heads[0], changed)
     with pytest.raises(ValueError, match=r"heads .*4"):
-        diffvision.adapt(timm_vit(), "dex", heads=lambda depth, attention: [4])
+        diffvision.adapt(timm_vit(), "dex", heads=[4])
 
 
 def test_heads_by_the_name_of_their_block():
@@ -130,7 +130,7 @@ def test_heads_by_the_name_of_their_block():
 @pytest.mark.parametrize("name", ["timm", "OpenCLIP", "language"])
 def test_dex_merges_into_a_standard_model(name):
     make, run = MODELS[name]
-    model = diffvision.adapt(make(), "dex", heads=lambda depth, attention: [0])
+    model = diffvision.adapt(make(), "dex", heads=[0])
     for layer in layers(model, "dex"):
         nn.init.normal_(layer.dex, std=0.2)
     with torch.no_grad():
@@ -183,13 +183,31 @@ def test_a_v2_clip_keeps_its_masks_and_dtype():
     assert not torch.allclose(hidden[0][:, -1], hidden[1][:, -1])
 
 
+def test_a_tower_with_a_class_token_takes_a_batch_after_v1():
+    """OpenCLIP repeats a caption's mask for the heads that the tower counts, of which V1's layers have half."""
+    text = {
+        "context_length": 12,
+        "vocab_size": 60,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+        "embed_cls": True,
+        "pad_id": 0,
+    }
+    vision = {"image_size": 32, "patch_size": 8, "width": 64, "layers": 1, "head_width": 16}
+    model = diffvision.adapt(open_clip.CustomTextCLIP(16, vision, text), "v1").eval()
+    tokens = torch.randint(1, 60, (3, 12))
+    tokens[1, 5:] = 0
+    torch.testing.assert_close(model.encode_text(tokens)[2:], model.encode_text(tokens[2:]))
+
+
 def test_what_cannot_be():
     with pytest.raises(ValueError, match="method is 'v3'"):
         diffvision.adapt(timm_vit(), "v3")
     with pytest.raises(ValueError, match="ResNet"):
         diffvision.adapt(timm.create_model("resnet18"))
     with pytest.raises(ValueError, match="heads is for method 'dex'"):
-        diffvision.adapt(timm_vit(), "v2", heads=lambda depth, attention: [0])
+        diffvision.adapt(timm_vit(), "v2", heads=[0])
     odd = timm_vit(num_heads=1)
     names = list(odd.state_dict())
     with pytest.raises(ValueError, match="'v1'"):

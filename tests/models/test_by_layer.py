@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import open_clip
 import pytest
 import timm
 import torch
@@ -14,8 +13,8 @@ from diffvision.models import language
 from diffvision.models.adapt import merge_dex
 from diffvision.models.architecture import architecture, difference
 from diffvision.models.by_layer import as_text, matched_heads, variants_by_layer
-from diffvision.models.convert.command import convert
 from diffvision.models.language.generation import generate
+from diffvision.models.language.hugging_face import as_transformers
 from diffvision.nn import Attention, DiffAttention, DiffAttentionV2
 
 LOWER = "1*standard"
@@ -129,14 +128,11 @@ def test_architecture_names_the_layer_that_differs():
     assert difference(architecture(one), architecture(mixed())) == ""
 
 
-def test_what_has_one_variant_only_refuses_mixed_models(tmp_path):
-    language.save(mixed(), tmp_path / "a")
+def test_what_has_one_variant_only_refuses_mixed_models():
     with pytest.raises(ValueError, match="variant_by_layer"):
-        convert(str(tmp_path / "a"), str(tmp_path / "b"), to="huggingface")
+        as_transformers(mixed())
     with pytest.raises(ValueError, match=r"blocks.1 has attention of v1"):
         diffvision.adapt(mixed(), method="v2")
-    with pytest.raises(ValueError, match="whose layers share one MLP"):
-        clip_model("diffvision:v2:variant_by_layer=1*standard")
 
 
 def test_merging_dex_leaves_the_other_layers():
@@ -182,40 +178,3 @@ def test_parameters_of_mixed_vits_are_those_of_the_model(family):
             other = timm.create_model(name, variant_by_layer="2*v2", depth=6)
             assert isinstance(other.blocks[0].attn, DiffAttentionV2)
             assert count(other) == pytest.approx(count(model), rel=2e-3)
-
-
-# ---- OpenCLIP ------------------------------------------------------------------------------------------------------
-
-
-def clip_model(block_type, vision=None, **text):
-    config = open_clip.get_model_config("DiffCLIP-debug")
-    config["text_cfg"] |= {"block_type": block_type, **text}
-    if vision is not None:
-        config["vision_cfg"] = {"image_size": 32, "patch_size": 8, "width": 64, "layers": 2, "head_width": 16} | vision
-    return open_clip.CLIP(**config).eval(), config
-
-
-def test_towers_of_two_variants():
-    text = "diffvision:v1:lambda_init=0.7,variant_by_layer=1*standard"
-    model, config = clip_model(text, {"block_type": "diffvision:v1:variant_by_layer=1*standard", "head_width": 32})
-    for blocks in (model.transformer.resblocks, model.visual.transformer.resblocks):
-        assert [type(block.attn) for block in blocks][:2] == [Attention, DiffAttention]
-        assert blocks[0].attn.num_heads == 2 * blocks[1].attn.num_heads
-        assert blocks[0].attn.head_dim == blocks[1].attn.head_dim
-    assert model.transformer.resblocks[1].attn.lambda_init == 0.7
-    features = model.encode_text(torch.randint(1, 90, (2, config["text_cfg"]["context_length"])))
-    assert features.isfinite().all()
-    assert model.encode_image(torch.randn(2, 3, 32, 32)).isfinite().all()
-    same = architecture(model)
-    assert difference(same, architecture(clip_model("diffvision:v1:lambda_init=0.7")[0])) != ""
-    assert json.loads(json.dumps(same)) == same
-
-
-def test_a_tower_s_mask_for_each_head_fits_layers_of_other_heads():
-    """OpenCLIP repeats a caption's mask for the heads that the tower counts, where there is a class token."""
-    _, config = clip_model("diffvision:v1:variant_by_layer=1*standard", embed_cls=True, pad_id=0)
-    model = open_clip.CustomTextCLIP(**config).eval()
-    tokens = torch.randint(1, 90, (3, config["text_cfg"]["context_length"]))
-    tokens[1, 5:] = 0
-    longer = model.encode_text(tokens)
-    torch.testing.assert_close(longer[2:], model.encode_text(tokens[2:]))

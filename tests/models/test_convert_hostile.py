@@ -8,16 +8,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from diffvision.export.export_commands import export
 from diffvision.models import language
 from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import convert
 from diffvision.models.language.configuration import LanguageConfig
 from diffvision.nn import DiffAttention
 
+pytestmark = pytest.mark.filterwarnings("ignore:no tokenizer next to:UserWarning")
 WEIGHTS = DiffAttention(32, 2).state_dict()
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_are_there_twice(tmp_path):
@@ -26,15 +25,12 @@ def test_weights_that_are_there_twice(tmp_path):
         read_state(tmp_path / "x.pt")
 
 
-# ---- transformers' folders -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def llama(tmp_path):
     """A folder of transformers' layout in two shards, and its weights."""
     sizes = {"vocab_size": 97, "dim": 48, "depth": 2, "num_heads": 4, "head_dim": 12, "mlp_dim": 80, "max_length": 64}
     language.save(language.LanguageModel(LanguageConfig(**sizes, variant="standard")), tmp_path / "ours")
-    convert(str(tmp_path / "ours"), str(tmp_path / "theirs"), to="huggingface")
+    export(str(tmp_path / "ours"), str(tmp_path / "theirs"))
     folder = tmp_path / "theirs"
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -55,7 +51,7 @@ def test_what_lies_beside_the_shards_is_not_read(llama, tmp_path):
     save_file({"tok_embeddings.weight": torch.zeros(97, 48)}, folder / "consolidated.safetensors")
     save_file({"model.norm.weight": torch.zeros(48)}, folder / "model-9.safetensors")  # of an older save
     convert(str(folder), str(tmp_path / "again"), to="language")
-    convert(str(tmp_path / "again"), str(tmp_path / "back"), to="huggingface")
+    export(str(tmp_path / "again"), str(tmp_path / "back"))
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], value) for name, value in weights.items())
@@ -68,19 +64,19 @@ def test_what_lies_beside_the_shards_is_not_read(llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "named"),
     [
-        ({"num_hidden_layers": 10**9}, "depth is 1000000000: it must be a whole number from 1 to 4,096"),
-        ({"num_attention_heads": "4"}, "num_attention_heads='4': set a number"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': set a number"),
-        ({"rope_parameters": "default"}, "has 'default' for its rotary embedding"),
-        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta=\[1\]: write a number"),
+        ({"num_hidden_layers": 10**9}, "depth is 1000000000"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rope_parameters": "default"}, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
     ],
 )
-def test_a_hostile_configuration(changed, words, llama, tmp_path):
+def test_a_hostile_configuration(changed, named, llama, tmp_path):
     _settings(llama[0], **changed)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=named):
         convert(str(llama[0]), str(tmp_path / "again"), to="language")
 
 
@@ -97,26 +93,14 @@ def test_several_dtypes_become_the_widest(llama, tmp_path):
         convert(str(folder), str(tmp_path / "eight"), to="language")
 
 
-def test_tokenizers_of_a_folder(llama, tmp_path, capsys):
+def test_the_tokenizer_of_a_folder_comes_along(llama, tmp_path, capsys):
     folder, _ = llama
     convert(str(folder), str(tmp_path / "none"), to="language")
     assert "has no tokenizer.json, so none has none" in capsys.readouterr().out
-    for name, words in (("small", ["the", "cat"]), ("large", [f"word{number}" for number in range(200)])):
-        (tmp_path / name).mkdir()
-        words = WordLevel({word: number for number, word in enumerate(["<|endoftext|>", *words])})
-        Tokenizer(words).save(str(tmp_path / name / "tokenizer.json"))
-    (folder / "tokenizer.json").write_text("{bad")
-    with pytest.raises(ValueError, match=r"tokenizer.json is damaged, or no"):
-        convert(str(folder), str(tmp_path / "damaged"), to="language")
-    with pytest.raises(ValueError, match="tokens and the model 97"):
-        convert(
-            str(folder), str(tmp_path / "other"), to="language", tokenizer=str(tmp_path / "large" / "tokenizer.json")
-        )
-    small = tmp_path / "small" / "tokenizer.json"
-    convert(str(folder), str(tmp_path / "given"), to="language", tokenizer=str(small))
-    assert (tmp_path / "given" / "tokenizer.json").read_bytes() == small.read_bytes()
-    with pytest.raises(ValueError, match=r"give a tokenizer\.json that"):
-        convert(str(tmp_path / "given"), str(tmp_path / "x"), to="huggingface", tokenizer=str(small))
+    words = WordLevel({word: number for number, word in enumerate(["<|endoftext|>", "the", "cat"])})
+    Tokenizer(words).save(str(folder / "tokenizer.json"))
+    convert(str(folder), str(tmp_path / "words"), to="language")
+    assert (tmp_path / "words" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 def test_a_tied_head_that_is_another(llama, tmp_path):
@@ -124,5 +108,5 @@ def test_a_tied_head_that_is_another(llama, tmp_path):
     _settings(folder, tie_word_embeddings=True)
     head = weights["model.embed_tokens.weight"] + 1
     save_file({**weights, "lm_head.weight": head}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="tie_word_embeddings=True, but"):
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
         convert(str(folder), str(tmp_path / "again"), to="language")

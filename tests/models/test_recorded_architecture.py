@@ -166,6 +166,19 @@ def test_language_files_whose_configuration_was_changed(tmp_path):
         language.load(path)
 
 
+@pytest.mark.parametrize("block_type", [None, "diffvision:v1"])
+@pytest.mark.parametrize("made", [open_clip.CLIP, open_clip.CustomTextCLIP])
+def test_a_text_tower_records_whether_it_is_causal(made, block_type):
+    config = open_clip.get_model_config(CLIP)
+    config["text_cfg"]["block_type"] = block_type
+    causal = made(**config)
+    config["text_cfg"]["no_causal_mask"] = True
+    every = architecture(made(**config))
+    assert "causal True there and False here" in difference(architecture(causal), every)
+    older = {"layers": {name: {k: v for k, v in one.items() if k != "causal"} for name, one in every["layers"].items()}}
+    assert difference(older, architecture(made(**open_clip.get_model_config(CLIP)))).count("causal") == 0
+
+
 @pytest.mark.parametrize("method", ["v2", "dex"])
 def test_adapted_models_are_what_they_were_saved_as(method, tmp_path):
     model = adapt(timm.create_model("plain_vit_debug", num_classes=3), method)

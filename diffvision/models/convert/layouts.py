@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
-from diffvision.models import hub, language
+from diffvision.models import hub
 from diffvision.models.checkpoint import read_state
 from diffvision.models.convert import diffclip, timm, unilm
-from diffvision.models.convert import transformers as hugging_face
-from diffvision.models.weight_files import read_json, refuse_gguf
+from diffvision.models.convert.transformers import MODEL_TYPES
+from diffvision.models.weight_files import read_json
 
 LAYOUTS = {
     "diffclip": "a checkpoint of hammoudhasan/DiffCLIP",
-    "language": "a language model of ours: a folder that language.load reads, or a training's .ckpt",
     "timm": "a state_dict with timm's DiffAttention or gated Attention (V1; DINT's weights have the same names)",
     "unilm-v1": "a state_dict with the attention of microsoft/unilm's Diff-Transformer",
     "unilm-v2": "the same of its V2",
@@ -26,9 +25,8 @@ LAYOUTS = {
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Weights of a known layout. A folder's are read when they are converted."""
+class Weights(NamedTuple):
+    """Weights of a known layout. Those of transformers' folders are read when they are converted."""
 
     path: Path
     layout: str
@@ -43,40 +41,29 @@ def recognise(source: str | Path) -> Weights:
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: the layout is not a known one; the message has the names, and the layout that they resemble.
+        ValueError: the layout is not a known one; the message has the names of its tensors.
     """
-    path = hub.local(source)
+    path = file = hub.local(source)
     if path.is_dir():
-        return _folder(path)
-    refuse_gguf(path)
-    if path.suffix == ".ckpt" and path.is_file():
-        try:
-            language.load(path, "meta")
-            return Weights(path, "language", {})
-        except ValueError:
-            pass  # not of language training: recognised by the names of its weights below
-    return _by_names(path, read_state(path))
-
-
-def _by_names(path: Path, weights: Mapping[str, Tensor]) -> Weights:
-    """Recognise the layout of a file by the names of its tensors."""
-    layout = recognised(weights)
-    if layout is None:
-        names = list(weights)
-        raise ValueError(
-            f"{path} holds {len(names)} tensors ({', '.join(names[:4])}, ...) of an unknown layout: give weights of "
-            "DiffCLIP, timm or unilm, or a folder of transformers"
-        )
-    return Weights(path, layout, weights)
-
-
-def recognised(weights: Mapping[str, Tensor]) -> str | None:
-    """Return the layout that these names are of, if it is known."""
+        values = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+        if values.get("model_type") in MODEL_TYPES.values():
+            return Weights(path, "huggingface", {})
+        if "architecture" not in values:  # which timm writes
+            known = ", ".join(MODEL_TYPES.values())
+            raise ValueError(
+                f"{path} must have a config.json of timm, or of transformers' {known}, got model_type "
+                f"{values.get('model_type')!r}"
+            )
+        file = weight_files(path)[0]
+    weights = read_state(file)
     if diffclip.is_diffclip(weights):
-        return "diffclip"
-    if timm.recognised(weights):
-        return "timm"
-    return unilm.recognised(weights)
+        return Weights(path, "diffclip", weights)
+    if layout := "timm" if timm.recognised(weights) else unilm.recognised(weights):
+        return Weights(path, layout, weights)
+    raise ValueError(
+        f"{path} holds {len(weights)} tensors ({', '.join([*weights][:4])}, ...) of an unknown layout: give weights of "
+        "DiffCLIP, timm or unilm, or a folder of transformers"
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -104,20 +91,3 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(files)} shards): download them again"
         )
     return files
-
-
-def _folder(path: Path) -> Weights:
-    """Recognise the layout of a folder by its configuration."""
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} has no config.json: give a folder of timm, transformers or a language model of ours")
-    values = read_json(path / "config.json")
-    if values.get("diffvision") == "language":
-        return Weights(path, "language", {})
-    if values.get("model_type") in hugging_face.MODEL_TYPES.values():
-        return Weights(path, "huggingface", {})
-
-    if "architecture" in values:  # as timm writes a folder
-        return _by_names(path, read_state(weight_files(path)[0]))
-    hugging_face.refuse_older(path, values)
-    known = ", ".join(hugging_face.MODEL_TYPES.values())
-    raise ValueError(f"{path}: model_type must be one of transformers' {known}, got {values.get('model_type')!r}")

@@ -12,8 +12,7 @@ Source: transformers models/diffllama/modeling_diffllama.py (5.x), models/llama/
 `diffvision.models.language.modeling_diffllama_v2`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from diffvision.nn.diff_attention import VECTORS
 HEAD_NORM_EPS = 1e-5  # of `AttentionLayer`; transformers takes the one of all norms
 # Buffers of older versions, and a tied head saved all the same.
 NO_WEIGHTS = r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|^lm_head\.weight$"
-WHAT = "the transformers model's state_dict"  # in errors
 MODEL_TYPES = {"v1": "diffllama", "standard": "llama", "v2": "diffllama_v2"}
 EXPORTED = "diffvision_export"
 """Set in the config.json of folders that we write: such a folder opens as a language model of ours."""
@@ -40,7 +38,7 @@ _SHARED = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-SIZES = {
+_SIZES = {
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "depth": "num_hidden_layers",
@@ -76,21 +74,23 @@ def to_hugging_face(config: LanguageConfig, state: Mapping[str, Tensor]) -> tupl
     layer = ATTENTION[config.variant]
     values = {
         "model_type": MODEL_TYPES[config.variant],
-        **sizes(config),
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "head_dim": config.head_dim,
+        "tie_word_embeddings": config.tied,
         "num_attention_heads": layer.query_maps * config.num_heads,
         "num_key_value_heads": layer.key_maps * kv_heads,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_theta},
         "attention_bias": False,
     }
-    out = {theirs: state[ours] for ours, theirs in renamed(config)}
-    for ours, theirs in layers(config):
-        for name, rows in _projections(config).items():
-            out[f"{theirs}self_attn.{name}.weight"] = rows(state[f"{ours}attn.{name}.weight"])
+    out = {theirs: state[ours] for ours, theirs in _renamed(config).items()}
+    for index in range(config.depth):
+        ours, theirs = f"blocks.{index}.attn.", f"model.layers.{index}.self_attn."
+        for name, reorder in _projections(config).items():
+            out[f"{theirs}{name}.weight"] = reorder(state[f"{ours}{name}.weight"])
         if config.variant == "v1":
-            weight = state[f"{ours}attn.head_norm.weight"]
-            out[f"{theirs}self_attn.o_proj.weight"] = state[f"{ours}attn.proj.weight"] * weight.repeat(config.num_heads)
-        out |= {f"{theirs}self_attn.{name}": state[f"{ours}attn.{name}"] for name in _LAMBDAS[config.variant]}
+            weight = state[f"{ours}head_norm.weight"]
+            out[f"{theirs}o_proj.weight"] = state[f"{ours}proj.weight"] * weight.repeat(config.num_heads)
     return values, out
 
 
@@ -107,45 +107,20 @@ def from_hugging_face(
         ValueError: it is another model, settings or weights are missing, or our model does not have a setting (biases,
             scaled rotary positions, another activation, an odd number of DiffLlama's heads).
     """
-    config, state = _our_config(values), State(state, WHAT)
-    out = convert_renamed(config, state)
-    for ours, theirs in layers(config):
-        for name, rows in _projections(config, back=True).items():
-            out[f"{ours}attn.{name}.weight"] = rows(state[f"{theirs}self_attn.{name}.weight"])
+    config, state = _our_config(values), State(state, "the transformers model's state_dict")
+    embedding, head = state["model.embed_tokens.weight"], state.get("lm_head.weight")
+    if (count := state.layers("model.layers")) != config.depth:
+        raise ValueError(f"num_hidden_layers must be {count}, as many as there are weights of, got {config.depth}")
+    if config.tied and head is not None and not torch.equal(head, embedding):
+        raise ValueError("tie_word_embeddings must be false: lm_head.weight differs from model.embed_tokens.weight")
+    out = {ours: state[theirs] for ours, theirs in _renamed(config).items()}
+    for index in range(config.depth):
+        ours, theirs = f"blocks.{index}.attn.", f"model.layers.{index}.self_attn."
+        for name, reorder in _projections(config, back=True).items():
+            out[f"{ours}{name}.weight"] = reorder(state[f"{theirs}{name}.weight"])
         if config.variant == "v1":
-            weight = out[f"{ours}attn.proj.weight"]
-            out[f"{ours}attn.head_norm.weight"] = weight.new_ones(2 * config.head_dim)  # theirs has none
-        out |= {f"{ours}attn.{name}": state[f"{theirs}self_attn.{name}"] for name in _LAMBDAS[config.variant]}
+            out[f"{ours}head_norm.weight"] = embedding.new_ones(2 * config.head_dim)  # theirs has none
     return config, out
-
-
-def refuse_older(folder: str | Path, values: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a folder of the class that this package had in transformers up to its version 1.0.dev."""
-    if values.get("model_type") == "diff_transformer":
-        raise ValueError(
-            f"{folder} was exported by an older diffvision: export the checkpoint again, or convert it with commit "
-            "bdc855a4 (--to language)"
-        )
-
-
-def sizes(config: LanguageConfig) -> dict[str, Any]:
-    """Return the settings of transformers' models that are fields of `LanguageConfig` under other names."""
-    values = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
-    return values | {"head_dim": config.head_dim, "tie_word_embeddings": config.tied}
-
-
-def check_settings(what: str, given: Mapping[str, Any], whose: str, fixed: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a model has another value of a setting than the only one of the model that it becomes.
-
-    Args:
-        what: the model, in errors.
-        given: its settings.
-        whose: the model that it becomes, in errors.
-        fixed: the only value of each setting, which is also meant where `given` has none.
-    """
-    for name, value in fixed.items():
-        if given.get(name) is not None and given[name] != value:
-            raise ValueError(f"{what} has {name}={given[name]!r}, not {value!r} as {whose}: give another model")
 
 
 def _require_exportable(config: LanguageConfig) -> None:
@@ -171,30 +146,33 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
     """Return our configuration for a transformers model's."""
     variants = {model_type: variant for variant, model_type in MODEL_TYPES.items()}
     if (model_type := values.get("model_type")) not in variants:
-        raise ValueError(
-            f"a transformers model of type {model_type!r} is not {', '.join(variants)}: give one of that type"
-        )
-    check_sizes(values, "num_key_value_heads", "head_dim")
-    rope = rope_settings(values)
-    eps = {"rms_norm_eps": HEAD_NORM_EPS} if model_type == MODEL_TYPES["v1"] else {}  # it has one for all norms
-    check_settings("the transformers model", {**values, **rope}, "ours", _FIXED | eps)
+        raise ValueError(f"model_type must be one of {', '.join(variants)}, got {model_type!r}")
+    needed = (*_SIZES.values(), "num_attention_heads")
+    if missing := [name for name in needed if values.get(name) is None]:
+        raise ValueError(f"the transformers model's configuration lacks {', '.join(missing)}: take its whole config")
+    for name in (*needed, "num_key_value_heads", "head_dim"):
+        value, kind = values.get(name), int | float if name == "rms_norm_eps" else int
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value <= 0):
+            raise ValueError(f"{name} must be a number above 0, got {value!r}")
     variant, heads = variants[model_type], values["num_attention_heads"]
+    rope = _rope_settings(values)
+    eps = {"rms_norm_eps": HEAD_NORM_EPS} if variant == "v1" else {}  # it has one for all norms
+    for name, only in {**_FIXED, **eps}.items():
+        if (value := {**values, **rope}.get(name)) not in (None, only):
+            raise ValueError(f"{name} must be {only!r}, which alone our model has, got {value!r}")
     kv_heads = heads if values.get("num_key_value_heads") is None else values["num_key_value_heads"]
     queries, keys = ATTENTION[variant].query_maps, ATTENTION[variant].key_maps
     for name, value, maps in (("num_attention_heads", heads, queries), ("num_key_value_heads", kv_heads, keys)):
-        if value < maps or value % maps:
-            raise ValueError(
-                f"the transformers model has {name}={value}; it must be a positive multiple of {maps}, because "
-                f"a head of ours has {maps} of a {model_type}'s"
-            )
+        if value % maps:
+            raise ValueError(f"{name} must be a multiple of {maps}, the maps of a head of {model_type}, got {value}")
     num_heads, num_kv_heads = heads // queries, kv_heads // keys
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"the transformers model has num_attention_heads={heads}, not a multiple of {queries * num_kv_heads} "
-            f"for num_key_value_heads={kv_heads}: correct it"
+            f"num_attention_heads must be a multiple of {queries * num_kv_heads} with num_key_value_heads={kv_heads}, "
+            f"got {heads}"
         )
-    config = LanguageConfig(
-        **{ours: values[theirs] for ours, theirs in SIZES.items()},
+    return LanguageConfig(
+        **{ours: values[theirs] for ours, theirs in _SIZES.items()},
         num_heads=num_heads,
         num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
         head_dim=values.get("head_dim") or values["hidden_size"] // heads,
@@ -202,78 +180,40 @@ def _our_config(values: Mapping[str, Any]) -> LanguageConfig:
         rotary_theta=float(rope["rope_theta"]),
         tied=bool(values.get("tie_word_embeddings")),
     )
-    return config
 
 
-def check_sizes(values: Mapping[str, Any], *optional: str) -> None:
-    """Raise a ValueError if a configuration lacks a size, or a size, optional ones too, is not a number above 0."""
-    needed = (*SIZES.values(), "num_attention_heads")
-    if missing := [name for name in needed if values.get(name) is None]:
-        raise ValueError(f"the transformers model's configuration lacks {', '.join(missing)}: take its whole config")
-    for name in (*needed, *optional):
-        value, kind = values.get(name), int | float if name == "rms_norm_eps" else int
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or value <= 0):
-            raise ValueError(f"the transformers model has {name}={value!r}: set a number above 0 in config.json")
-
-
-def rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of the rotary embedding: transformers 5 has them in rope_parameters, 4 in rope_scaling."""
     mappings = [values.get("rope_parameters") or {}, values.get("rope_scaling") or {}, values]
     if wrong := [mapping for mapping in mappings if not isinstance(mapping, Mapping)]:
-        raise ValueError(f"the transformers model has {wrong[0]!r} for its rotary embedding: take its whole config")
+        raise ValueError(f"rope_parameters and rope_scaling must be dictionaries, got {wrong[0]!r}")
 
     def setting(default: Any, *names: str) -> Any:
         """Return the first value in the dictionaries that is not the default; only one of them is in use."""
         given = (mapping.get(name) for mapping in mappings for name in names)
         return next((value for value in given if value not in (None, default)), default)
 
-    thetas = [value for mapping in mappings if (value := mapping.get("rope_theta")) is not None]
-    if wrong := [value for value in thetas if isinstance(value, bool) or not isinstance(value, int | float)]:
-        raise ValueError(f"the transformers model has rope_theta={wrong[0]!r}: write a number in config.json")
+    theta = next((mapping["rope_theta"] for mapping in mappings if mapping.get("rope_theta") is not None), 10_000.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ValueError(f"rope_theta must be a number, got {theta!r}")
     return {
-        "rope_theta": thetas[0] if thetas else 10_000.0,
+        "rope_theta": theta,
         "rope_type": setting("default", "rope_type", "type"),  # "type" before transformers 4.43
         "partial_rotary_factor": setting(1.0, "partial_rotary_factor"),
     }
 
 
-def layers(config: LanguageConfig) -> list[tuple[str, str]]:
-    """Return the prefixes of each layer's weights, ours and theirs."""
-    return [(f"blocks.{index}.", f"model.layers.{index}.") for index in range(config.depth)]
-
-
-def renamed(config: LanguageConfig) -> Iterator[tuple[str, str]]:
-    """Yield our name and theirs of the weights that are only renamed: embedding, head, norms and feed-forward."""
-    yield "embed.weight", "model.embed_tokens.weight"
-    yield "norm.weight", "model.norm.weight"
+def _renamed(config: LanguageConfig) -> dict[str, str]:
+    """Return our names and theirs of the weights that are only renamed; V1's output projection is also scaled."""
+    names = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if not config.tied:
-        yield "head.weight", "lm_head.weight"
-    for ours, theirs in layers(config):
-        for name, other in _SHARED.items():
-            yield f"{ours}{name}.weight", f"{theirs}{other}.weight"
-
-
-def convert_renamed(config: LanguageConfig, state: State) -> dict[str, Tensor]:
-    """Return the weights of `renamed` under our names; ValueError for another depth, or a head that is not tied."""
-    embedding = state["model.embed_tokens.weight"]
-    if (count := state.layers("model.layers")) != config.depth:
-        raise ValueError(
-            f"the transformers model has num_hidden_layers={config.depth} and weights of {count} layers: correct "
-            "config.json"
-        )
-    head = state.get("lm_head.weight")
-    if config.tied and head is not None and not torch.equal(head, embedding):
-        raise ValueError(
-            "the transformers model has tie_word_embeddings=True, but lm_head.weight differs from "
-            "model.embed_tokens.weight: untie it"
-        )
-    return {ours: state[theirs] for ours, theirs in renamed(config)}
-
-
-def rotary_pairs(weight: Tensor, head_dim: int, back: bool = False) -> Tensor:
-    """Move rotary pairs, in the rows of a projection, from side by side to D / 2 apart, or back."""
-    shape = (2, head_dim // 2) if back else (head_dim // 2, 2)
-    return weight.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2)
+        names["head.weight"] = "lm_head.weight"
+    for index in range(config.depth):
+        for ours, theirs in _SHARED.items():
+            names[f"blocks.{index}.{ours}.weight"] = f"model.layers.{index}.{theirs}.weight"
+        for name in _LAMBDAS[config.variant]:
+            names[f"blocks.{index}.attn.{name}"] = f"model.layers.{index}.self_attn.{name}"
+    return names
 
 
 def _projections(config: LanguageConfig, back: bool = False) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -288,8 +228,13 @@ def _projections(config: LanguageConfig, back: bool = False) -> dict[str, Callab
         shape = (maps, count) if back else (count, maps)
         return weight.unflatten(0, (*shape, size)).transpose(0, 1).flatten(0, 2)
 
+    def pairs(weight: Tensor) -> Tensor:
+        """Move rotary pairs from side by side to D / 2 apart."""
+        shape = (2, size // 2) if back else (size // 2, 2)
+        return weight.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2)
+
     return {
-        "q_proj": lambda weight: rotary_pairs(halves(weight, heads), size, back),
-        "k_proj": lambda weight: rotary_pairs(halves(weight, kv_heads), size, back),
+        "q_proj": lambda weight: pairs(halves(weight, heads)),
+        "k_proj": lambda weight: pairs(halves(weight, kv_heads)),
         "v_proj": lambda weight: halves(weight, kv_heads),
     }

@@ -21,13 +21,13 @@ from diffvision.ops.attention.document_masks import first_tokens, same_document
 class Blocks(nn.ModuleList):
     """The blocks of a model, a module that torch.compile takes as a whole."""
 
-    def forward(self, x: Tensor, mask: Any, causal: bool, rotation: Rotation, checkpointing: bool = False) -> Tensor:
+    def forward(self, x: Tensor, mask: Any, rotation: Rotation, checkpointing: bool = False) -> Tensor:
         """Return the hidden states after all blocks, without a cache; their activations are recomputed if asked."""
         for block in self:
             if checkpointing:
-                x = checkpoint(block, x, mask, causal, rotation=rotation, use_reentrant=False)
+                x = checkpoint(block, x, mask, True, rotation=rotation, use_reentrant=False)
             else:
-                x = block(x, mask, causal, rotation=rotation)
+                x = block(x, mask, True, rotation=rotation)
         return x
 
 
@@ -150,10 +150,7 @@ class LanguageModel(nn.Module):
         start = 0 if cache is None else cache.position
         end = start + tokens.shape[1]
         if end > self.config.max_length:
-            raise ValueError(
-                f"{end} tokens are over the model's max_length of {self.config.max_length}: shorten them, or make the "
-                "model with a larger max_length (and train it so)"
-            )
+            raise ValueError(f"tokens must be at most max_length ({self.config.max_length}), got {end}: shorten them")
         if documents is not None and cache is not None:
             raise ValueError("documents with a cache: generation continues one document; leave documents out")
         positions = torch.arange(start, end, device=tokens.device)
@@ -170,9 +167,18 @@ class LanguageModel(nn.Module):
             empty = padding if cache is None or cache.empty is None else cache.empty
             real = (torch.arange(slots, device=tokens.device) >= empty[:, None])[:, None, None]
             mask = real if mask is None else mask & real
-        caches = None if cache is None else cache.layers
-        rotation = self._rotation(positions, padding if documents is None else None)
-        return self._run_blocks(tokens, mask, True, rotation, caches)
+            if documents is None:
+                positions = (positions - padding[:, None]).clamp(min=0)
+        if positions.ndim == 2:  # they differ between rows
+            positions = positions[:, None, None]
+        rotation = ops.rotary_tables(positions, self.config.head_dim, self.config.rotary_theta)
+        x = self.embed(tokens)
+        if cache is None:
+            x = self.blocks(x, mask, rotation, self.grad_checkpointing and self.training)
+        else:
+            for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
+                x = block(x, mask, True, cache=layer_cache, rotation=rotation)
+        return self.norm(x)
 
     def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
@@ -181,25 +187,6 @@ class LanguageModel(nn.Module):
     def attention_layers(self) -> list[AttentionLayer]:
         """Return the attention of each block, in order."""
         return [block.attn for block in self.blocks]  # type: ignore[misc]  # a ModuleList forgets what it holds
-
-    def _rotation(self, positions: Tensor, padding: Tensor | None) -> Rotation:
-        """Return the angles for all layers: [N, D / 2], or [B, 1, 1, N, D / 2] where they differ between rows."""
-        if padding is not None:
-            positions = (positions - padding[:, None]).clamp(min=0)
-        if positions.ndim == 2:
-            positions = positions[:, None, None]
-        return ops.rotary_tables(positions, self.config.head_dim, self.config.rotary_theta)
-
-    def _run_blocks(
-        self, tokens: Tensor, mask: Any, causal: bool, rotation: Rotation, caches: list[Any] | None
-    ) -> Tensor:
-        """Return the normalized hidden states after all blocks."""
-        x = self.embed(tokens)
-        if caches is None:
-            return self.norm(self.blocks(x, mask, causal, rotation, self.grad_checkpointing and self.training))
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x = block(x, mask, causal, cache=cache, rotation=rotation)
-        return self.norm(x)
 
     def extra_repr(self) -> str:
         mixed = f", variant_by_layer={by_layer}" if (by_layer := self.config.variant_by_layer) else ""

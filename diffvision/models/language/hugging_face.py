@@ -5,7 +5,7 @@ attention (`modeling_diffllama_v2.py`). The weights are renamed in `diffvision.m
 """
 
 import copy
-import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import tokenizers
 import torch
 from transformers import DiffLlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffvision.models import language
 from diffvision.models.convert.transformers import EXPORTED, from_hugging_face, to_hugging_face
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.language.modeling_diffllama_v2 import DiffLlamaV2ForCausalLM, DiffLlamaV2Model
@@ -75,59 +74,37 @@ def as_native(model: Any) -> LanguageModel:
     return ours.train(model.training)
 
 
-def export(checkpoint: str, directory: str, tokenizer: str | None = None, *, eos: str | None = None) -> None:
-    """Write one of our checkpoints as a transformers folder, with its tokenizer.
+def write(model: Any, directory: str | Path, tokenizer: Path | None, *, eos: str | None = None) -> None:
+    """Write a model of `as_transformers` as a folder, with the tokenizer of a tokenizer.json.
 
     The folder needs no diffvision. V2's holds a copy of `modeling_diffllama_v2.py`, which a program that does not
     import this package loads with `trust_remote_code=True`. The generation configuration ends a text with the
     tokenizer's end token, and with the special token that its chat template writes after an answer.
 
     Args:
-        checkpoint: directory of a saved language model, or a checkpoint of our training (.ckpt).
+        model: the model.
         directory: made if it does not exist.
-        tokenizer: tokenizer.json, or a directory that holds one; by default the one next to the checkpoint, or the one
-            of its training. Without one there is a warning, and the folder has none.
-        eos: token that ends a document; by default the one that tokenizer_config.json next to the tokenizer names, or
-            <|endoftext|> or another of the usual names.
+        tokenizer: a tokenizer.json; None for a folder without one.
+        eos: token that ends a document, as in `fast_tokenizer`.
 
     Raises:
-        FileNotFoundError: the checkpoint or the tokenizer does not exist.
-        ValueError: one of them is damaged, transformers has no class for the model, or the tokenizer has no such token
-            or more tokens than the model.
+        ValueError: the tokenizer is damaged, or has no such token or more tokens than the model.
     """
-    model = as_transformers(language.load(checkpoint))
-    write(model, directory, choose_tokenizer(checkpoint, tokenizer), eos=eos)
-
-
-def write(model: Any, directory: str | Path, tokenizer: Path | None, *, eos: str | None = None) -> None:
-    """Write a model of `as_transformers` with the tokenizer of a tokenizer.json; errors are those of `export`."""
     if tokenizer is not None:
         fast = fast_tokenizer(tokenizer, model.config.vocab_size, model.config.max_position_embeddings, eos)
-        set_ends(model, fast)
+        for config in (model.config, model.generation_config):
+            config.bos_token_id = fast.bos_token_id
+            config.eos_token_id = join_ends([fast.eos_token_id, turn_end(fast)])
+        # not of the model's configuration, by which the embedding of the end token would get no gradient
+        model.generation_config.pad_token_id = fast.pad_token_id
         fast.save_pretrained(directory)
     model.save_pretrained(directory)
 
 
-def choose_tokenizer(checkpoint: str, tokenizer: str | None) -> Path | None:
-    """Return the tokenizer.json that is given, or the one of the checkpoint; warn if there is none."""
-    if tokenizer is not None:
-        return tokenizer_file(Path(tokenizer))
-    file = language.find_tokenizer(checkpoint)
-    if file is None:
-        warnings.warn(
-            f"no tokenizer next to {checkpoint}: the folder has none; name one with --tokenizer", stacklevel=3
-        )
-    return file
-
-
-def set_ends(model: Any, tokenizer: Any) -> None:
-    """Set the tokens that begin, end and pad a text to those of a model's tokenizer."""
-    ends = [tokenizer.eos_token_id, turn_end(tokenizer)]
-    unique = [token for token in dict.fromkeys(ends) if token is not None]
-    for config in (model.config, model.generation_config):
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, unique[0] if len(unique) == 1 else unique
-    # not of the model's configuration, by which the embedding of the end token would get no gradient
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+def join_ends(tokens: Iterable[int | None]) -> int | list[int] | None:
+    """Return the tokens that end a text as transformers' configurations have them: a number, several, or None."""
+    unique = [token for token in dict.fromkeys(tokens) if token is not None]
+    return unique[0] if len(unique) == 1 else unique or None
 
 
 def turn_end(tokenizer: Any, template: str | None = None) -> int | None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from diffvision.models.architecture import KEY, check, metadata, recorded
-from diffvision.models.checkpoint import read_content
+from diffvision.models.architecture import KEY, check, metadata
+from diffvision.models.checkpoint import check_fits, read_content
 from diffvision.models.language.configuration import LanguageConfig, config
 from diffvision.models.language.decoder import LanguageModel
 from diffvision.models.weight_files import read_json, refuse_urls
@@ -63,54 +62,29 @@ def save(model: LanguageModel, directory: str | Path, tokenizer: Any = None, *, 
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def load(
-    path: str | Path,
-    map_location: torch.device | str = "cpu",
-    *,
-    variant: str | None = None,
-    vocab_size: int | None = None,
-) -> LanguageModel:
-    """Return the model of a checkpoint, in evaluation mode and in the dtype that was saved.
+def load(path: str | Path) -> LanguageModel:
+    """Return the model of a checkpoint on the CPU, in evaluation mode and in the dtype that was saved.
 
     Args:
         path: directory that `save` wrote, or a Lightning checkpoint of our language training.
-        map_location: device of the model.
-        variant: the variant that is expected; any if None.
-        vocab_size: the vocabulary that is expected (a tokenizer's); any if None.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
-        ValueError: it is not one of ours, it is damaged, its weights do not fit its configuration, it is not of the
-            expected variant or vocabulary, or map_location is not available.
+        ValueError: it is not one of ours, it is damaged, or its weights do not fit its configuration.
     """
     refuse_urls(path, "checkpoint")
     path = Path(path)
-    _check_device(map_location)
-    values, state, about = (_read_directory if path.is_dir() else _read_lightning)(path, map_location)
-    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(LanguageConfig)}):
-        raise ValueError(
-            f"checkpoint {path} has settings that this version does not know ({', '.join(unknown)}): make it again"
-        )
+    values, state, about = (_read_directory if path.is_dir() else _read_lightning)(path)
     try:
         config = LanguageConfig(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"checkpoint {path} has a configuration that is not one of a language model: {error}"
         ) from error
-    _check_sizes(path, state, config)
-    expected = (variant or config.variant, vocab_size or config.vocab_size)
-    if expected != (config.variant, config.vocab_size):
-        raise ValueError(
-            f"checkpoint {path} is variant {config.variant!r} with vocabulary of {config.vocab_size}, not variant "
-            f"{expected[0]!r} with vocabulary of {expected[1]}: use its own model"
-        )
     with torch.device("meta"):
         model = LanguageModel(config)
-    try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        first = " ".join(line.strip() for line in str(error).splitlines()[1:3])
-        raise ValueError(f"checkpoint {path} does not fit its configuration: {first[:500]}") from error
+    check_fits(state, model.state_dict(), f"checkpoint {path} does not fit its configuration: it")
+    model.load_state_dict(state, assign=True)
     if KEY in about:  # older files have the configuration only, from which the model is built
         check(about, model, f"checkpoint {path}")
     return model.eval()
@@ -134,7 +108,7 @@ def find_tokenizer(checkpoint: str | Path) -> Path | None:
     neighbour = (path if path.is_dir() else path.parent) / _TOKENIZER
     if neighbour.is_file():
         return neighbour
-    recorded = None if path.is_dir() else _content(path, "meta").get("diffvision")
+    recorded = None if path.is_dir() else read_content(path, "meta")[0].get("diffvision")
     named = recorded.get("tokenizer") if isinstance(recorded, dict) else None
     if not isinstance(named, str):
         return None
@@ -146,17 +120,6 @@ def origin_of(checkpoint: str | Path) -> str | None:
     """Return what the weights in a folder were made of, as `save` was given it; None if nothing is recorded."""
     file = Path(checkpoint) / _ORIGIN
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
-
-
-def _check_device(device: torch.device | str) -> None:
-    """Raise a ValueError for a device that is not available: the readers' errors sound like a damaged file's."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(
-            f"device {str(device)!r} is not available ({first}): give cpu, or one that torch lists"
-        ) from error
 
 
 def _copy_tokenizer(file: Path, folder: Path) -> None:
@@ -173,26 +136,23 @@ Read = tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]
 """A configuration, weights, and the other records of a checkpoint."""
 
 
-def _read_directory(folder: Path, map_location: torch.device | str) -> Read:
+def _read_directory(folder: Path) -> Read:
     """Read a folder of `save`."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}: give the directory of a run")
-    try:
-        values = read_json(folder / "config.json")
-        state = load_file(folder / "model.safetensors", device=str(map_location))
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"checkpoint {folder} is damaged: {error}") from error
+    values = read_json(folder / "config.json")
+    state, about = read_content(folder / "model.safetensors")
     if values.pop("diffvision", None) != "language":
         raise ValueError(
             f'{folder / "config.json"} has no "diffvision": "language": give the folder of a language model of ours'
         )
-    return values, state, recorded(folder / "model.safetensors")
+    return values, state, about
 
 
-def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
+def _read_lightning(path: Path) -> Read:
     """Read a checkpoint of our language training."""
-    content = _content(path, map_location)
+    content, _ = read_content(path)
     hyper = content.get("hyper_parameters")
     values = hyper.get("config") if isinstance(hyper, dict) else None
     if not isinstance(values, dict) or not isinstance(content.get("state_dict"), dict):
@@ -204,22 +164,3 @@ def _read_lightning(path: Path, map_location: torch.device | str) -> Read:
     }
     about = content.get("diffvision")
     return values, state, about if isinstance(about, dict) else {}
-
-
-def _content(path: Path, map_location: torch.device | str) -> dict[str, Any]:
-    """Read a .ckpt file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint {str(path)!r}: give a directory or a .ckpt file")
-    return read_content(path, map_location)[0]
-
-
-def _check_sizes(path: Path, state: dict[str, Tensor], named: LanguageConfig) -> None:
-    """Raise a ValueError if the weights are of another vocabulary or depth than their configuration says."""
-    vocabulary = state["embed.weight"].shape[0] if "embed.weight" in state else named.vocab_size
-    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    for what, held, said in (("depth", depth, named.depth), ("a vocabulary of", vocabulary, named.vocab_size)):
-        if held != said:
-            raise ValueError(
-                f"checkpoint {path} has weights of {what} {held}, and a configuration of {what} {said}: correct the "
-                "configuration"
-            )

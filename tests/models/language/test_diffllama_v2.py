@@ -10,10 +10,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from diffvision.data.text.tokenizers import train_tokenizer
+from diffvision.export.export_commands import export
 from diffvision.models import language
 from diffvision.models.language import LanguageConfig, LanguageModel
 from diffvision.models.language.generation import generate
-from diffvision.models.language.hugging_face import export
 from diffvision.models.language.modeling_diffllama_v2 import DiffLlamaV2ForCausalLM
 from diffvision.opening import open_model
 

@@ -17,9 +17,10 @@ import diffvision  # noqa: E402
 from diffvision import cli, open_model  # noqa: E402
 from diffvision.data.text import tokenizers as own_tokenizers  # noqa: E402
 from diffvision.data.text.chat import TEMPLATES  # noqa: E402
+from diffvision.export.export_commands import export  # noqa: E402
 from diffvision.models import language  # noqa: E402
 from diffvision.models.language.generation import generate  # noqa: E402
-from diffvision.models.language.hugging_face import as_native, as_transformers, export  # noqa: E402
+from diffvision.models.language.hugging_face import as_native, as_transformers  # noqa: E402
 
 PACKAGE = Path(language.__file__).parents[2]
 CLASSES = {"standard": "LlamaForCausalLM", "v1": "DiffLlamaForCausalLM", "v2": "DiffLlamaV2ForCausalLM"}
@@ -113,20 +114,10 @@ def test_adapted_models(method, make_model):
 )
 def test_what_no_class_holds_is_refused_and_leaves_nothing(name, settings, named, tmp_path, capsys):
     language.save(language.create(name, vocab_size=97, **settings), tmp_path / "ours")
-    for words in (["export", "ours", "theirs"], ["convert", "ours", "theirs", "--to", "huggingface"]):
-        words = [str(tmp_path / word) if word in ("ours", "theirs") else word for word in words]
-        assert cli.main(words) == 1
-        (error,) = capsys.readouterr().err.splitlines()
-        assert named in error
-        assert "evaluate-language, lm-eval" in error
-        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_older_folders_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "diff_transformer", "variant": "v1"}))
-    for spec in (tmp_path, f"hf:{tmp_path}"):
-        with pytest.raises(ValueError, match="older diffvision"):
-            open_model(spec)
+    assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert named in error
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.slow
@@ -169,7 +160,7 @@ def test_export_finds_the_end_of_a_document(tmp_path, make_model):
         assert json.loads((folder / "theirs" / "config.json").read_text())["eos_token_id"] == len(names) + 1
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
-        export(str(folder), str(folder / "theirs"))
+        export(str(folder), str(folder / "again"))
 
 
 def test_export_of_a_training_run_has_its_tokenizer(tmp_path, make_model):
@@ -180,16 +171,15 @@ def test_export_of_a_training_run_has_its_tokenizer(tmp_path, make_model):
     export(str(path), str(tmp_path / "recorded"))
     assert _end(tmp_path / "recorded") == "</s>"
     torch.save(content, path)
-    export(str(path), str(tmp_path / "named"), str(words.parent))
+    export(str(path), str(tmp_path / "named"), tokenizer=str(words.parent))
     assert _end(tmp_path / "named") == "</s>"
     with pytest.warns(UserWarning, match=r"no tokenizer next to .*last\.ckpt"):
         export(str(path), str(tmp_path / "none"))
     assert not (tmp_path / "none" / "tokenizer.json").exists()
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*nothing"):
-        export(str(path), str(tmp_path / "none"), str(tmp_path / "nothing"))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bad.json is not a file of"):
-        export(str(path), str(tmp_path / "none"), str(tmp_path / "bad.json"))
+    for wrong, error in (("nothing", FileNotFoundError), ("bad.json", ValueError)):
+        with pytest.raises(error, match=wrong):
+            export(str(path), str(tmp_path / "wrong"), tokenizer=str(tmp_path / wrong))
 
 
 def test_a_special_token_s_name_in_a_text_is_text_to_an_exported_tokenizer_too(tmp_path, make_model):
