@@ -25,6 +25,7 @@ from diffvision.opening.run_folders import run_config, setting
 
 OPEN_CLIP = (layouts.CONFIG, layouts.WEIGHTS)
 TIMM = ("config.json", "model.safetensors")
+_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict", "tag")
 
 
 def save_folder(
@@ -56,12 +57,22 @@ def save_folder(
     target = Path(directory)
     check_free(target)
     check_finite(model.state_dict(), type(model).__name__)
+    is_clip = hasattr(model, "visual")
+    describe, (settings, weights) = (_open_clip_values, OPEN_CLIP) if is_clip else (_timm_values, TIMM)
+    values = {**describe(model, dict(config), preprocess or {}), **(more or {})}
+    try:
+        text = json.dumps(values, indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{settings} cannot hold what the model is built of: {error}") from None
+    # Tied weights share storage, which safetensors refuses: each is written by itself.
+    state = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
     with written_whole(target) as made:
         made.mkdir()
-        if hasattr(model, "visual"):
-            _save_open_clip(model, made, dict(config), dict(preprocess or {}), tokenizer, dict(more or {}))
-        else:
-            _save_timm(model, made, dict(config), dict(preprocess or {}), dict(more or {}))
+        (made / settings).write_text(text + "\n", encoding="utf-8")
+        if is_clip and config.get("text_cfg", {}).get("hf_tokenizer_name"):
+            tokenizer.save_pretrained(str(made))
+        save_file(state, made / weights, metadata=metadata(model))
+        shutil.copymode(made / settings, made / weights)  # safetensors makes them private
 
 
 def write_open_clip(model: Model, destination: Path, options: Options) -> None:
@@ -104,23 +115,19 @@ def _labels(model: Model) -> dict[str, Any]:
     return {"label_names": names} if len(names) == model.config["num_classes"] else {}
 
 
-def _save_open_clip(
-    model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any, more: dict
-) -> None:
+def _open_clip_values(model: nn.Module, config: dict[str, Any], preprocess: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of open_clip_config.json."""
     clip: Any = model
     preprocess = {**getattr(clip.visual, "preprocess_cfg", {}), **preprocess}
     if missing := [name for name in ("mean", "std") if name not in preprocess]:
         raise ValueError(
             f"the {' and '.join(missing)} of its images are unknown: give preprocess={{'mean': ..., 'std': ...}}"
         )
-    values = {"model_cfg": config, "preprocess_cfg": preprocess, **more}
-    _write_json(folder / OPEN_CLIP[0], values)
-    if config.get("text_cfg", {}).get("hf_tokenizer_name"):
-        tokenizer.save_pretrained(str(folder))
-    _write_weights(model, folder / OPEN_CLIP[1])
+    return {"model_cfg": config, "preprocess_cfg": preprocess}
 
 
-def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preprocess: dict[str, Any], more: dict) -> None:
+def _timm_values(model: nn.Module, config: dict[str, Any], preprocess: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of timm's config.json."""
     classifier: Any = model
     if not any(classifier.pretrained_cfg.get(key) for key in ("url", "file", "hf_hub_id")):
         classifier.pretrained_cfg.pop("license", None)  # it is the license of timm's code, not of these weights
@@ -128,33 +135,11 @@ def _save_timm(model: nn.Module, folder: Path, config: dict[str, Any], preproces
     architecture = config.pop("architecture", cfg.pop("architecture", None))
     # timm takes the classes from the values beside the arguments, and transformers refuses them in both.
     left_out = ("num_classes", "drop_rate", "drop_path_rate")
-    args = {key: value for key, value in config.items() if not key.endswith(left_out)}
     classes = classifier.num_classes
-    values = {
+    return {
         "architecture": architecture,
         "num_classes": classes,
         "num_features": classifier.num_features,
-        "model_args": args,
+        "model_args": {key: value for key, value in config.items() if not key.endswith(left_out)},
         "pretrained_cfg": {**cfg, **preprocess, "num_classes": classes, "custom_load": False},
-        **more,
     }
-    _write_json(folder / TIMM[0], values)
-    _write_weights(model, folder / TIMM[1])
-
-
-_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict", "tag")
-
-
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    try:
-        text = json.dumps(values, indent=2, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.name} cannot hold what the model is built of: {error}") from None
-    file.write_text(text + "\n", encoding="utf-8")
-
-
-def _write_weights(model: nn.Module, file: Path) -> None:
-    # Tied weights share storage, which safetensors refuses: each is written by itself.
-    state = {name: value.detach().cpu().clone().contiguous() for name, value in model.state_dict().items()}
-    save_file(state, file, metadata=metadata(model))
-    shutil.copymode(file.parent / (OPEN_CLIP if file.name == OPEN_CLIP[1] else TIMM)[0], file)  # it makes them private

@@ -250,10 +250,8 @@ def geometry(tower: Any, layer: int) -> tuple[tuple[int, int], int, int]:
     Raises:
         ValueError: the tower has no such block, or gives no features of it.
     """
-    if not hasattr(tower, "forward_intermediates"):
-        raise ValueError(f"a tower of {type(tower).__name__} gives no features of its blocks: give a ViT's name")
-    if len(tower.feature_info) < -layer:
-        raise ValueError(f"feature_layer must be -1, as {type(tower).__name__} has one block, got {layer}")
+    if not hasattr(tower, "forward_intermediates") or len(tower.feature_info) < -layer:
+        raise ValueError(f"tower must be a ViT with a block {layer} (feature_layer), got {type(tower).__name__}")
     size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
     size = size or resolve_model_data_config(tower)["input_size"][-2:]
     return tuple(size), tower.feature_info[layer]["reduction"], tower.feature_info[layer]["num_chs"]

@@ -322,7 +322,7 @@ def model_names() -> list[str]:
 
 def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
     """Return timm's `default_cfg` of a model, which timm and its users read before the model is built."""
-    clip = "_clip" in name
+    is_clip = "_clip" in name
     return {
         "url": "",  # no weights
         "num_classes": 1000,
@@ -331,8 +331,8 @@ def _default_cfg(name: str, shape: Shape) -> dict[str, Any]:
         "pool_size": None,
         "crop_pct": shape.crop,
         "interpolation": "bicubic",
-        "mean": OPENAI_CLIP_MEAN if clip else IMAGENET_INCEPTION_MEAN,
-        "std": OPENAI_CLIP_STD if clip else IMAGENET_INCEPTION_STD,
+        "mean": OPENAI_CLIP_MEAN if is_clip else IMAGENET_INCEPTION_MEAN,
+        "std": OPENAI_CLIP_STD if is_clip else IMAGENET_INCEPTION_STD,
         "first_conv": "patch_embed.proj",
         "classifier": "head",
         "license": "apache-2.0",

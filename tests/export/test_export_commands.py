@@ -7,32 +7,12 @@ from typing import get_args
 
 import open_clip
 import pytest
-import timm
 import torch
 
 from diffvision import cli
 from diffvision.export.export_commands import To, export
 from diffvision.export.finite_weights import open_for_export
 from diffvision.export.formats import DEFAULTS, FORMATS
-from diffvision.models import language
-
-
-def test_every_source_is_read(runs, exported, tmp_path):
-    clip = open_for_export(runs.paths["clip"])
-    assert (clip.library, clip.name, clip.run) == ("open_clip", "DiffCLIP-debug", runs.folder / "clip")
-    assert clip.preprocess["interpolation"] == "bilinear"
-    vision = open_for_export(runs.paths["vision"])
-    assert (vision.library, vision.name, vision.config["num_classes"]) == ("timm", "diff_vit_debug", 3)
-    assert vision.preprocess["input_size"][1:] == [48, 48]
-    text = open_for_export(runs.paths["text"])
-    assert (text.library, text.name, text.config["vocab_size"]) == ("language", "diff-debug", 20)
-    assert open_for_export(exported / "vision").name == "diff_vit_debug"
-    assert open_for_export(exported / "clip").run is None
-    language.save(runs.text, tmp_path / "text")
-    assert open_for_export(tmp_path / "text").name == "diff-debug"
-    torch.save(timm.create_model("diff_vit_debug", num_classes=4).state_dict(), tmp_path / "weights.pt")
-    named = open_for_export("diff_vit_debug", tmp_path / "weights.pt")
-    assert named.config == {"num_classes": 4}
 
 
 def test_the_command_line(runs, tmp_path, capsys):

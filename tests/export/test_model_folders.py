@@ -10,9 +10,6 @@ import torch
 from PIL import Image
 
 from diffvision.export import save_folder
-from diffvision.opening import open_model
-from diffvision.training.classification import ClassificationModule
-from diffvision.training.clip import ContrastiveModule
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +60,6 @@ def test_transformers_loads_the_run_through_its_wrapper_of_timm(runs, exported, 
         torch.testing.assert_close(features, own.forward_features(batch))
 
 
-def test_training_starts_from_them(runs, exported):
-    name = f"local-dir:{exported / 'clip'}"
-    started = ContrastiveModule(name)
-    assert torch.equal(started.model.text_projection, runs.clip.model.text_projection)
-    name = f"local-dir:{exported / 'vision'}"
-    started = ClassificationModule(name, num_classes=3, model_args={"pretrained": True})
-    assert torch.equal(started.model.head.weight, runs.vision.model.head.weight)
-    other = ClassificationModule(name, num_classes=5, model_args={"pretrained": True})  # a new head on the old trunk
-    assert other.model.head.out_features == 5
-    assert torch.equal(other.model.blocks[0].mlp.fc1.weight, runs.vision.model.blocks[0].mlp.fc1.weight)
-
-
 def test_a_models_own_architecture_arguments(tmp_path):
     """As a converter writes them: a registered name, its arguments, and further keys."""
     model = timm.create_model("plain_vit_debug", num_classes=0, depth=2)
@@ -84,17 +69,6 @@ def test_a_models_own_architecture_arguments(tmp_path):
     assert len(again.blocks) == 2
     assert again.num_classes == 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["made_by"] == "a test"
-
-
-def test_siglip_keeps_its_bias(tmp_path):
-    module = ContrastiveModule("CLIP-debug", loss="siglip")
-    torch.nn.init.constant_(module.model.logit_bias, -3.5)
-    checkpoint = {"state_dict": {f"model.{k}": v for k, v in module.model.state_dict().items()}}
-    module.on_save_checkpoint(checkpoint)
-    torch.save({"pytorch-lightning_version": "2.6.6", **checkpoint}, tmp_path / "last.ckpt")
-    loaded = open_model("CLIP-debug", tmp_path / "last.ckpt")
-    save_folder(loaded.module, tmp_path / "folder", config=loaded.config)
-    assert open_clip.create_model(f"local-dir:{tmp_path / 'folder'}").logit_bias.item() == -3.5
 
 
 def test_bad_input_leaves_nothing(tmp_path):
@@ -120,13 +94,3 @@ def test_a_clip_built_by_its_class_needs_its_preprocessing(tmp_path):
     save_folder(model, tmp_path / "new", config=config, preprocess=given)
     again = open_clip.create_model(f"local-dir:{tmp_path / 'new'}")
     assert list(again.visual.preprocess_cfg["mean"]) == given["mean"]
-
-
-def test_folders_that_are_none(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        open_model(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"has no open_clip_config.json"):
-        open_model(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is not JSON"):
-        open_model(tmp_path)

@@ -11,7 +11,6 @@ from torch import nn
 import diffvision
 from diffvision.models import language
 from diffvision.models.adapt import merge_dex
-from diffvision.models.architecture import architecture, difference
 from diffvision.models.by_layer import as_text, matched_heads, variants_by_layer
 from diffvision.models.language.generation import generate
 from diffvision.models.language.hugging_face import as_transformers
@@ -120,12 +119,6 @@ def test_a_saved_language_model_is_the_same_and_others_are_refused(tmp_path):
             language.load(tmp_path / "a")
     with pytest.raises(ValueError, match="3 layers"):
         mixed(text="3*standard")
-
-
-def test_architecture_names_the_layer_that_differs():
-    one, other = mixed(), language.create("diff-debug")
-    assert "blocks.0.attn.variant 'standard' there and 'v1' here" in difference(architecture(one), architecture(other))
-    assert difference(architecture(one), architecture(mixed())) == ""
 
 
 def test_what_has_one_variant_only_refuses_mixed_models():

@@ -2,16 +2,13 @@
 
 import functools
 import importlib
-import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
 from open_clip.transformer import ResidualAttentionBlock, TextTransformer
-from PIL import Image
 
 from diffvision.models import clip
 from diffvision.nn import ATTENTION
@@ -180,33 +177,7 @@ def test_cross_attention_is_refused():
         block.attention(x, x, x)
 
 
-def test_a_captioning_model_takes_the_blocks():
-    text = {**TEXT, "embed_cls": True, "output_tokens": True, "block_type": "diffvision:v1"}
-    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16, "output_tokens": True}
-    decoder = {"context_length": 11, "vocab_size": 100, "width": 32, "heads": 2, "layers": 1}
-    model = open_clip.CoCa(32, {**decoder}, {**text, "context_length": 11}, {**vision, "attentional_pool": True})
-    tokens = torch.randint(1, 100, (2, 11))
-    before = model.encode_text(tokens)
-    assert before.isfinite().all()
-    assert type(model.text.transformer.resblocks[0].attn) is ATTENTION["v1"]
-
-
 # ---------------------------------------------------------------------------------------------------- what users do
-
-
-def test_create_model_and_transforms():
-    name = "DiffCLIP-debug"
-    model, preprocess_train, preprocess = open_clip.create_model_and_transforms(name)
-    picture = Image.new("RGB", (50, 40), "red")
-    assert preprocess_train(picture).shape == preprocess(picture).shape == (3, 32, 32)
-    assert model.visual.preprocess_cfg["mean"] == open_clip.OPENAI_DATASET_MEAN
-    text = open_clip.get_tokenizer(name)(["a red seven", "two"])
-    assert text.shape == (2, 24)
-    image_features, text_features, scale = model(preprocess(picture)[None], text)
-    assert image_features.shape == (1, 64)
-    assert text_features.shape == (2, 64)
-    assert scale.item() == pytest.approx(1 / 0.07)
-    torch.testing.assert_close(text_features.norm(dim=-1), torch.ones(2))
 
 
 @pytest.mark.parametrize(("name", "custom_text"), [("DiffCLIP-debug", True), ("DiffCLIP-V2-debug", False)])
@@ -222,39 +193,6 @@ def test_a_locked_tower_trains_what_is_left_with_checkpointing_too(name, custom_
     assert {key.split(".")[3] for key in trained if ".blocks." in key} == {"2", "3"}
     assert {key.split(".")[2] for key in trained if ".resblocks." in key} == {"1"}
     assert trained >= {"visual.trunk.norm.weight", "visual.head.proj.weight", "ln_final.weight", "text_projection"}
-
-
-def test_siglip_as_open_clips_training_asks_for_it(tmp_path):
-    image, text = images_and_text()
-    torch.save(build("DiffCLIP-debug").state_dict(), tmp_path / "clip.pt")  # a softmax model's: it has no bias
-    start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0, "output_dict": True}
-    assert build("DiffCLIP-debug", pretrained=str(tmp_path / "clip.pt"), **start).logit_bias == 0
-    model = build("DiffCLIP-debug", **start)
-    assert model.logit_bias == -10
-    arguments = {"distill": False, "siglip": True, "horovod": False, "loss_dist_impl": None}
-    arguments |= {"rank": 0, "world_size": 1, "model": "DiffCLIP-debug"}
-    loss = open_clip.create_loss(SimpleNamespace(**arguments))
-    loss(**model(image, text), output_dict=True)["contrastive_loss"].backward()
-    assert isinstance(loss, open_clip.loss.SigLipLoss)
-    assert model.logit_bias.grad != 0
-    assert all(value.grad is not None for value in model.parameters())
-
-
-@pytest.mark.parametrize("precision", ["fp16", "pure_bf16"])
-def test_low_precision_of_openclip(precision):
-    image, text = images_and_text()
-    exact = build("DiffCLIP-debug").eval()
-    model = build("DiffCLIP-debug", precision=precision)
-    model.load_state_dict(exact.state_dict())
-    dtype = open_clip.get_input_dtype(precision)
-    if precision == "pure_bf16":
-        assert model.transformer.get_cast_dtype() == dtype
-    image_features, text_features, scale = model(image.to(dtype), text)
-    open_clip.ClipLoss()(image_features, text_features, scale).backward()
-    assert all(value.grad.isfinite().all() for value in model.parameters())
-    with torch.no_grad():
-        torch.testing.assert_close(image_features.float(), exact.encode_image(image, normalize=True), atol=0.03, rtol=0)
-        torch.testing.assert_close(text_features.float(), exact.encode_text(text, normalize=True), atol=0.03, rtol=0)
 
 
 def test_a_native_image_tower_in_low_precision_leaves_our_lambdas_alone():
@@ -340,8 +278,6 @@ def test_twin_differs_in_attention_only(name):
     [
         # V1 adds to each block four lambda vectors and the head norm: 4 x 64 + 128.
         ("DiffCLIP-ViT-B-16", "ViT-B-16", 768, 24 * 384),  # 0.006%, and 0.003% of it is the image tower's
-        ("DiffCLIP-ViT-B-16-vision", "ViT-B-16", 768, 12 * 384),  # the 0.003% that DiffCLIP's paper states
-        ("DiffCLIP-DINT-ViT-B-16", "ViT-B-16", 768, 24 * 384),
         ("DiffCLIP-ViT-L-14", "ViT-L-14", 1024, 36 * 384),
         # V2 trades width x width of the MLP for as many queries. What is left: lambda's projection, and half a width
         # more of biases.
@@ -349,7 +285,6 @@ def test_twin_differs_in_attention_only(name):
         # A gate trades as much, and half a width of biases is left.
         ("GatedCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 384 + 12 * 256),
         ("SinkCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 12 + 12 * 8),  # a number for each head
-        ("IntegralCLIP-ViT-B-16", "ViT-B-16", 768, 0),
         # GDA: 8 query heads of 64 for 12 in the images' tower and 5 for 8 in the text's, and 2 of 6 and 1 of 4 keys
         # and values of 128; lambda and norm as V1's.
         (

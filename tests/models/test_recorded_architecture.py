@@ -179,16 +179,6 @@ def test_a_text_tower_records_whether_it_is_causal(made, block_type):
     assert difference(older, architecture(made(**open_clip.get_model_config(CLIP)))).count("causal") == 0
 
 
-@pytest.mark.parametrize("method", ["v2", "dex"])
-def test_adapted_models_are_what_they_were_saved_as(method, tmp_path):
-    model = adapt(timm.create_model("plain_vit_debug", num_classes=3), method)
-    save_folder(model, tmp_path / "vit", config={key: model._model_args[key] for key in ("base", "method")})
-    path = checkpoint(ClassificationModule(f"local-dir:{tmp_path / 'vit'}", num_classes=3), tmp_path / "x.ckpt")
-    open_for_export(path)
-    language.save(adapt(language.create("transformer-debug"), method), tmp_path / "text")
-    language.load(tmp_path / "text")
-
-
 def test_the_schedule_of_lambda_is_state():
     """LambdaAnnealing sets it for each step: a buffer, in the weights."""
     model = adapt(timm.create_model("plain_vit_debug"), "dex")

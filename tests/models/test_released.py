@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 
 import open_clip
 import pytest
@@ -20,23 +17,6 @@ from diffvision.opening import open_model
 
 REPOSITORY = "someone/tiny"
 TOWER = "golden_vit_patch8_clip_32"
-CHILD = """
-import sys
-import diffvision
-from diffvision.models import released  # before OpenCLIP
-import open_clip
-import timm
-from diffvision.models import vit
-
-def diff_vit_golden_patch8_clip_32(pretrained=False, **settings):
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
-    return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
-
-timm.models.register_model(diff_vit_golden_patch8_clip_32)
-vit.SIZES["golden"] = vit.Size(64, 2, 4, 2)
-vit.MODELS["diff_vit_golden_patch8_clip_32"] = vit.MODELS["diff_vit_debug_clip"]
-print(open_clip.factory.download_pretrained(released._diffclip(sys.argv[1])))
-"""
 
 
 @register_model
@@ -97,20 +77,3 @@ def test_tags_are_those_of_our_models_and_their_activation():
         assert open_clip.list_pretrained_tags_by_model(name) == list(tags)
         for tag in tags.values():
             assert tag["quick_gelu"] is open_clip.get_model_config(name)["quick_gelu"]
-
-
-@pytest.mark.slow
-def test_the_hub_that_the_environment_names(hub, assets, tmp_path):
-    """In other processes, which read HF_ENDPOINT and HF_HOME: two at once convert once, and a third is offline."""
-    hub.files[REPOSITORY] = {"checkpoint_best.pt": (assets / "diffclip_checkpoint.pt").read_bytes()}
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", CHILD, REPOSITORY]
-
-    def start(**more):
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env={**environment, **more}, stdout=pipe, stderr=pipe, text=True)
-
-    ends = [run.communicate(timeout=120) for run in (start(), start())]
-    ends.append(start(HF_HUB_OFFLINE="1").communicate(timeout=120))
-    (made,) = tmp_path.rglob("open_clip_model.safetensors") or pytest.fail(ends[0][1])
-    assert [out.splitlines()[-1:] for out, _ in ends] == [[str(made)]] * 3, ends

@@ -179,30 +179,6 @@ def test_visual_contrast_at_other_sizes_keeps_its_pooled_tokens():
 
 
 @each_model
-def test_default_configuration(name):
-    model = build(name)
-    assert model.num_features == model.head_hidden_size == model.embed_dim
-    batch = images(model, 1)
-    features = model.forward_features(batch)
-    pooled = model.forward_head(features, pre_logits=True)
-    assert features.shape == (1, tokens(model), model.num_features)
-    assert pooled.shape == (1, model.head_hidden_size)
-
-    model.reset_classifier(0)
-    assert model.num_classes == 0
-    torch.testing.assert_close(model(batch), pooled)
-    model.reset_classifier(7)
-    assert model(batch).shape == (1, 7)
-    assert model.get_classifier().out_features == 7
-    model.reset_classifier(0, "")
-    assert model(batch).shape == features.shape
-
-    headless = build(name, num_classes=0)
-    assert headless(batch).shape == (1, headless.num_features)
-    assert build(name, num_classes=0, global_pool="")(batch).shape == features.shape
-
-
-@each_model
 def test_features_only(name):
     model = build(name, features_only=True, **SHORT[name])
     batch = torch.randn(2, 3, *model.model.patch_embed.img_size)
@@ -236,16 +212,6 @@ def test_forward_intermediates(name):
 
 
 @each_model
-def test_img_size(name):
-    patch = vit.MODELS[name].shape.patch
-    model = build(name, img_size=(3 * patch, 5 * patch))
-    assert model.patch_embed.grid_size == (3, 5)
-    assert model(images(model)).shape == (2, classes(name))
-    with pytest.raises(AssertionError, match="doesn't match model"):
-        model(torch.randn(1, 3, 8 * patch, 8 * patch))
-
-
-@each_model
 def test_dynamic_img_size(name):
     fixed = build(name, **SHORT[name])
     model = build(name, **SHORT[name], dynamic_img_size=True)
@@ -255,19 +221,6 @@ def test_dynamic_img_size(name):
     assert model(torch.randn(2, 3, 3 * patch, 5 * patch)).shape == (2, classes(name))
     padded = build(name, **SHORT[name], dynamic_img_size=True, dynamic_img_pad=True)
     assert padded(torch.randn(1, 3, 3 * patch + 1, 5 * patch - 1)).shape == (1, classes(name))
-
-
-@each_model
-def test_set_input_size(name):
-    model = build(name, **SHORT[name])
-    before = model(images(model))
-    patch = model.patch_embed.patch_size[0]
-    model.set_input_size(img_size=(4 * patch, 6 * patch))
-    assert model.patch_embed.grid_size == (4, 6)
-    assert model(images(model)).shape == before.shape
-    model.set_input_size(img_size=(8 * patch, 8 * patch), patch_size=2 * patch)
-    assert model.patch_embed.grid_size == (4, 4)
-    assert model(images(model)).shape == before.shape
 
 
 # --------------------------------------------------------------------------------------- initialisation and optimizers
@@ -294,22 +247,6 @@ def test_layer_decay_groups(name):
             assert names[parameter]["weight_decay"] == 0, parameter
 
 
-# ----------------------------------------------------------------------------------------------------- saving, copying
-
-
-def test_a_saved_model_adapts_as_timms_do(tmp_path):
-    """Other classes, channels, resolution and patch size than those saved."""
-    model = build(DEBUG)
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    source = f"local-dir:{tmp_path}"
-    other = timm.create_model(source, pretrained=True, num_classes=7, in_chans=1, img_size=64, patch_size=8).eval()
-    assert other(images(other, chans=1)).shape == (2, 7)
-    assert torch.equal(other.blocks[0].attn.lambda_q1, model.blocks[0].attn.lambda_q1)
-    features = timm.create_model(source, pretrained=True, features_only=True).eval()
-    batch = images(model)
-    torch.testing.assert_close(features(batch)[-1], model.forward_intermediates(batch, 1, intermediates_only=True)[0])
-
-
 # ------------------------------------------------------------------------------------------------ tracing and compiling
 
 
@@ -334,12 +271,6 @@ def test_fx_forward_is_exact(name):
     with torch.inference_mode():
         (output,) = traced(batch).values()
         assert torch.equal(output, model(batch))
-
-
-def test_fx_features_of_single_blocks():
-    model = build(DEBUG)
-    extractor = timm.models.create_feature_extractor(model, {"blocks.1.attn": "attention"})
-    assert extractor(images(model))["attention"].shape == (2, tokens(model), 64)
 
 
 # ---------------------------------------------------------------------------------------------- precision and sharding

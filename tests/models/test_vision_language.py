@@ -91,18 +91,6 @@ def test_outputs_are_those_of_the_model_before_llava(kind):
     assert beams.tolist() == earlier["beams"]
 
 
-def test_an_image_stands_where_its_placeholders_are(model):
-    images = torch.randn(2, 3, *model.image_size)
-    ids = text(model, 5, "image", 7, "image", 9)
-    logits = model(ids, images).logits
-    features = model.get_image_features(images).pooler_output
-    assert features.shape == (2, model.image_tokens, model.config.text_config.hidden_size)
-    table = model.get_input_embeddings().weight
-    embeds = torch.cat([table[5][None], features[0], table[7][None], features[1], table[9][None]])[None]
-    torch.testing.assert_close(logits, model.language_model(inputs_embeds=embeds).logits)
-    assert not torch.allclose(model(ids, images.flip(0)).logits[:, -1], logits[:, -1])
-
-
 @pytest.mark.parametrize(
     ("pieces", "images"), [((5, 6), 1), ((5, "image"), 0), (("image", "image", 5), 1), (("image", 4), 2)]
 )

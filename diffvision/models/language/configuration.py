@@ -96,24 +96,19 @@ class LanguageConfig:
         for name in LARGEST:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST[name]:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number from 1 to {LARGEST[name]:,}")
+                raise ValueError(f"{name} must be a whole number from 1 to {LARGEST[name]:,}, got {value!r}")
         if self.variant not in ATTENTION:
             raise ValueError(f"variant is {self.variant!r}: choose one of {', '.join(ATTENTION)}")
         divisors = [number for number in range(1, self.num_heads + 1) if self.num_heads % number == 0]
         if self.num_kv_heads is not None and self.num_kv_heads not in divisors:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads ({self.num_kv_heads}): set "
-                f"num_kv_heads to one of {', '.join(map(str, divisors))}"
-            )
+            allowed = ", ".join(map(str, divisors))
+            raise ValueError(f"num_kv_heads must divide num_heads: one of {allowed}, got {self.num_kv_heads!r}")
         if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim is {self.head_dim}: rotary embedding turns pairs and needs an even one, such as "
-                f"{self.head_dim + 1}"
-            )
-        for name, least, usual in (("rotary_theta", 1, "10000"), ("norm_eps", 0, "1e-5")):
+            raise ValueError(f"head_dim must be even, since rotary embedding turns pairs, got {self.head_dim}")
+        for name, least in (("rotary_theta", 1), ("norm_eps", 0)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > least:
-                raise ValueError(f"{name} is {value!r}: it must be above {least}, such as {usual}")
+                raise ValueError(f"{name} must be a number above {least}, got {value!r}")
         if isinstance(self.lambda_init, str) and self.lambda_init != "depth":
             raise ValueError(f"lambda_init must be a number or 'depth', got {self.lambda_init!r}")
         kinds = [ATTENTION[layer.variant] for layer in self.layers()]
@@ -135,16 +130,15 @@ class LanguageConfig:
         heads, kv_heads = matched_heads(variant, self.variant, self.num_heads, self.num_kv_heads)
         # A unit of the SwiGLU has three rows.
         plain_heads = self.num_heads * ATTENTION[self.variant].value_maps
-        mlp_dim = self.mlp_dim - round(
-            plain_heads * extra_rows(variant, self.variant, self.head_dim, gate=self.gate) / 3
-        )
-        if mlp_dim < 1:
+        less = round(plain_heads * extra_rows(variant, self.variant, self.head_dim, gate=self.gate) / 3)
+        if less >= self.mlp_dim:
             raise ValueError(
-                f"mlp_dim is {self.mlp_dim}, and the matched layer of {variant!r} has {self.mlp_dim - mlp_dim} less: "
-                "give a wider one"
+                f"mlp_dim must be above {less}, which a matched layer of {variant!r} has less, got {self.mlp_dim}"
             )
         default = inspect.signature(ATTENTION[variant]).parameters["head_norm"].default
-        return Layer(variant, heads, kv_heads, mlp_dim, default if self.head_norm is None else self.head_norm)
+        return Layer(
+            variant, heads, kv_heads, self.mlp_dim - less, default if self.head_norm is None else self.head_norm
+        )
 
 
 @dataclass(frozen=True)

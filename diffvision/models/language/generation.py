@@ -34,13 +34,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or above")
+            raise ValueError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: it must be at least 1, or None for all tokens")
+            raise ValueError(f"top_k must be at least 1, or None for all tokens, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1, or None for all tokens")
+            raise ValueError(f"top_p must be above 0 and at most 1, or None for all tokens, got {self.top_p}")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
-            raise ValueError("top_k and top_p choose among drawn tokens, and temperature 0 draws none: set temperature")
+            raise ValueError("temperature must be above 0 with top_k or top_p, got 0, which draws no token")
 
     def probabilities(self, logits: Float[Tensor, "... vocab"]) -> Float[Tensor, "... vocab"]:
         """Return the probabilities that tokens are drawn with; temperature must be above 0."""
@@ -69,13 +69,9 @@ class Compression(Protocol):
     def prefill(
         self, model: LanguageModel, tokens: Tensor, padding: Tensor | None, more: int
     ) -> tuple[Tensor, KVCache]:
-        """Return `LanguageModel.hidden` of the prompts, and a cache of the tokens that are kept.
+        """Return `LanguageModel.hidden` of the prompts, and a cache of the kept tokens with room for `more` others.
 
-        Args:
-            model: the model.
-            tokens: ids [B, N], padded on the left.
-            padding: [B] how many tokens of each row are padding; None if none is.
-            more: tokens that the cache has room for behind those that are kept.
+        The tokens are [B, N], padded on the left by `padding` [B], or None.
         """
 
 
@@ -183,13 +179,10 @@ def _rows(prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     """Return the ids of each prompt."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point():
-            raise ValueError(
-                f"prompts are a tensor {list(prompts.shape)} of {prompts.dtype}: give whole numbers [B, N], one prompt "
-                "as prompt[None]"
-            )
+            raise ValueError(f"prompts must be whole numbers [B, N], got {list(prompts.shape)} of {prompts.dtype}")
         return prompts.tolist()
     if any(isinstance(row, int) for row in prompts):
-        raise ValueError("prompts are numbers: give the ids of each prompt, one prompt as [prompt]")
+        raise ValueError("prompts must be lists of ids, got ids: give one prompt as [prompt]")
     return [[int(token) for token in row] for row in prompts]
 
 
@@ -197,26 +190,18 @@ def _check(model: LanguageModel, rows: list[list[int]], max_new_tokens: int, voc
     """Refuse prompts that are empty, too long, or not of this vocabulary."""
     config = model.config
     if vocab_size is not None and not 1 <= vocab_size <= config.vocab_size:
-        raise ValueError(
-            f"vocab_size is {vocab_size}: it must be 1 to the model's {config.vocab_size}, or None for all tokens"
-        )
-    if not rows:
-        raise ValueError("there is no prompt: give at least one")
+        raise ValueError(f"vocab_size must be 1 to the model's {config.vocab_size}, or None, got {vocab_size}")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-    for index, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompt {index} is empty: give it a token, such as the end-of-document token")
-        if (total := len(row) + max_new_tokens) > config.max_length:
-            raise ValueError(
-                f"prompt {index} has {len(row)} tokens, and {max_new_tokens} new ones make {total}, "
-                f"over the model's max_length of {config.max_length}: shorten the prompt or lower max_new_tokens"
-            )
-        if min(row) < 0 or max(row) >= config.vocab_size:
-            raise ValueError(
-                f"prompt {index} has tokens from {min(row)} to {max(row)}, and the model's vocabulary of "
-                f"{config.vocab_size} ends at {config.vocab_size - 1}: use the tokenizer that it was trained with"
-            )
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not rows or not all(rows):
+        raise ValueError("prompts must have at least one prompt, each of at least one token, such as the end token")
+    if (total := max(map(len, rows)) + max_new_tokens) > config.max_length:
+        raise ValueError(
+            f"prompt and new tokens must be at most max_length ({config.max_length}), got {total}: shorten the prompt "
+            "or lower max_new_tokens"
+        )
+    if wrong := [token for row in rows for token in row if not 0 <= token < config.vocab_size]:
+        raise ValueError(f"tokens must be 0 to {config.vocab_size - 1}, the model's vocabulary, got {wrong[0]}")
 
 
 def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -77,17 +77,6 @@ def test_every_mode_of_generation_gives_our_tokens(mode, ours, theirs):
     assert out[:, 12:].tolist() == generate(ours, tokens, max_new_tokens=16)
 
 
-def test_padded_rows_give_the_tokens_of_each_alone(ours, theirs):
-    short, long = torch.randint(97, (1, 7)), torch.randint(97, (1, 12))
-    both = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1), long])
-    mask = torch.ones_like(both)
-    mask[0, :5] = 0
-    out = theirs.generate(
-        both, attention_mask=mask, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert out[:, 12:].tolist() == [generate(ours, row, max_new_tokens=10)[0] for row in (short, long)]
-
-
 def test_a_row_of_several_documents_is_each_of_them(ours, theirs):
     """Positions that begin anew are another document: what packed training and varlen kernels pass."""
     first, second = torch.randint(97, (1, 9)), torch.randint(97, (1, 14))

@@ -117,28 +117,34 @@ def test_greedy_is_the_limit_of_low_temperatures(temperature):
     assert near.choose(logits[::2]).tolist() == Sampling().choose(logits[::2]).tolist()
 
 
-def test_draws_repeat_with_their_generator(model):
+def test_draws_repeat_with_their_generator(make_model):
+    model = make_model("diff-debug")
+
     def draw(seed, **settings):
         generator = torch.Generator().manual_seed(seed)
-        return generate(model, [[1, 2]], max_new_tokens=20, temperature=1.5, generator=generator, **settings)
+        return generate(model, [[1, 2]], max_new_tokens=8, temperature=1.5, generator=generator, **settings)
 
     assert draw(0) == draw(0) != draw(1)
-    assert draw(0, top_k=1) == generate(model, [[1, 2]], max_new_tokens=20)
-    assert draw(0, top_p=1e-6) == generate(model, [[1, 2]], max_new_tokens=20)
+    assert draw(0, top_k=1) == generate(model, [[1, 2]], max_new_tokens=8)
+    assert draw(0, top_p=1e-6) == generate(model, [[1, 2]], max_new_tokens=8)
 
 
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([[1], []], {}, "prompt 1 is empty: give it a token"),
-        ([[1], [5] * 250], {}, "prompt 1 has 250 tokens, and 7 new ones make 257, over the model's max_length of 256"),
-        ([[1, 97]], {}, "tokens from 1 to 97, and the model's vocabulary of 97 ends at 96: use the tokenizer"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ([[1]], {"temperature": -1.0}, "temperature is -1.0: it must be 0"),
-        ([[1]], {"top_k": 5}, "temperature 0 draws none: set temperature"),
-        ([[1]], {"vocab_size": 0}, "vocab_size is 0: it must be 1 to the model's 97, or None"),
-        (torch.tensor([1, 2]), {}, r"prompts are a tensor \[2\] of torch.int64: give whole numbers \[B, N\], one"),
-        ([1, 2], {}, r"prompts are numbers: .* one prompt as \[prompt\]"),
+        ([[1], []], {}, "prompts"),
+        ([], {}, "prompts"),
+        ([[1], [5] * 250], {}, "max_length .*257"),
+        ([[1, 97]], {}, "tokens .*97"),
+        ([[1, -1]], {}, "tokens .*-1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"top_k": 5}, "temperature"),
+        ([[1]], {"top_k": 0, "temperature": 1.0}, "top_k"),
+        ([[1]], {"top_p": 0.0, "temperature": 1.0}, "top_p"),
+        ([[1]], {"vocab_size": 0}, "vocab_size"),
+        (torch.tensor([1, 2]), {}, "prompts"),
+        ([1, 2], {}, "prompts"),
     ],
 )
 def test_what_is_refused(prompts, settings, message, make_model):

@@ -62,14 +62,6 @@ def test_greedy_generation_of_padded_rows_is_ours(cache, model, host):
     assert made[:, 9:].tolist() == generate(model, rows, max_new_tokens=10)
 
 
-@torch.no_grad()
-def test_padding_changes_no_logits(model, host):
-    rows = [torch.randint(97, (length,)).tolist() for length in (12, 5)]
-    tokens, mask = _padded(rows)
-    logits = host(tokens, attention_mask=mask).logits
-    torch.testing.assert_close(logits[1:, 7:], model(torch.tensor(rows[1:])), **CLOSE)
-
-
 def test_beams_follow_their_cache(host):
     tokens = torch.randint(97, (2, 6))
     settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "num_beams": 3}

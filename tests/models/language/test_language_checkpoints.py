@@ -58,16 +58,14 @@ def test_the_paper_s_sizes(size):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size is 0: it must be a whole number from 1 to 16,777,216"),
-        ({"variant": "v9"}, "variant is 'v9': choose one of standard, v1, v2"),
-        (
-            {"num_heads": 3, "num_kv_heads": 2},
-            r"num_heads \(3\) must be a positive multiple of num_kv_heads \(2\): set .* 1, 3$",
-        ),
-        ({"head_dim": 7}, "head_dim is 7: .* even one, such as 8"),
-        ({"rotary_theta": "big"}, "rotary_theta is 'big': it must be above 1"),
-        ({"variant": "v2", "lambda_init": 0.8}, "lambda_init is 0.8, and variant 'v2' has none: leave it at 'depth'"),
-        ({"variant": "gda", "signal_ratio": 1.5}, "signal_ratio is 1.5: it must be a whole number from 1 to 4,096"),
+        ({"vocab_size": 0}, "vocab_size .*16,777,216.*0"),
+        ({"variant": "v9"}, "variant .*'v9'"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "num_kv_heads .*1, 3.*2"),
+        ({"head_dim": 7}, "head_dim .*7"),
+        ({"rotary_theta": "big"}, "rotary_theta .*'big'"),
+        ({"norm_eps": 0.0}, "norm_eps .*0.0"),
+        ({"variant": "v2", "lambda_init": 0.8}, "lambda_init .*0.8.*'v2'"),
+        ({"variant": "gda", "signal_ratio": 1.5}, "signal_ratio .*1.5"),
     ],
 )
 def test_bad_values_are_named(values, message):
@@ -183,7 +181,7 @@ def test_every_variant_loads_and_no_other_s_weights(variant, tmp_path):
         (tmp_path / "config.json").write_text(
             json.dumps({"diffvision": "language", **dataclasses.asdict(config), "variant": other})
         )
-        with pytest.raises(ValueError, match="does not fit|another architecture"):
+        with pytest.raises(ValueError, match=r"does not fit|another architecture"):
             language.load(tmp_path)
 
 
