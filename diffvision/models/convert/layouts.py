@@ -58,7 +58,9 @@ def recognise(source: str | Path) -> Weights:
     weights = read_state(file)
     if diffclip.is_diffclip(weights):
         return Weights(path, "diffclip", weights)
-    if layout := "timm" if timm.recognised(weights) else unilm.recognised(weights):
+    if timm.recognised(weights):
+        return Weights(path, "timm", weights)
+    if (layout := unilm.recognised(weights)) is not None:
         return Weights(path, layout, weights)
     raise ValueError(
         f"{path} holds {len(weights)} tensors ({', '.join([*weights][:4])}, ...) of an unknown layout: give weights of "
