@@ -89,7 +89,7 @@ def test_a_new_variant_in_timm():
     lambdas = layer_lambdas(model)
     assert len(lambdas) == 4
     for layer in layer_maps(model, images[0]):
-        torch.testing.assert_close(layer.applied.sum(-1), torch.ones_like(layer.applied[..., 0]))
+        torch.testing.assert_close(layer.weights.sum(-1), torch.ones_like(layer.weights[..., 0]))
         assert layer.lam.mean().item() == pytest.approx(lambdas[layer.name])
     adapted = diffvision.adapt(timm.create_model("plain_vit_debug"), "mixed", only_new=True)
     assert type(adapted.blocks[0].attn) is MixedAttention
@@ -144,7 +144,7 @@ def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
     assert "lambda" in json.dumps(layers)
     models = [str(folders / "mixed"), str(folders / "diff")]
     comparison = compare(models, data=str(folders / "text.txt"), rounds=0, num_workers=0, device="cpu")
-    assert len(comparison.contestants) == 2
+    assert len(comparison.models) == 2
 
 
 class ShapedAttention(DifferentialLayer):
@@ -192,7 +192,7 @@ def test_a_lambda_of_any_shape_is_captured(shaped):
     assert set(layer_lambdas(model, {"image": images}).values()) == {0.25}
     for layer in layer_maps(model, images[0]):
         assert layer.lam.shape == (layer.maps.shape[0], layer.maps.shape[2], 1)
-        torch.testing.assert_close(layer.applied, layer.maps[:, 0] - 0.25 * layer.maps[:, 1])
+        torch.testing.assert_close(layer.weights, layer.maps[:, 0] - 0.25 * layer.maps[:, 1])
     with torch.no_grad(), captured(model, lambda call: call.scores()):
         from_scores = model(images)
     torch.testing.assert_close(from_scores, model(images))

@@ -47,7 +47,7 @@ class Scores(NamedTuple):
         lowest = torch.finfo(self.logits.dtype).min
         return self.logits.masked_fill(~self.allowed, lowest).softmax(dim=-1) * self.allowed
 
-    def applied(self) -> Tensor:
+    def compute_weights(self) -> Tensor:
         """Return the map that weights the values [B, H, M, N]: map 1 - lambda * map 2, or the variant's combination."""
         return self.combine_maps(self.maps())
 
@@ -64,7 +64,7 @@ class Scores(NamedTuple):
             ValueError: a row depends on the other queries.
         """
         if not self.is_rowwise:
-            raise ValueError("a row of this map depends on the other queries: take the last row of `applied()`")
+            raise ValueError("a row of this map depends on the other queries: take the last row of `compute_weights()`")
         lam = None if self.lam is None else self.lam[..., -1:, :]
         return self._replace(logits=self.logits[..., -1:, :], allowed=self.allowed[..., -1:, :], lam=lam)
 
@@ -253,9 +253,9 @@ def _capture_ours(name: str, layer: AttentionLayer, see: See) -> Iterator[None]:
         calls.append(call)
         if scores is None:
             return attend(inputs)
-        applied = scores.applied()
+        weights = scores.compute_weights()
         with torch.autocast(q.device.type, enabled=False):
-            return (applied @ call.values(applied.dtype)).to(v.dtype)
+            return (weights @ call.values(weights.dtype)).to(v.dtype)
 
     layer.__dict__["attend"] = attend_and_see  # found before the class's method
     try:
@@ -330,8 +330,8 @@ def _capture_plain(layers: Mapping[nn.Module, str], see: See) -> Iterator[None]:
         if scores is None:
             heads = unchanged()
         else:
-            applied = scores.applied()
-            heads = (applied @ call.values(applied.dtype)).to(value.dtype)
+            weights = scores.compute_weights()
+            heads = (weights @ call.values(weights.dtype)).to(value.dtype)
         # The output is a view of `projected`, so that gradients with respect to it can be taken.
         call.projected = heads.transpose(1, 2).flatten(2)
         return call.projected.unflatten(2, (heads.shape[1], heads.shape[3])).transpose(1, 2)

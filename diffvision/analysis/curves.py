@@ -5,10 +5,9 @@ This is the only reader of metrics files; figures of the curves are in `figures`
 
 from __future__ import annotations
 
-import bisect
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,34 +50,6 @@ def read_metrics(run: str | Path) -> dict[str, Curve]:
             curves[name] = curves.get(name, {}) | points
     curves = {name: _last_of_epochs(p) if name.startswith("data/") else p for name, p in curves.items() if p}
     return {name: Curve(list(points), [value for value, _ in points.values()]) for name, points in curves.items()}
-
-
-def over_seconds(curves: Mapping[str, Curve], samples_per_step: int) -> dict[str, Curve]:
-    """Return the curves over the seconds of training instead of steps, evaluations left out.
-
-    The seconds follow from the rates that `Throughput` logged, each averaged over the steps since the previous one.
-
-    Args:
-        curves: of one run, as `read_metrics` returns them; without `train/samples_per_second` there are none.
-        samples_per_step: of an optimizer step, over all ranks.
-    """
-    rates = curves.get("train/samples_per_second")
-    if rates is None or not rates.steps or min(rates.values) <= 0:
-        return {}
-    steps, seconds = [-1.0], [0.0]
-    for step, rate in zip(rates.steps, rates.values, strict=True):
-        seconds.append(seconds[-1] + (step - steps[-1]) * samples_per_step / rate)
-        steps.append(step)
-    last = samples_per_step / rates.values[-1]
-
-    def at(step: float) -> float:
-        index = min(bisect.bisect_left(steps, step), len(steps) - 1)
-        if step > steps[index]:
-            return seconds[index] + (step - steps[index]) * last
-        share = (step - steps[index - 1]) / (steps[index] - steps[index - 1])
-        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
-
-    return {name: Curve([at(step) for step in curve.steps], curve.values) for name, curve in curves.items()}
 
 
 def metrics_files(run: Path) -> list[Path]:

@@ -35,7 +35,7 @@ class LayerMaps:
     maps: Tensor  # [H, P, N, N], rows sum to 1
     # [H, N, N], what multiplies the values: map 1 - lambda * map 2 (rows sum to 1 - lambda), the one map of a standard
     # layer, or what the variant makes of its maps (DINT's rows sum to 1).
-    applied: Tensor
+    weights: Tensor
     lam: Tensor | None  # [H, N, 1]; None in standard layers
     causal: bool = False  # whether no query attends to a later key
     values: Tensor | None = None  # [H, N, V]; None where they are not captured
@@ -46,16 +46,16 @@ class LayerMaps:
     def by_kind(self) -> dict[str, Tensor]:
         """Return "map 1", "map 2" and "difference", or "attention" in a standard layer, [H, N, N] each."""
         if self.lam is None:
-            return {"attention": self.applied}
-        return {"map 1": self.maps[:, 0], "map 2": self.maps[:, 1], "difference": self.applied}
+            return {"attention": self.weights}
+        return {"map 1": self.maps[:, 0], "map 2": self.maps[:, 1], "difference": self.weights}
 
-    def outputs(self, applied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the head outputs [H, N, V] that an applied map [H, N, N] gives.
+    def outputs(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the head outputs [H, N, V] that weights [H, N, N] of the values give.
 
         They are those before the head norm, after it, and after the factor, which is what the output projection takes.
         """
         assert self.values is not None
-        before = applied @ self.values
+        before = weights @ self.values
         after = self.norm(before)
         return before, after, after * self.factor
 
@@ -63,9 +63,9 @@ class LayerMaps:
         """Return the maps of the first tokens only; in a causal layer they do not depend on the later tokens."""
         lam = None if self.lam is None else self.lam[:, :tokens]
         values = None if self.values is None else self.values[:, :tokens]
-        maps, applied = self.maps[..., :tokens, :tokens], self.applied[:, :tokens, :tokens]
+        maps, weights = self.maps[..., :tokens, :tokens], self.weights[:, :tokens, :tokens]
         hidden = None if self.hidden is None else self.hidden[:tokens]
-        return replace(self, maps=maps, applied=applied, lam=lam, values=values, hidden=hidden)
+        return replace(self, maps=maps, weights=weights, lam=lam, values=values, hidden=hidden)
 
 
 def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | None = None) -> list[LayerMaps]:
@@ -91,7 +91,7 @@ def layer_maps(model: nn.Module, image: Tensor | None = None, text: Tensor | Non
         LayerMaps(
             layer.name,
             layer.maps.cpu(),
-            layer.applied.cpu(),
+            layer.weights.cpu(),
             None if layer.lam is None else layer.lam.cpu(),
             layer.causal,
         )
@@ -158,13 +158,13 @@ def compute_layer_maps(call: Call) -> LayerMaps:
     scores = call.scores()
     batch_maps = scores.maps()
     maps = batch_maps[0]
-    applied = scores.combine_maps(batch_maps)[0]
+    weights = scores.combine_maps(batch_maps)[0]
     heads, _, tokens, _ = maps.shape
     lam = None if scores.lam is None else scores.lam[0].expand(heads, tokens, 1)
     values = None if call.v is None else call.values(maps.dtype)[0]
     causal = tokens > 1 and not bool(maps.triu(1).any())
     norm, factor = _norm(call)
-    return LayerMaps(call.name, maps, applied, lam, causal, values, norm, factor)
+    return LayerMaps(call.name, maps, weights, lam, causal, values, norm, factor)
 
 
 def _norm(call: Call) -> tuple[Callable[[Tensor], Tensor], float]:
@@ -195,7 +195,7 @@ def patch_maps(model: nn.Module, image: Tensor) -> dict[str, Tensor]:
     patches = find_patches(model, image)
     grids = {}
     for layer in layer_maps(model, image=image):
-        kinds = [*layer.maps.unbind(1), *([] if layer.lam is None else [layer.applied])]
+        kinds = [*layer.maps.unbind(1), *([] if layer.lam is None else [layer.weights])]
         over_patches = torch.stack(kinds, dim=1)[..., patches.first :]  # [H, kinds, N, patches]
         read = over_patches[:, :, 0] if patches.has_class else over_patches[:, :, patches.first :].mean(dim=2)
         grids[layer.name] = read.unflatten(-1, (patches.rows, patches.columns))

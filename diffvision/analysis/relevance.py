@@ -69,9 +69,9 @@ def _weight_by_gradient(call: Call, gradient: Tensor) -> Tensor:
     The gradient [N, dim] is of the heads' outputs side by side, as the output projection takes them.
     """
     layer = compute_layer_maps(call)
-    applied = layer.applied.detach().requires_grad_()
-    heads = layer.outputs(applied)[2]  # [H, N, V]
+    weights = layer.weights.detach().requires_grad_()
+    heads = layer.outputs(weights)[2]  # [H, N, V]
     width = heads.shape[0] * heads.shape[2]
     of_heads = gradient[:, :width].unflatten(-1, (heads.shape[0], heads.shape[2])).transpose(0, 1)
-    (of_map,) = torch.autograd.grad(heads, applied, of_heads.to(heads.dtype))
-    return (of_map * applied.detach()).clamp(min=0).mean(dim=0)
+    (of_map,) = torch.autograd.grad(heads, weights, of_heads.to(heads.dtype))
+    return (of_map * weights.detach()).clamp(min=0).mean(dim=0)

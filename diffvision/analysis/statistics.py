@@ -4,7 +4,7 @@ Pictures of the numbers are in `figures`; maps are captured in `capture` and `ma
 
 Maps are [..., M, N]: M queries, N keys. A softmax map has rows of weights that sum to 1; the difference of two has
 negative entries and rows that sum to 1 - lambda, and may be all but zero. Whatever needs weights (entropy, sinks,
-noise) takes `shares` of a row: |entry| / sum of |entries|. The magnitude is how much a value counts in the result,
+noise) takes `normalize_rows`: |entry| / sum of |entries|. The magnitude is how much a value counts in the result,
 whatever its sign; the positive part alone would ignore the values that a head subtracts. The shares of a softmax map
 are the map itself, so all maps are compared by one measure.
 """
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 
-def shares(maps: Tensor) -> Tensor:
+def normalize_rows(maps: Tensor) -> Tensor:
     """Return the share of each key in its row, [..., M, N]: magnitudes that sum to 1; a row of zeros stays zeros."""
     size = maps.abs()
     return size / size.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(maps.dtype).tiny)
 
 
 def entropy(maps: Tensor) -> Tensor:
-    """Return the entropy of each row's `shares` in nats, [..., M]: 0 where one key has all, log N where all have 1 / N.
+    """Return the entropy of each normalised row in nats, [..., M]: 0 where one key has all, log N where all have 1 / N.
 
     Source: Shannon; of attention as in Clark et al. 2019 (arXiv 1906.04341) section 4.
     """
-    return torch.special.entr(shares(maps)).sum(dim=-1)
+    return torch.special.entr(normalize_rows(maps)).sum(dim=-1)
 
 
 def relative_entropy(maps: Tensor, *, causal: bool = False) -> Tensor:
@@ -69,23 +69,23 @@ def numerical_rank(maps: Tensor, tolerance: float = 0.01) -> Tensor:
     return (values > tolerance * values[..., :1]).sum(dim=-1)
 
 
-def row_sums(applied: Tensor) -> Tensor:
+def row_sums(weights: Tensor) -> Tensor:
     """Return the sums of the rows of what multiplies the values, [..., M].
 
     They are 1 - lambda in differential layers (arXiv 2410.05258 equation 1), 1 in standard ones.
     """
-    return applied.sum(dim=-1)
+    return weights.sum(dim=-1)
 
 
-def negative_share(applied: Tensor, *, causal: bool = False) -> Tensor:
+def negative_share(weights: Tensor, *, causal: bool = False) -> Tensor:
     """Return the share of entries below zero among those that may attend, [...].
 
     Source: the negative attention of arXiv 2505.16333 section 3.
     """
-    queries, keys = applied.shape[-2:]
-    allowed = torch.ones(queries, keys, dtype=torch.bool, device=applied.device)
+    queries, keys = weights.shape[-2:]
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=weights.device)
     allowed = allowed.tril(keys - queries) if causal else allowed
-    return ((applied < 0) & allowed).sum(dim=(-2, -1)) / allowed.sum()
+    return ((weights < 0) & allowed).sum(dim=(-2, -1)) / allowed.sum()
 
 
 def head_redundancy(maps: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def head_redundancy(maps: Tensor) -> Tensor:
     return (cosines.sum() - cosines.diagonal().sum()) / (heads * (heads - 1))
 
 
-def mass(maps: Tensor, weights: Tensor) -> Tensor:
+def share_on_keys(maps: Tensor, weights: Tensor) -> Tensor:
     """Return the share of each row that falls on some of the keys, [..., M].
 
     Args:
@@ -113,7 +113,7 @@ def mass(maps: Tensor, weights: Tensor) -> Tensor:
             2309.16588) or at a text's first token (arXiv 2309.17453); for attention noise (arXiv 2410.05258 figure 1)
             the part of each patch outside of an object, or 1 at the tokens outside of the answer.
     """
-    return shares(maps) @ weights.to(maps.dtype)
+    return normalize_rows(maps) @ weights.to(maps.dtype)
 
 
 def largest_column(maps: Tensor) -> Tensor:
@@ -122,15 +122,15 @@ def largest_column(maps: Tensor) -> Tensor:
     It is 1 / N where there is no sink, and 1 where all queries look at one token (the sinks of arXiv 2309.17453,
     wherever they are).
     """
-    return received(maps).amax(dim=-1)
+    return share_by_key(maps).amax(dim=-1)
 
 
-def received(maps: Tensor) -> Tensor:
-    """Return the share that each key has of all rows together, [..., N]: the mean over queries of `shares`."""
-    return shares(maps).mean(dim=-2)
+def share_by_key(maps: Tensor) -> Tensor:
+    """Return the share that each key has of all rows together, [..., N]: the mean over queries of `normalize_rows`."""
+    return normalize_rows(maps).mean(dim=-2)
 
 
-def common_part(outputs: Tensor) -> Tensor:
+def shared_fraction(outputs: Tensor) -> Tensor:
     """Return the part of head outputs [..., M, V] that all queries share, [...]: 0 to 1.
 
     It is the squared norm of the mean over queries, over the mean of the squared norms. A head that gives all tokens

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from diffvision.analysis.curves import Curve, over_seconds, read_metrics
+from diffvision.analysis.curves import Curve, read_metrics
 from diffvision.analysis.lambdas import layer_lambdas
-from diffvision.analysis.sinks import count_sinks
 from diffvision.comparison.costs import Cost, costs
 from diffvision.comparison.entries import Entry, Group, group_seeds, read_entries
-from diffvision.comparison.measuring import (
-    find_data,
-    first_inputs,
-    image_plan,
-    measure_images,
-    measure_text,
-    read_text,
-    shared_window,
-)
-from diffvision.comparison.result import IN_NATS, Comparison, Contestant, Row
+from diffvision.comparison.measuring import find_data, measure_images, measure_texts, shared_window
+from diffvision.comparison.result import IN_NATS, ComparedModel, Comparison, Row
 from diffvision.evaluation.intervals import FEWEST_SAMPLES, FEWEST_SEEDS, PAIRED_RULE, RESAMPLES, RULE, difference
 from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.per_sample import Metrics, PerSample, means
 from diffvision.models.threads import limit_threads
 from diffvision.opening import Model, check_spec, open_model
 from diffvision.opening.model import KINDS
-from diffvision.opening.run_folders import setting
-
-_SINK_SAMPLES = 8
 
 
 def compare_models(
@@ -58,36 +44,23 @@ def compare_models(
     opened = {entry.model: open_model(entry.model, device=settings.device or "cpu") for entry in entries}
     kind = _require_one_kind(groups, opened)
     first = opened[entries[0].model]
-    window = shared_window(list(opened.values()), entries)
-    measure_one: Callable[[str, str], Metrics]  # of a model, with its label
-    if first.is_language:
-        if tasks not in (None, ["perplexity"]):
-            raise ValueError(f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
-                             "`diffvision evaluate-language` has the others")  # fmt: skip
-        documents = {name: read_text(model.for_text(), data) for name, model in opened.items()}
-        reading: Any = {"same_tokens": len({text.digest for text in documents.values()}) == 1}
-        reading["batch_size"] = min(settings.batch_size, 8)
-        inputs = {
-            name: {"tokens": texts.tokens[0][None, :window].to(first.device)} for name, texts in documents.items()
-        }
-
-        def measure_one(model: str, label: str) -> Metrics:
-            return measure_text(opened[model], label, documents[model], window, **reading)
-
-    else:
-        planned = image_plan(data, tasks, first.library, options)
-        inputs = {name: first_inputs(model, planned, options) for name, model in opened.items()}
-
-        def measure_one(model: str, label: str) -> Metrics:
-            return measure_images(opened[model], label, planned, settings, options)
-
+    if first.is_language and tasks not in (None, ["perplexity"]):
+        raise ValueError(
+            f"tasks are {', '.join(tasks or ())}, and language models are compared by perplexity: "
+            "`diffvision evaluate-language` has the others"
+        )
+    window = shared_window(opened.values(), entries)
+    labels = {entry.model: group.label for group in groups for entry in group.entries}
     with limit_threads(first.device, *(model.module for model in opened.values())):
-        measured = {group.label: [measure_one(entry.model, group.label) for entry in group.entries] for group in groups}
-        by_model = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
-    contestants = [_contestant(group, opened, inputs, cost) for group, cost in zip(groups, by_model, strict=True)]
-    metrics = _rows(measured)
+        if first.is_language:
+            metrics, inputs = measure_texts(opened, labels, data, window, settings.batch_size)
+        else:
+            metrics, inputs = measure_images(opened, labels, data, tasks, settings, options)
+        by_group = costs([opened[group.entries[0].model] for group in groups], settings, window, rounds)
+    models = [_describe_model(group, opened, inputs, cost) for group, cost in zip(groups, by_group, strict=True)]
+    rows = _compare_metrics({group.label: [metrics[entry.model] for entry in group.entries] for group in groups})
     unit = {"open_clip": "pairs", "timm": "images"}.get(first.library, "tokens")
-    return Comparison(kind, contestants, metrics, unit, _notes(metrics, first, window, rounds, settings))
+    return Comparison(kind, models, rows, unit, _notes(rows, first, window, rounds, settings))
 
 
 def _require_one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> str:
@@ -99,7 +72,7 @@ def _require_one_kind(groups: Sequence[Group], opened: Mapping[str, Model]) -> s
     return next(iter(kinds.values()))
 
 
-def _rows(measured: Mapping[str, Sequence[Metrics]]) -> list[Row]:
+def _compare_metrics(measured: Mapping[str, Sequence[Metrics]]) -> list[Row]:
     """Return the metrics that all models have, with the differences from the first model.
 
     Args:
@@ -111,70 +84,43 @@ def _rows(measured: Mapping[str, Sequence[Metrics]]) -> list[Row]:
         if not all(metric in seed for seeds in measured.values() for seed in seeds):
             continue
         values = {label: [means(seed)[metric] for seed in seeds] for label, seeds in measured.items()}
-        runs = {
-            label: [one for seed in seeds if isinstance(one := seed[metric], PerSample)]
+        samples = {
+            label: [of_seed for seed in seeds if isinstance(of_seed := seed[metric], PerSample)]
             for label, seeds in measured.items()
         }
-        samples = {label: of_model[0] if of_model else None for label, of_model in runs.items()}
         largest = math.inf if metric.rpartition("/")[2] in IN_NATS else 1.0
         differences = {
-            label: difference(
-                values[first],
-                values[label],
-                (samples[first], samples[label]),
-                runs=(runs[first], runs[label]),
-                largest=largest,
-            )
+            label: difference(values[first], values[label], samples[first], samples[label], largest=largest)
             for label in others
         }
-        counted = samples[first]
-        rows.append(Row(metric, None if counted is None else counted.size, values, differences))
+        count = samples[first][0].size if samples[first] else None
+        rows.append(Row(metric, count, values, differences))
     return rows
 
 
-# ---- models --------------------------------------------------------------------------------------------------------
-
-
-def _contestant(
+def _describe_model(
     group: Group, opened: Mapping[str, Model], inputs: Mapping[str, Mapping[str, Tensor]], cost: Cost
-) -> Contestant:
-    """Return one model's part of the comparison; V2's lambda and sinks are means over `inputs`, a batch a file."""
+) -> ComparedModel:
+    """Return all but the metrics of one model; V2's lambda is the mean over `inputs`, a batch for each file."""
     lambdas: dict[str, list[float]] = {}
+    curves: dict[str, list[Curve]] = {}
+    which = []
     for entry in group.entries:
-        for name, value in layer_lambdas(opened[entry.model].module, inputs[entry.model]).items():
+        model = opened[entry.model]
+        which.append("new weights" if model.weights is None else entry.which + model.average_note)
+        for name, value in layer_lambdas(model.module, inputs[entry.model]).items():
             lambdas.setdefault(name, []).append(value)
-    sinks: dict[str, list[float]] = {}
-    for entry in group.entries:
-        # A caption is padded: sinks are counted in images, or in the text of a language model.
-        batch = {name: rows[:_SINK_SAMPLES] for name, rows in inputs[entry.model].items() if name != "text"}
-        with suppress(ValueError):  # a model whose attention cannot be captured
-            for kind, share in count_sinks(opened[entry.model].module, batch).items():
-                sinks.setdefault(kind, []).append(share)
-    curves, timed = _curves(group.entries)
-    specs = [entry.model for entry in group.entries]
-    which = [
-        "new weights" if opened[entry.model].weights is None else entry.which + opened[entry.model].average_note
-        for entry in group.entries
-    ]
-    return Contestant(group.label, specs, which, cost, lambdas, sinks, curves, timed)
+        for name, curve in _read_curves(entry).items():
+            curves.setdefault(name, []).append(curve)
+    return ComparedModel(group.label, [entry.model for entry in group.entries], which, cost, lambdas, curves)
 
 
-def _curves(entries: Sequence[Entry]) -> tuple[dict[str, list[Curve]], dict[str, list[Curve]]]:
-    """Return the curves of the runs over steps, and over seconds."""
-    over_steps: dict[str, list[Curve]] = {}
-    over_time: dict[str, list[Curve]] = {}
-    for entry in entries:
-        try:
-            curves = read_metrics(entry.run) if entry.run is not None else {}
-        except (OSError, ValueError, TypeError, LookupError):  # no metrics file, or one of another program
-            continue
-        size = setting(entry.config, "data.init_args.batch_size")
-        batches = setting(entry.config, "trainer.accumulate_grad_batches") or 1
-        timed = over_seconds(curves, size * batches) if isinstance(size, int) else {}
-        for kept, of_run in ((over_steps, curves), (over_time, timed)):
-            for name, curve in of_run.items():
-                kept.setdefault(name, []).append(curve)
-    return over_steps, over_time
+def _read_curves(entry: Entry) -> dict[str, Curve]:
+    """Return the curves of a run over its steps; {} without a run, or with a metrics file of another program."""
+    try:
+        return read_metrics(entry.run) if entry.run is not None else {}
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
 
 
 def _notes(rows: Sequence[Row], first: Model, window: int, rounds: int, settings: InferenceSettings) -> list[str]:

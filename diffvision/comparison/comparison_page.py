@@ -9,7 +9,7 @@ from pathlib import Path
 from diffvision.analysis.curves import Curve
 from diffvision.analysis.figures.layer_panels import LayerPanel, layer_panels
 from diffvision.analysis.figures.training_runs import run_curves
-from diffvision.analysis.html_page import Code, Part, Picture, Section, Table, Text, html_page
+from diffvision.analysis.html_page import Code, Picture, Section, Table, Text, html_page
 from diffvision.comparison.result import Comparison
 from diffvision.evaluation.output_files import write_bytes, write_json
 from diffvision.tables import plain
@@ -29,15 +29,11 @@ def page(comparison: Comparison) -> str:
 
 
 def _training(comparison: Comparison) -> list[Section]:
-    parts: list[Part] = []
-    for name, xlabel in (("curves", "step"), ("timed", "seconds of training")):
-        by_model = {one.label: getattr(one, name) for one in comparison.contestants if getattr(one, name)}
-        if shown := _panels(by_model):
-            parts.append(Picture(run_curves(shown, xlabel), f"{', '.join(shown)} over {xlabel}."))
-    if not parts:
+    panels = _panels({one.label: one.curves for one in comparison.models if one.curves})
+    if not panels:
         return []
-    note = "Seconds are those of training steps; evaluations are left out. Bands are one standard deviation over seeds."
-    return [Section("Training", [*parts, Text(note)])]
+    caption = f"{', '.join(panels)} over steps. Bands are one standard deviation over seeds."
+    return [Section("Training", [Picture(run_curves(panels), caption)])]
 
 
 def _panels(by_model: Mapping[str, Mapping[str, Sequence[Curve]]]) -> dict[str, dict[str, Sequence[Curve]]]:
@@ -52,7 +48,7 @@ def _panels(by_model: Mapping[str, Mapping[str, Sequence[Curve]]]) -> dict[str, 
 
 def _lambdas(comparison: Comparison) -> list[Section]:
     panels: dict[str, dict[str, dict[str, Sequence[Sequence[float]]]]] = {}
-    for one in comparison.contestants:
+    for one in comparison.models:
         for tower, layers in comparison.towers(one).items():
             panels.setdefault(tower, {})[one.label] = {"": layers}
     if not panels:
@@ -64,8 +60,8 @@ def _lambdas(comparison: Comparison) -> list[Section]:
 def _models(comparison: Comparison) -> Section:
     rows = [
         [one.label, model, which]
-        for one in comparison.contestants
-        for model, which in zip(one.models, one.which, strict=True)
+        for one in comparison.models
+        for model, which in zip(one.specs, one.which, strict=True)
     ]
     command = shlex.join(["diffvision", "compare", *(model for _, model, _ in rows)])
     return Section("The models", [Table(["label", "model", "which"], rows), Code(command)])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffvision.comparison.entries import Entry
-from diffvision.data.images.folders import EvaluationFolder, find_folders
-from diffvision.evaluation.cache import tensor_digest
+from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.language_suite import prepare
@@ -21,13 +22,18 @@ from diffvision.evaluation.options import InferenceSettings, Options
 from diffvision.evaluation.output_files import bar
 from diffvision.evaluation.per_sample import Metrics, means
 from diffvision.evaluation.prompts import check_prompts, prompts_of
-from diffvision.evaluation.suite import expand, folder_kind, measure, plan
+from diffvision.evaluation.suite import measure, plan_data
 from diffvision.opening import Model
 from diffvision.opening.run_folders import setting
 
-Planned = list[tuple[EvaluationFolder, list[str]]]
-_SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics
+Models = Mapping[str, Model]
+"""The opened models, by what opened them."""
+Measured = tuple[dict[str, Metrics], dict[str, dict[str, Tensor]]]
+"""By model: its metrics, and a batch of the data, over which lambda is averaged."""
 WINDOW = 2048  # tokens that a language model reads at a time, at most
+_SETTINGS = ("cost", "fewshot_k", "acc_ci95")  # that probes report among their metrics
+_MOST_INPUTS = 16  # images, and captions or prompts, in the batch of a model
+_MOST_WINDOWS = 8  # of tokens in a batch
 
 
 def find_data(entries: Sequence[Entry]) -> list[str]:
@@ -52,7 +58,9 @@ def find_data(entries: Sequence[Entry]) -> list[str]:
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def image_plan(data: Sequence[str], tasks: Sequence[str] | None, library: str, options: Options) -> Planned:
+def image_plan(
+    data: Sequence[str], tasks: Sequence[str] | None, library: str, options: Options
+) -> list[tuple[EvaluationFolder, list[str]]]:
     """Return which evaluations run on which folders, checked before any of them starts.
 
     Args:
@@ -61,81 +69,95 @@ def image_plan(data: Sequence[str], tasks: Sequence[str] | None, library: str, o
         library: of the models: timm's are for `classification`.
         options: as `suite.plan`.
     """
-    names = expand(tasks) if tasks is not None else ["classification"] if library == "timm" else None
-    folders = [folder for path in data for folder in find_folders(path, folder_kind(names))]
-    unique = {folder.path.resolve(): folder for folder in folders}
-    planned = plan(list(unique.values()), names, options)
+    if tasks is None and library == "timm":
+        tasks = ["classification"]
+    planned = plan_data(data, tasks, options)
     check_prompts(planned, options)
     return planned
 
 
 def measure_images(
-    model: Model, label: str, planned: Planned, settings: InferenceSettings, options: Options
-) -> Metrics:
-    """Return the finite metrics of a model; its features of each folder are computed once."""
-    settings = dataclasses.replace(settings, progress=_make_bar(label))
-    features = Features(model.module, model.transform, model.tokenizer, settings)
-    metrics: Metrics = {}
-    for folder, names in planned:
-        metrics |= measure(features, folder, names, options)
-    return {
-        metric: metrics[metric]
-        for metric, value in means(metrics).items()
-        if math.isfinite(value) and metric.rpartition("/")[2] not in _SETTINGS
-    }
+    models: Models,
+    labels: Mapping[str, str],
+    data: Sequence[str],
+    tasks: Sequence[str] | None,
+    settings: InferenceSettings,
+    options: Options,
+) -> Measured:
+    """Return the finite metrics of each model; its features of each folder are computed once.
+
+    `labels` of the models are for progress bars; the other arguments are as in `image_plan`.
+    """
+    planned = image_plan(data, tasks, next(iter(models.values())).library, options)
+    inputs = {name: _first_inputs(model, planned[0][0], options) for name, model in models.items()}
+    metrics = {}
+    for name, model in models.items():
+        inference = dataclasses.replace(settings, progress=partial(_labelled_bar, labels[name]))
+        features = Features(model.module, model.transform, model.tokenizer, inference)
+        found: Metrics = {}
+        for folder, evaluations in planned:
+            found |= measure(features, folder, evaluations, options)
+        metrics[name] = {
+            metric: found[metric]
+            for metric, value in means(found).items()
+            if math.isfinite(value) and metric.rpartition("/")[2] not in _SETTINGS
+        }
+    return metrics, inputs
 
 
-def first_inputs(model: Model, planned: Planned, options: Options, count: int = 16) -> dict[str, Tensor]:
-    """Return the first images of the first folder and, if the model reads text, its captions or else its prompts."""
-    folder = planned[0][0]
-    batch = next(iter(folder.batches(model.transform, split=options.split, batch_size=count)))
+def _first_inputs(model: Model, folder: EvaluationFolder, options: Options) -> dict[str, Tensor]:
+    """Return the first images of a folder and, if the model reads text, its captions or else its prompts."""
+    batch = next(iter(folder.batches(model.transform, split=options.split, batch_size=_MOST_INPUTS)))
     inputs = {"image": batch["image"].to(model.device)}
     if model.tokenizer is not None:
         captions = [text for of_image in batch.get("captions", []) for text in of_image]
         texts = captions or [of_class[0] for of_class in prompts_of(folder, options).texts()]
-        inputs["text"] = model.tokenizer(texts[:count]).to(model.device)
+        inputs["text"] = model.tokenizer(texts[:_MOST_INPUTS]).to(model.device)
     return inputs
 
 
-def _make_bar(label: str) -> Any:
-    return lambda batches, description: bar(batches, f"{label}: {description}")
+def _labelled_bar(label: str, batches: Any, description: str) -> Iterable[Any]:
+    return bar(batches, f"{label}: {description}")
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-class Documents(NamedTuple):
-    """Texts as one model's tokens."""
-
-    tokens: Sequence[Tensor]
-    num_bytes: int | None
-    digest: str
-
-
-def read_text(model: Model, data: Sequence[str]) -> Documents:
-    """Return the data as the model's tokens; ValueError where it came without a tokenizer."""
-    work = prepare(model, LanguageOptions(), list(data))
-    return Documents(work.documents, work.num_bytes, tensor_digest(work.documents))
-
-
-def shared_window(models: Sequence[Model], entries: Sequence[Entry]) -> int:
+def shared_window(models: Iterable[Model], entries: Sequence[Entry]) -> int:
     """Return how many tokens all models read at a time: the least that one was trained with or can read."""
     trained = [setting(entry.config, "data.init_args.length") for entry in entries]
     lengths = [length for length in (*trained, *(model.max_length for model in models)) if isinstance(length, int)]
     return min([WINDOW, *lengths])
 
 
-def measure_text(
-    model: Model, label: str, documents: Documents, window: int, *, same_tokens: bool, batch_size: int
-) -> Metrics:
-    """Return nll and perplexity if all models have the same tokens, and else bits_per_byte alone."""
-    shared: dict[str, Any] = {"window": window, "batch_size": batch_size, "progress": _make_bar(label)}
-    if same_tokens:
-        samples = perplexity_samples(model.module, documents.tokens, **shared)
-        return {f"perplexity/text/{metric}": of_metric for metric, of_metric in samples.items()}
-    metrics = perplexity(model.module, documents.tokens, num_bytes=documents.num_bytes, **shared)
-    if "bits_per_byte" not in metrics:
-        raise ValueError(
-            "the models have different tokens, and the data has no text: give text as --data, to compare bits per byte"
-        )
-    return {"perplexity/text/bits_per_byte": metrics["bits_per_byte"]}
+def measure_texts(
+    models: Models, labels: Mapping[str, str], data: Sequence[str], window: int, batch_size: int
+) -> Measured:
+    """Return nll and perplexity of each model if all have the same tokens, and else bits_per_byte alone.
+
+    Raises:
+        ValueError: a model came without a tokenizer; the tokens differ and the data is not text.
+    """
+    works = {name: prepare(model.for_text(), LanguageOptions(), list(data)) for name, model in models.items()}
+    first, *others = [work.documents for work in works.values()]
+    has_same_tokens = all(len(one) == len(first) and all(map(torch.equal, one, first)) for one in others)
+    metrics: dict[str, Metrics] = {}
+    for name, work in works.items():
+        module = models[name].module
+        shared: dict[str, Any] = {"window": window, "batch_size": min(batch_size, _MOST_WINDOWS)}
+        shared["progress"] = partial(_labelled_bar, labels[name])
+        if has_same_tokens:
+            samples = perplexity_samples(module, work.documents, **shared)
+            metrics[name] = {f"perplexity/text/{metric}": of_metric for metric, of_metric in samples.items()}
+            continue
+        found = perplexity(module, work.documents, num_bytes=work.num_bytes, **shared)
+        if "bits_per_byte" not in found:
+            raise ValueError(
+                "the models have different tokens, and the data has no text: give text as --data, to compare bits per "
+                "byte"
+            )
+        metrics[name] = {"perplexity/text/bits_per_byte": found["bits_per_byte"]}
+    inputs = {
+        name: {"tokens": work.documents[0][None, :window].to(models[name].device)} for name, work in works.items()
+    }
+    return metrics, inputs

@@ -16,7 +16,6 @@ from rich.table import Table
 from diffvision.analysis.curves import Curve
 from diffvision.evaluation.intervals import Difference
 
-SINKS = "heads with an attention sink, %"
 TEXTS = ("", "model", "tower")  # heads of columns of text
 FACTOR = 100  # accuracies and recalls are shown in percent
 IN_NATS = ("nll", "perplexity", "bits_per_byte")
@@ -80,30 +79,25 @@ class Row:
 
 
 @dataclass
-class Contestant:
+class ComparedModel:
     """One model: what its seeds are, what it costs, and what training logged.
 
     Attributes:
         label: in tables and figures.
-        models: for each seed the file or name that was opened.
+        specs: for each seed the file or name that was opened.
         which: for each seed, what that is: "best val/acc1 0.9521", "last, step 786", "as given", "new weights";
             and whether the weights are averaged.
         cost: of the first seed.
         lambdas: by layer, one value for each seed; empty without differential layers.
-        sinks: share of heads with a "sink", a "nop" and a "broadcast" one (`analysis.sinks`), for each seed; empty
-            where attention cannot be captured.
         curves: by metric over steps, one for each seed that has them.
-        timed: the same over seconds of training.
     """
 
     label: str
-    models: list[str]
+    specs: list[str]
     which: list[str]
     cost: Cost
-    lambdas: dict[str, list[float]] = field(default_factory=dict)
-    sinks: dict[str, list[float]] = field(default_factory=dict)
-    curves: dict[str, list[Curve]] = field(default_factory=dict)
-    timed: dict[str, list[Curve]] = field(default_factory=dict)
+    lambdas: dict[str, list[float]]
+    curves: dict[str, list[Curve]]
 
     @property
     def memory(self) -> float | None:
@@ -117,14 +111,14 @@ class Comparison:
 
     Attributes:
         kind: of the models: "an image-text model", ...
-        contestants: the models; differences are from the first.
+        models: the models; differences are from the first.
         rows: metrics.
         unit: what speed is counted in: "pairs" of an image and a caption, "images" or "tokens".
         notes: sentences on how the numbers were made.
     """
 
     kind: str
-    contestants: list[Contestant]
+    models: list[ComparedModel]
     rows: list[Row]
     unit: str
     notes: list[str] = field(default_factory=list)
@@ -132,7 +126,7 @@ class Comparison:
     @property
     def labels(self) -> list[str]:
         """The models' labels, in order."""
-        return [one.label for one in self.contestants]
+        return [one.label for one in self.models]
 
     def __str__(self) -> str:
         console = Console(record=True, width=_WIDTH, file=io.StringIO(), force_jupyter=False)
@@ -142,8 +136,8 @@ class Comparison:
     def show(self, console: Console | None = None) -> None:
         """Print the tables, on the terminal by default."""
         console = console or Console()
-        for one in self.contestants:
-            for model, which in zip(one.models, one.which, strict=True):
+        for one in self.models:
+            for model, which in zip(one.specs, one.which, strict=True):
                 console.print(f"{one.label}: {model} ({which})", highlight=False, markup=False, soft_wrap=True)
         for title, heads, rows in self.tables():
             table = plain_table(title)
@@ -174,18 +168,11 @@ class Comparison:
         yield "cost", ["model", *costs], [[*row] for row in zip(self.labels, *costs.values(), strict=True)]
         lambdas = [
             [one.label, tower, " ".join(f"{statistics.mean(values):.2f}" for values in layers)]
-            for one in self.contestants
+            for one in self.models
             for tower, layers in self.towers(one).items()
         ]
         if lambdas:
             yield "lambda by layer, from the first", ["model", "tower", ""], lambdas
-        sinks = [
-            [one.label, *(format_mean(one.sinks[kind], FACTOR) for kind in ("sink", "nop", "broadcast"))]
-            for one in self.contestants
-            if one.sinks
-        ]
-        if sinks:
-            yield SINKS, ["model", "with a sink", "NOP", "broadcast"], sinks
 
     def sections(self) -> Iterator[tuple[str, list[Row]]]:
         """Yield the metrics of each task and dataset, with a title that says the number of samples."""
@@ -198,8 +185,8 @@ class Comparison:
 
     def costs(self) -> dict[str, list[str]]:
         """Return what the models cost, a text for each: parameters, FLOPs, and speed where it was measured."""
-        first = self.contestants[0].cost
-        costs = [one.cost for one in self.contestants]
+        first = self.models[0].cost
+        costs = [one.cost for one in self.models]
         rows = {
             "parameters": [f"{cost.parameters:,}" for cost in costs],
             "FLOPs": [format_flops(cost.flops) for cost in costs],
@@ -209,12 +196,12 @@ class Comparison:
             ratios = [cost.ratio(first) for cost in costs[1:]]
             texts = ["" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) for ratio in ratios]
             rows["ratio [lowest, highest]"] = ["", *texts]
-        if any(one.memory is not None for one in self.contestants):
-            shown = ["–" if one.memory is None else f"{one.memory:.2f}" for one in self.contestants]
+        if any(one.memory is not None for one in self.models):
+            shown = ["–" if one.memory is None else f"{one.memory:.2f}" for one in self.models]
             rows["GiB in training"] = shown
         return rows
 
-    def towers(self, one: Contestant) -> dict[str, list[Sequence[float]]]:
+    def towers(self, one: ComparedModel) -> dict[str, list[Sequence[float]]]:
         """Return the lambdas of each of a model's towers, "image" or "text", in the order of its layers."""
         by_tower: dict[str, list[Sequence[float]]] = {}
         for name, values in one.lambdas.items():
@@ -229,7 +216,7 @@ class Comparison:
         """Return everything but the curves as plain values, for JSON."""
         return {
             "kind": self.kind,
-            "models": [self._contestant(one) for one in self.contestants],
+            "models": [self._model_to_dict(one) for one in self.models],
             "metrics": [
                 {
                     "metric": row.metric,
@@ -242,19 +229,18 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def _contestant(self, one: Contestant) -> dict[str, Any]:
+    def _model_to_dict(self, one: ComparedModel) -> dict[str, Any]:
         """Return one model's costs and lambdas for the JSON."""
-        ratio = one.cost.ratio(self.contestants[0].cost)
+        ratio = one.cost.ratio(self.models[0].cost)
         return {
             "label": one.label,
-            "models": [{"model": model, "which": which} for model, which in zip(one.models, one.which, strict=True)],
+            "models": [{"model": model, "which": which} for model, which in zip(one.specs, one.which, strict=True)],
             "parameters": one.cost.parameters,
             "flops": one.cost.flops,
             f"{self.unit}_per_second": one.cost.per_second,
             "training_memory_gib": one.memory,
             "speed_ratio": None if ratio is None else dict(zip(("median", "lowest", "highest"), ratio, strict=True)),
             "lambda": one.lambdas,
-            "sinks": one.sinks,
         }
 
 

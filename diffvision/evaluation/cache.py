@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import io
 import json
+import pickle
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from diffvision import __version__
 from diffvision.evaluation.output_files import write_bytes
+from diffvision.models.architecture import architecture
 
-Rows = dict[str, Tensor]
-FORMAT = 7
-_PLAIN = (bool, int, float, str, tuple)  # not None: some modules replace it with a value when they first run
+Rows = dict[str, Any]
+"""Tensors and lists, with a row for each image, caption or class."""
+FORMAT = 8
+_DAMAGED = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
-def keep_rows(folder: str | Path, name: str, compute: Callable[[], tuple[Rows, str]]) -> tuple[Rows, str]:
-    """Return rows and a note from `folder/name.safetensors`, or compute them and write that file.
+def load_or_compute(path: Path, compute: Callable[[], tuple[Rows, str]]) -> tuple[Rows, str]:
+    """Return rows and a note from a file, or compute them and write the file.
 
     A damaged file is computed again. Where the file cannot be written there is a warning, and the evaluation continues.
     """
-    path = Path(folder) / f"{name}.safetensors"
+    if path.is_file():
+        try:
+            rows, note = torch.load(path, weights_only=True)
+            return rows, note
+        except _DAMAGED as error:
+            warnings.warn(f"{path} is damaged ({error}): it is computed again", stacklevel=2)
+    computed, content = compute(), io.BytesIO()
+    torch.save(computed, content)
     try:
-        if path.is_file():
-            with safetensors.safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()["note"]  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError) as error:
-        warnings.warn(f"{path} is damaged ({error}): it is computed again", stacklevel=2)
-    rows, note = compute()
-    try:
-        contiguous = {key: value.contiguous() for key, value in rows.items()}
-        write_bytes(path, safetensors.torch.save(contiguous, {"note": note}))
+        write_bytes(path, content.getvalue())
     except OSError as error:
         warnings.warn(f"{path} cannot be written ({error.strerror}): the evaluation continues", stacklevel=2)
-    return rows, note
+    return computed
 
 
 def digest(**parts: Any) -> str:
@@ -52,25 +52,18 @@ def digest(**parts: Any) -> str:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return a digest of all weights and buffers, bit by bit, and of the modules' classes and settings."""
-    hasher = hashlib.sha256()
-    for name, module in model.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(module).items()
-            if key != "training" and (isinstance(value, _PLAIN) or dataclasses.is_dataclass(value))
-        }
-        line = f"{name} {type(module)} {module.extra_repr()} {sorted(plain.items())}\n"
-        hasher.update(without_addresses(line).encode())
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        _add(hasher, name, tensor)
-    return hasher.hexdigest()
+    """Return a digest of a model's modules, of the settings that no weight shows, and of its tensors, bit by bit."""
+    modules = re.sub("0x[0-9a-f]+", "", repr(model))  # without addresses in memory
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return digest(modules=modules, architecture=architecture(model), tensors=tensor_digest(tensors.values()))
 
 
-def tensor_digest(tensors: Sequence[Tensor]) -> str:
-    hasher = hashlib.sha256()
-    for number, tensor in enumerate(tensors):
-        _add(hasher, str(number), tensor)
+def tensor_digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of tensors, bit by bit."""
+    hasher: Any = hashlib.sha256()
+    for tensor in tensors:
+        hasher.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return hasher.hexdigest()
 
 
@@ -81,19 +74,8 @@ def files_digest(*paths: str | Path) -> str:
     """
     files: list[tuple[str, int, int]] = []
     for path in map(Path, paths):
-        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in inside:
-            name = file.relative_to(path).as_posix() if file != path else path.name
-            if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
-                files.append((name, (stat := file.stat()).st_size, stat.st_mtime_ns))
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            name = file.relative_to(path) if path.is_dir() else Path(path.name)
+            if file.is_file() and not any(part.startswith(".") for part in name.parts):
+                files.append((name.as_posix(), (stat := file.stat()).st_size, stat.st_mtime_ns))
     return digest(files=files)
-
-
-def without_addresses(text: str) -> str:
-    """Return a repr without the objects' addresses in memory."""
-    return re.sub(r"0x[0-9a-f]+", "", text)
-
-
-def _add(hasher: Any, name: str, tensor: Tensor) -> None:
-    hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-    hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.per_sample import Metrics, by_kind, each
+from diffvision.evaluation.per_sample import Metrics, by_kind, count_each
 
 ROUNDING = 1e-6
 """Cosine similarities that differ by no more are a tie: a text's features differ by as much between rows of a batch."""
@@ -31,7 +31,7 @@ def composition(features: Features, folder: EvaluationFolder, options: Options) 
             f"{options.split!r} has fewer than 2 captions: give the right one, then wrong ones"
         )
     scores = caption_scores(pairs.images, pairs.texts, pairs.owner)
-    return {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": each(is_first_tied(scores))}
+    return {**by_kind("acc", is_first_best(scores), pairs.kinds), "ties": count_each(is_first_tied(scores))}
 
 
 def caption_scores(images: Tensor, texts: Tensor, owner: Tensor) -> list[Tensor]:

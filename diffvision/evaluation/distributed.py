@@ -1,12 +1,14 @@
-"""Rows from every rank, in the order of the ranks, however many each has."""
+"""The processes of an evaluation: its ranks, their devices, and what all of them computed."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+T = TypeVar("T")
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -25,13 +27,10 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        resolved = torch.device(device)
-    except RuntimeError:  # not even a name
-        resolved = None
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
-    counts["mps"] = int(torch.backends.mps.is_available())
-    if resolved is None or (resolved.index or 0) >= counts.get(resolved.type, 0):
-        raise ValueError(f"device {device!r} is not here: give auto, cpu, or cuda where torch finds a GPU")
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device must be auto, cpu, or one that torch finds, got {device!r} ({reason})") from None
     return device
 
 
@@ -58,26 +57,11 @@ def process_group(device: str) -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def gather_rows(rows: Tensor | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the rows [n_r, ...] of all ranks, concatenated in their order: [sum n_r, ...] on the CPU, on every rank.
-
-    Args:
-        rows: of at most two dimensions; None on a rank that has none (and so does not know their width).
-        device: one that the process group can send from (a CUDA device under NCCL).
-        dtype: of the rows, on every rank.
-    """
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, in their order, on every rank."""
     _, world = rank_and_world()
     if world == 1:
-        return torch.empty(0, dtype=dtype) if rows is None else rows.cpu()
-    shape = [0, 0] if rows is None else [len(rows), rows.shape[1] if rows.ndim == 2 else 0]
-    shapes = torch.empty(world, 2, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(shapes, torch.tensor([shape], device=device))
-    counts, width = shapes[:, 0].tolist(), int(shapes[:, 1].max())
-    # All ranks send equally many rows, padded with zeros: collectives need equal shapes.
-    tail = [width] if width else []
-    sent = torch.zeros(max(counts), *tail, dtype=dtype, device=device)
-    if rows is not None:
-        sent[: len(rows)] = rows.to(device)
-    received = [torch.empty_like(sent) for _ in range(world)]
-    dist.all_gather(received, sent)
-    return torch.cat([block[:count].cpu() for block, count in zip(received, counts, strict=True)])
+        return [value]
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, value)
+    return values

@@ -78,21 +78,13 @@ def evaluate(
             label.
         TypeError: the model is of another kind.
     """
-    from diffvision.data.images.folders import find_folders
     from diffvision.evaluation.distributed import process_group, rank_and_world
     from diffvision.evaluation.features import Features
     from diffvision.evaluation.options import InferenceSettings
     from diffvision.evaluation.output_files import bar, check_folder, split_names
     from diffvision.evaluation.per_sample import means
     from diffvision.evaluation.prompts import check_prompts
-    from diffvision.evaluation.suite import (
-        check_output,
-        expand,
-        folder_kind,
-        measure,
-        plan,
-        report,
-    )
+    from diffvision.evaluation.suite import check_output, measure, plan_data, report
     from diffvision.models.threads import limit_threads
     from diffvision.opening import Model, check_spec, open_model
     from diffvision.opening.specs import as_text
@@ -113,14 +105,12 @@ def evaluate(
         if isinstance(spec, str):
             check_spec(spec)  # before the first is evaluated
     _check_models([label for label, _ in specs], checkpoint)
-    names = None if tasks is None else expand(split_names(tasks))
-    folders = [folder for path in split_names(data) for folder in find_folders(path, folder_kind(names))]
     options = replace(
         options,
         classnames=_as_texts(classnames) or options.classnames,
         templates=_as_texts(templates) or options.templates,
     )
-    planned = plan(folders, names, options)
+    planned = plan_data(split_names(data), None if tasks is None else split_names(tasks), options)
     prompts = check_prompts(planned, options)
     results: dict[str, dict[str, float]] = {}
     described: dict[str, tuple[str, str, str]] = {}

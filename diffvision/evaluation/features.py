@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -17,32 +17,12 @@ from torch import Tensor, nn
 
 from diffvision.data.images.caption_tokenizer import LARGE_CUT, are_cut
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.evaluation.cache import (
-    Rows,
-    digest,
-    files_digest,
-    keep_rows,
-    model_digest,
-    tensor_digest,
-    without_addresses,
-)
-from diffvision.evaluation.distributed import gather_rows, rank_and_world
+from diffvision.evaluation.cache import Rows, digest, files_digest, load_or_compute, model_digest, tensor_digest
+from diffvision.evaluation.distributed import gather, rank_and_world
 from diffvision.evaluation.options import InferenceSettings, Precision
 from diffvision.models.modes import evaluating
 
-_LABELLED = {"images": torch.float32, "labels": torch.int64}
-_CAPTIONED = {
-    "images": torch.float32,
-    "texts": torch.float32,
-    "cut": torch.uint8,
-    "counts": torch.int64,
-    "captions": torch.uint8,
-    "captions_bytes": torch.int64,
-    "kinds": torch.uint8,
-    "kinds_bytes": torch.int64,
-}
-_WARNED: WeakSet[EvaluationFolder] = WeakSet()
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Pairs(NamedTuple):
@@ -53,7 +33,7 @@ class Pairs(NamedTuple):
     owner: Tensor  # [T] int64
     captions: list[str]  # T, as the tokenizer reads them
     kinds: list[str]  # N, "" of an image whose sample has none
-    cut: Tensor  # [T] uint8, 1 of captions with more tokens than the model takes; empty if they were not encoded
+    cut: Tensor  # [T] bool, of captions with more tokens than the model takes; empty if they were not encoded
 
 
 class Features:
@@ -76,39 +56,37 @@ class Features:
         tokenizer: Callable[[list[str]], Tensor] | None = None,
         settings: InferenceSettings = InferenceSettings(),  # noqa: B008  frozen
     ) -> None:
-        if settings.precision not in ("fp32", *AUTOCAST):
-            raise ValueError(f"precision must be one of fp32, {', '.join(AUTOCAST)}, got {settings.precision!r}")
+        if settings.precision not in AUTOCAST:
+            raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {settings.precision!r}")
         self.model: Any = model
         self.transform, self.tokenizer, self.settings = transform, tokenizer, settings
-        self.batch_size, self.cache = settings.batch_size, settings.cache
+        self.batch_size = settings.batch_size
         self.device = torch.device(settings.device or next((p.device for p in model.parameters()), "cpu"))
         # What the image tower wants its images in: OpenCLIP's half-precision models keep some parameters in float32.
         layers = [m for m in getattr(model, "visual", model).modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         self.dtype = layers[0].weight.dtype if layers else torch.float32
         self.progress = settings.progress or (lambda batches, description: batches)
-        self._kept: dict[tuple[Any, ...], Rows] = {}
+        self._computed: dict[tuple[Any, ...], Rows] = {}
 
     def images(self, folder: EvaluationFolder, split: str) -> tuple[Tensor, Tensor]:
         """Return features [N, D] of a split's images as the model gives them, and their labels [N] int64."""
-        rows = self._encode_split(folder, split, self._encode_labelled, _LABELLED)
+        rows = self._encode_split(folder, split, self._encode_labelled, "labels")
         return rows["images"], rows["labels"]
 
     def pairs(self, folder: EvaluationFolder, split: str, *, encode_texts: bool = True) -> Pairs:
         """Return features of a split's images and of all their captions."""
-        dtypes = {name: dtype for name, dtype in _CAPTIONED.items() if encode_texts or name not in ("texts", "cut")}
-        rows = self._encode_split(folder, split, partial(self._encode_captioned, encode_texts=encode_texts), dtypes)
+        encode = partial(self._encode_captioned, encode_texts=encode_texts)
+        rows = self._encode_split(folder, split, encode, "texts" if encode_texts else "captions")
         owner = torch.arange(len(rows["counts"])).repeat_interleave(rows["counts"])
-        strings = _unpack("captions", rows), _unpack("kinds", rows)
-        cut = rows.get("cut", torch.zeros(0, dtype=torch.uint8))
-        if cut.sum() > LARGE_CUT * len(cut) and rank_and_world()[0] == 0 and folder not in _WARNED:
-            _WARNED.add(folder)
+        cut = rows["cut"]
+        if cut.sum() > LARGE_CUT * len(cut) and rank_and_world()[0] == 0:
             share = cut.float().mean().item()
             warnings.warn(
                 f"{folder.name}: {share:.0%} of {len(cut):,} captions are cut to the model's tokens: train it with a "
                 "larger context_length",
                 stacklevel=3,
             )
-        return Pairs(rows["images"], rows.get("texts", torch.empty(0)), owner, *strings, cut)
+        return Pairs(rows["images"], rows["texts"], owner, rows["captions"], rows["kinds"], cut)
 
     def classes(self, texts: Sequence[list[str]]) -> Tensor:
         """Return one unit vector per class [C, D]: the normalised mean of its texts' unit vectors.
@@ -121,21 +99,19 @@ class Features:
         def encode_classes() -> tuple[Rows, str]:
             vectors = []
             for of_class in self.progress(texts[start:stop], "classes"):
-                vector = F.normalize(self._encode_texts(of_class), dim=-1).mean(dim=0)
+                vector = F.normalize(self._encode_tokens(self._tokenize(of_class)), dim=-1).mean(dim=0)
                 vectors.append(vector / vector.norm())
             return {"classes": torch.stack(vectors)} if vectors else {}, ""
 
-        rows, _ = self._keep(encode_classes, texts=texts)
-        return gather_rows(rows.get("classes"), self.device)
+        rows, _ = self._compute(encode_classes, texts=texts)
+        return _concatenate(gather(rows))["classes"]
 
-    def _encode_split(
-        self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], dtypes: Mapping[str, torch.dtype]
-    ) -> Rows:
+    def _encode_split(self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], wanted: str) -> Rows:
         """Return the encoded rows of a split, gathered over all ranks; they are computed once and kept.
 
         Args:
             encode: a batch -> rows.
-            dtypes: the dtype of each tensor to return, by name; a rank without samples does not know them.
+            wanted: what `encode` computes besides features of images, for the cache.
 
         Raises:
             ValueError: the folder has no such split, or no readable sample in it.
@@ -144,15 +120,15 @@ class Features:
             raise ValueError(
                 f"evaluation folder {folder.name!r} has no split {split!r}: it has {', '.join(folder.splits) or 'none'}"
             )
-        key = (folder.path, split, *dtypes)
-        if key not in self._kept:
-            rows = self._rows(folder, split, encode)
-            self._kept[key] = {name: gather_rows(rows.get(name), self.device, dtype) for name, dtype in dtypes.items()}
-            if not len(self._kept[key]["images"]):
+        key = (folder.path, split, wanted)
+        if key not in self._computed:
+            rows = _concatenate(gather(self._encode_share(folder, split, encode, wanted)))
+            if not rows:
                 raise ValueError(f"split {split!r} of evaluation folder {folder.name!r} has no readable sample")
-        return self._kept[key]
+            self._computed[key] = rows
+        return self._computed[key]
 
-    def _rows(self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows]) -> Rows:
+    def _encode_share(self, folder: EvaluationFolder, split: str, encode: Callable[[Any], Rows], wanted: str) -> Rows:
         """Return this rank's rows of a split."""
         rank, world = rank_and_world()
         batches = folder.batches(
@@ -165,47 +141,37 @@ class Features:
         )
 
         def encode_all() -> tuple[Rows, str]:
-            parts = [encode(batch) for batch in self.progress(batches, f"{folder.name}/{split}")]
-            skipped = ", ".join(f"{count} {reason}" for reason, count in batches.report.skipped.items())
-            return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}, skipped
+            rows = _concatenate([encode(batch) for batch in self.progress(batches, f"{folder.name}/{split}")])
+            return rows, ", ".join(f"{count} {reason}" for reason, count in batches.report.skipped.items())
 
-        files = files_digest(*folder.files(split)) if self.cache else ""
-        rows, skipped = self._keep(encode_all, data=files, split=split, task=folder.task)
+        files = files_digest(*folder.files(split)) if self.settings.cache else ""
+        rows, skipped = self._compute(encode_all, data=files, split=split, task=folder.task, wanted=wanted)
         if skipped:
             warnings.warn(f"{folder.path}/{split}: unreadable samples are left out ({skipped})", stacklevel=3)
         return rows
 
-    def _keep(self, encode: Callable[[], tuple[Rows, str]], **parts: Any) -> tuple[Rows, str]:
+    def _compute(self, encode: Callable[[], tuple[Rows, str]], **parts: Any) -> tuple[Rows, str]:
         """Return rows and a note, from the cache if there is one; `parts` are what they depend on besides the model."""
         with self._evaluating():
-            if self.cache is None:
+            if self.settings.cache is None:
                 return encode()
-            return keep_rows(self.cache, f"{self._identity(**parts)}-rank{rank_and_world()[0]}", encode)
+            rank, world = rank_and_world()
+            name = f"{self.identify(world_size=world, **parts)}-rank{rank}.pt"
+            return load_or_compute(Path(self.settings.cache) / name, encode)
 
-    def _identity(self, **parts: Any) -> str:
-        """Return a digest of all that rows depend on, besides `parts`."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        shares, precision = rank_and_world()[1], self.settings.precision
-        settings = {"precision": precision, "batch_size": self.batch_size, "device": name, "world_size": shares}
-        return digest(
-            model=self._model, transform=self._transform_digest, tokenizer=self._tokenizer_digest, **settings, **parts
-        )
+    def identify(self, **parts: Any) -> str:
+        """Return a digest of all that rows depend on: the model, how it is run, and `parts`."""
+        return digest(model=self._model_digest, precision=self.settings.precision, batch_size=self.batch_size, **parts)
 
     @cached_property
-    def _model(self) -> str:
-        return model_digest(self.model)
-
-    @cached_property
-    def _transform_digest(self) -> str:
-        """Return the transform's repr, and a digest of its output for a test image."""
+    def _model_digest(self) -> str:
+        """Return a digest of the model, its device, and what transform and tokenizer make of a test image and texts."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         image = Image.effect_mandelbrot((97, 61), (-2, -1, 1, 1), 100).convert("RGB")
-        return without_addresses(repr(self.transform)) + tensor_digest([self.transform(image)])
-
-    @cached_property
-    def _tokenizer_digest(self) -> str:
-        """Return a digest of the tokenizer's output for some texts."""
-        texts = ["a photo of a cat.", "Ein großer Hund, zweimal: 你好", "many words " * 100]
-        return "" if self.tokenizer is None else tensor_digest([self.tokenizer(texts)])
+        seen = [self.transform(image)]
+        if self.tokenizer is not None:
+            seen.append(self.tokenizer(["a photo of a cat.", "Ein großer Hund, zweimal: 你好", "many words " * 100]))
+        return digest(model=model_digest(self.model), device=device, inputs=tensor_digest(seen))
 
     def _encode_labelled(self, batch: Any) -> Rows:
         return {"images": self._encode_images(batch["image"]), "labels": batch["label"]}
@@ -213,26 +179,22 @@ class Features:
     def _encode_captioned(self, batch: Any, encode_texts: bool) -> Rows:
         """Return the embeddings of a batch of images and, where wanted, of all their captions."""
         captions = [text for of_image in batch["captions"] for text in of_image]
-        rows = {
+        texts, cut = torch.empty(0), torch.empty(0, dtype=torch.bool)
+        if encode_texts:
+            tokens = self._tokenize(captions)
+            texts = F.normalize(self._encode_tokens(tokens), dim=-1)
+            cut = torch.tensor(are_cut(self.tokenizer, captions, tokens), dtype=torch.bool)
+        return {
             "images": F.normalize(self._encode_images(batch["image"]), dim=-1),
-            "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
-            **_pack("captions", captions),
-            **_pack("kinds", batch.get("kind") or [""] * len(batch["captions"])),
-        }
-        if not encode_texts:
-            return rows
-        tokens = self._tokenize(captions)
-        texts = F.normalize(self._encode_tokens(tokens), dim=-1)
-        return rows | {
             "texts": texts,
-            "cut": torch.tensor(are_cut(self.tokenizer, captions, tokens), dtype=torch.uint8),
+            "cut": cut,
+            "counts": torch.tensor([len(of_image) for of_image in batch["captions"]]),
+            "captions": captions,
+            "kinds": list(batch.get("kind") or [""] * len(batch["captions"])),
         }
 
     def _encode_images(self, images: Tensor) -> Tensor:
         return _check_finite(image_features(self.model, images.to(self.device, self.dtype)).float().cpu(), "images")
-
-    def _encode_texts(self, texts: list[str]) -> Tensor:
-        return self._encode_tokens(self._tokenize(texts))
 
     def _tokenize(self, texts: list[str]) -> Tensor:
         if not hasattr(self.model, "encode_text"):
@@ -254,19 +216,14 @@ class Features:
             yield
 
 
-def _pack(key: str, strings: Sequence[str]) -> Rows:
-    """Return strings as rows, which can be cached and gathered: their bytes, end to end, and the length of each."""
-    encoded = [string.encode() for string in strings]
-    content = torch.tensor(list(b"".join(encoded)), dtype=torch.uint8)
-    return {key: content, f"{key}_bytes": torch.tensor([len(one) for one in encoded], dtype=torch.int64)}
-
-
-def _unpack(key: str, rows: Rows) -> list[str]:
-    """Return the strings that `_pack` made rows of."""
-    lengths = rows[f"{key}_bytes"].tolist()
-    content = rows[key].numpy().tobytes()
-    stops = itertools.accumulate(lengths)
-    return [content[stop - length : stop].decode() for stop, length in zip(stops, lengths, strict=True)]
+def _concatenate(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of batches or ranks as one; {} where none has any."""
+    parts = [part for part in parts if part]
+    rows: Rows = {}
+    for name in parts[0] if parts else ():
+        values = [part[name] for part in parts]
+        rows[name] = torch.cat(values) if isinstance(values[0], Tensor) else [*itertools.chain(*values)]
+    return rows
 
 
 def _check_finite(features: Tensor, of: str) -> Tensor:
@@ -280,7 +237,7 @@ def _check_finite(features: Tensor, of: str) -> Tensor:
 
 def autocast(device: torch.device | str, precision: Precision) -> torch.autocast:
     """Return the autocast context of a precision; fp32 disables an enclosing autocast."""
-    dtype = AUTOCAST.get(precision)
+    dtype = AUTOCAST[precision]
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None)
 
 

@@ -92,9 +92,9 @@ def wilson_interval(right: int, total: int) -> tuple[float, float]:
 def difference(
     first: Sequence[float],
     other: Sequence[float],
-    samples: tuple[PerSample | None, PerSample | None] = (None, None),
+    of_first: Sequence[PerSample] = (),
+    of_other: Sequence[PerSample] = (),
     *,
-    runs: tuple[Sequence[PerSample], Sequence[PerSample]] = ((), ()),
     largest: float = math.inf,
 ) -> Difference:
     """Return the difference of two models' metrics.
@@ -102,8 +102,8 @@ def difference(
     Args:
         first: the metric of each of the first model's runs.
         other: of the other model's.
-        samples: the metric sample by sample, of models with one run each.
-        runs: the metric sample by sample of each run, of models with several.
+        of_first: the same sample by sample; empty where that is not known.
+        of_other: of the other model's.
         largest: no difference is larger, and the interval ends there: 1 for shares.
     """
     value = statistics.mean(other) - statistics.mean(first)
@@ -115,21 +115,26 @@ def difference(
             return Difference(value, method="no spread across seeds")
         low, high = welch_interval(first, other)
         method = "seeds"
-        if _are_crossed(first, other, *runs):
+        if _are_crossed(first, other, of_first, of_other):
             method = "seeds and samples"
-            crossed = crossed_interval(*runs)
+            crossed = crossed_interval(of_first, of_other)
             low, high = min(low, crossed[0]), max(high, crossed[1])
         return Difference(value, max(low, -largest), min(high, largest), method)
     if len(first) > 1 or len(other) > 1:
         return Difference(value, method="one of the two has a single seed")
-    a, b = samples
-    if a is None or b is None:
+    if not of_first or not of_other:
         return Difference(value, method="no result by sample")
-    if not a.is_like(b):
+    return _paired_difference(value, of_first[0], of_other[0])
+
+
+def _paired_difference(value: float, first: PerSample, other: PerSample) -> Difference:
+    """Return the difference of two runs that saw the same samples."""
+    if not first.is_like(other):
         return Difference(value, method="not the same samples")
-    if (units := len(a.units.unique())) < FEWEST_SAMPLES:
-        return Difference(value, method=f"too few independent samples ({units} < {FEWEST_SAMPLES})", p=mcnemar(a, b))
-    return Difference(value, *bootstrap_interval(a, b), "paired", mcnemar(a, b))
+    p, units = mcnemar(first, other), len(first.units.unique())
+    if units < FEWEST_SAMPLES:
+        return Difference(value, method=f"too few independent samples ({units} < {FEWEST_SAMPLES})", p=p)
+    return Difference(value, *bootstrap_interval(first, other), "paired", p)
 
 
 def _are_crossed(
@@ -286,7 +291,7 @@ def differences(first: Mapping[str, PerSample | float], other: Mapping[str, PerS
         before = first.get(name)
         if not isinstance(result, PerSample) or not isinstance(before, PerSample) or not before.is_like(result):
             continue
-        found = difference([before.mean()], [result.mean()], (before, result))
+        found = difference([before.mean()], [result.mean()], [before], [result])
         parts = {"difference": found.value, "difference_low": found.low, "difference_high": found.high}
         parts |= {"mcnemar_p": found.p}
         metrics |= {f"{name}_{part}": value for part, value in parts.items() if value is not None}

@@ -18,7 +18,6 @@ class Options:
         split: the split that is measured.
         train_split: the split that probes are fitted on.
         recall_k: the K of recall@K.
-        chunk: rows of the score matrix (queries) that retrieval holds at a time.
         probe_cost: C of the linear probe's regularisation; None chooses it on a validation split.
         fewshot_k: examples per class of the `fewshot_k` probe.
         fewshot_epochs: passes of the `fewshot_k` probe over its examples.
@@ -37,7 +36,6 @@ class Options:
     split: str = "test"
     train_split: str = "train"
     recall_k: tuple[int, ...] = (1, 5, 10)
-    chunk: int = 512
     probe_cost: float | None = None
     fewshot_k: int = 5
     fewshot_epochs: int = 10
@@ -51,7 +49,7 @@ class Options:
     templates: str | list[str] | None = None
 
     def __post_init__(self) -> None:
-        counts = ("chunk", "fewshot_k", "fewshot_epochs", "episodes", "ways", "shots", "queries")
+        counts = ("fewshot_k", "fewshot_epochs", "episodes", "ways", "shots", "queries")
         for name, value in [(name, getattr(self, name)) for name in counts] + [("recall_k", k) for k in self.recall_k]:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -14,7 +14,7 @@ from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.composition import ROUNDING
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.per_sample import Metrics, PerSample, by_kind, each
+from diffvision.evaluation.per_sample import Metrics, PerSample, by_kind, count_each
 
 MMVP_OF_DIFFCLIP = (
     "Orientation and Direction",
@@ -44,7 +44,7 @@ def pairs(features: Features, folder: EvaluationFolder, options: Options) -> Met
         samples |= by_kind(name, of_samples, kinds)
         if name == "image_score" and set(kinds) == MMVP:
             samples["mean_of_7_kinds_image_score"] = _mean_over_kinds(of_samples, kinds, MMVP_OF_DIFFCLIP)
-    samples["ties"] = each(ties)
+    samples["ties"] = count_each(ties)
     return samples
 
 

@@ -78,18 +78,18 @@ def by_kind(name: str, right: Tensor, kinds: Sequence[str]) -> dict[str, PerSamp
         right: bool [N].
         kinds: of the samples, N; "" for one that has none.
     """
-    results = {name: each(right)}
+    results = {name: count_each(right)}
     if any(kinds):
         named = list(dict.fromkeys(kind or NO_KIND for kind in kinds))
         classes = torch.tensor([named.index(kind or NO_KIND) for kind in kinds])
-        results[f"mean_per_kind_{name}"] = each(right, classes)
+        results[f"mean_per_kind_{name}"] = count_each(right, classes)
         for number, kind in enumerate(named if len(named) <= MOST_KINDS else ()):
             units = (classes == number).nonzero()[:, 0]
             results[f"{name}/{kind}"] = PerSample(right[units], units)
     return results
 
 
-def each(right: Tensor, classes: Tensor | None = None) -> PerSample:
+def count_each(right: Tensor, classes: Tensor | None = None) -> PerSample:
     """Return the samples of a metric that counts every image once."""
     return PerSample(right, torch.arange(len(right)), classes)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.images.folders import EvaluationFolder, find_folders
 from diffvision.evaluation.classification import classification
 from diffvision.evaluation.composition import composition
 from diffvision.evaluation.features import Features
@@ -147,10 +147,21 @@ def expand(tasks: Iterable[str]) -> list[str]:
     return names
 
 
-def folder_kind(tasks: Sequence[str] | None) -> str | None:
-    """Return the kind of evaluation folder that all the named evaluations are made for; None if they differ."""
-    kinds = {EVALUATIONS[name].folder for name in tasks or ()}
-    return kinds.pop() if len(kinds) == 1 else None
+def plan_data(
+    data: Iterable[str], tasks: Sequence[str] | None, options: Options
+) -> list[tuple[EvaluationFolder, list[str]]]:
+    """Return which evaluations run on which folders, as `plan` does, for data as commands take it.
+
+    Args:
+        data: evaluation folders, folders that hold some, shards, or images.
+        tasks: names of `EVALUATIONS` or `GROUPS`, or None.
+        options: the evaluations' settings.
+    """
+    names = None if tasks is None else expand(tasks)
+    kinds = {EVALUATIONS[name].folder for name in names or ()}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    folders = {folder.path.resolve(): folder for path in data for folder in find_folders(path, kind)}
+    return plan([*folders.values()], names, options)
 
 
 def report(

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.evaluation.features import Features
 from diffvision.evaluation.options import Options
-from diffvision.evaluation.per_sample import Metrics, each, means
+from diffvision.evaluation.per_sample import Metrics, count_each, means
 from diffvision.evaluation.prompts import local_labels, prompts_of
 
 
@@ -53,7 +53,7 @@ def classification_samples(logits: Tensor, labels: Tensor) -> Metrics:
     """Return the metrics of `classification_metrics` sample by sample."""
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
     return {
-        "acc1": each(top[:, 0]),
-        "acc5": each(top.any(dim=1)) if logits.shape[1] >= 5 else math.nan,
-        "mean_per_class_recall": each(logits.argmax(dim=1) == labels, labels),
+        "acc1": count_each(top[:, 0]),
+        "acc5": count_each(top.any(dim=1)) if logits.shape[1] >= 5 else math.nan,
+        "mean_per_class_recall": count_each(logits.argmax(dim=1) == labels, labels),
     }

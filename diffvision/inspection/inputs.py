@@ -85,7 +85,7 @@ def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
     """Read image files, each with its mask where there are any.
 
     Raises:
-        ValueError: a file is not an image or is given twice; the number of masks or the size of one differs from the
+        ValueError: a file is not an image; the number of masks or the size of one differs from the
             images'. FileNotFoundError.
     """
     if masks and len(masks) != len(paths):
@@ -101,8 +101,6 @@ def read_pictures(paths: Sequence[str], masks: Sequence[str]) -> list[Picture]:
 
 def _names(paths: Sequence[str]) -> list[str]:
     """Return the names of files, or their paths where two would have one name."""
-    if len({Path(path).resolve() for path in paths}) < len(paths):
-        raise ValueError(f"the same file is given twice among {', '.join(paths)}: give each once")
     names = [Path(path).name for path in paths]
     return names if len(set(names)) == len(names) else [str(Path(path)) for path in paths]
 

@@ -1,6 +1,5 @@
 """`diffvision inspect`: look inside one model or two. The steps are in `inspecting`."""
 
-from dataclasses import replace
 from pathlib import Path
 
 
@@ -15,13 +14,11 @@ def inspect(
     mask: str | list[str] | None = None,
     answer: str | list[str] | None = None,
     tokenizer: str | None = None,
-    layers: list[int] | None = None,
     device: str = "auto",
 ) -> None:
     """Look inside a model, or two side by side: attention maps, patches relevant to a caption, numbers by layer.
 
-    Writes index.html with all pictures inside, the pictures as PNG, and statistics.json. Of a vision-language model it
-    shows the answer to the text, and where in the images the model looked for each word of it.
+    Writes index.html with all pictures inside, the pictures as PNG, and statistics.json.
 
     Args:
         model: the directory of a training run or a .ckpt of it, the folder of a model, or a name of OpenCLIP's or
@@ -37,7 +34,6 @@ def inspect(
         answer: for each text of a language model, the words in it that are the answer, for the share of attention on
             other words.
         tokenizer: for a language model, if there is none next to the weights.
-        layers: of a vision-language model's language model, those to average, from 0; by default all.
         device: auto, cpu, cuda, cuda:1, ...
 
     Raises:
@@ -49,14 +45,11 @@ def inspect(
     from diffvision.inspection.inspecting import (
         as_list,
         check_counts,
-        inspect_answers,
         inspect_models,
         open_models,
         pictures_and_passages,
     )
     from diffvision.models.weight_files import check_free
-    from diffvision.opening import split_label
-    from diffvision.opening.vlm import is_vlm, open_vlm
 
     texts, images = as_list(text), as_list(image)
     answers, masks = as_list(answer), as_list(mask)
@@ -65,17 +58,5 @@ def inspect(
     if masks and not images:
         raise ValueError("masks are given without images: give --image")
     pictures = read_pictures(images, masks)  # what cannot be read is reported before a model is loaded
-    label, spec = split_label(model)
-    if is_vlm(spec):
-        if not images or not texts or versus or masks or answers or checkpoint or tokenizer:
-            raise ValueError(
-                f"{spec} is a vision-language model: give --image and --text, and of the rest --layers alone"
-            )
-        vlm = open_vlm(spec)
-        vlm = vlm if spec == model else replace(vlm, name=label)
-        vlm.module.to(resolve_device(device))
-        return inspect_answers(vlm, pictures, texts, output, layers)
-    if layers is not None:
-        raise ValueError(f"layers is {layers}, which is for vision-language models: leave it out")
     models = open_models(model, checkpoint, versus, tokenizer=tokenizer, device=resolve_device(device))
     inspect_models(models, *pictures_and_passages(models, pictures, texts, answers), output)

@@ -5,7 +5,6 @@ Measuring is in `measurements`, drawing in `inspection_page`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from diffvision.analysis.html_page import html_page
 from diffvision.analysis.maps import image_trunk
 from diffvision.evaluation.output_files import write_bytes, write_json
 from diffvision.inspection import inputs
-from diffvision.inspection.answer_attention import inspect_answer
-from diffvision.inspection.inspection_page import draw, draw_answer
+from diffvision.inspection.inspection_page import draw
 from diffvision.inspection.mean_numbers import as_json
 from diffvision.inspection.measurements import Measurement, measure_image, measure_text
 from diffvision.models.weight_files import check_free, written_whole
@@ -49,36 +47,22 @@ def inspect_models(
     check_free(folder)
     for model in models:
         check_model(model)
-    transformed = {one.name: {picture.name: inputs.transform_picture(picture, one.transform) for picture in pictures
-                              if one.transform} for one in models}  # fmt: skip
+    transformed = {
+        one.name: {picture.name: inputs.transform_picture(picture, one.transform) for picture in pictures}
+        for one in models
+        if one.transform is not None
+    }
     by_title = {passage.name: passage for passage in passages}
-    measurements = {one.name: _measure(one, pictures, by_title, transformed[one.name]) for one in models}
+    measurements = {one.name: _measure(one, pictures, by_title, transformed.get(one.name, {})) for one in models}
     sections, files = draw(measurements, transformed, by_title)
     title = " and ".join(one.name for one in models)
     page = html_page(f"Inside of {title}", _lead(models), sections, "Written by `diffvision inspect`.")
-    _write(folder, files, page, as_json(measurements))
+    with written_whole(folder) as made:
+        for name, content in {**files, "index.html": page.encode()}.items():
+            write_bytes(made / name, content)
+        names = sorted([*files, "index.html"])
+        write_json(made / "statistics.json", {"files": names, "models": as_json(measurements)})
     print(f"{folder / 'index.html'}: {title}; {len(files)} pictures and statistics.json next to it")
-
-
-def inspect_answers(
-    vlm: Any, pictures: Sequence[inputs.Picture], questions: Sequence[str], output: str, layers: Sequence[int] | None
-) -> None:
-    """Look at a vision-language model's answers to questions, which all come after all images, as `inspect` does."""
-    answers = [inspect_answer(vlm, pictures, question, layers) for question in questions]
-    images = answers[0].images
-    measured: dict[str, list[Measurement]] = {vlm.name: []}
-    with contextlib.suppress(AttributeError, ValueError):  # no tower of ours, or one without maps
-        measured[vlm.name] = [
-            measure_image(vlm.module.vision_tower.timm_model, image, title, []) for title, image in images.items()
-        ]
-    sections, files = draw(measured, {vlm.name: images}, {})
-    sections = [draw_answer(files, f"answer-{1 + index}", one) for index, one in enumerate(answers)] + sections
-    lead = "Attention of the token that predicts a word, mean over heads and layers; below, the image tower."
-    page = html_page(f"Answers of {vlm.name}", lead, sections, "Written by `diffvision inspect`.")
-    numbers = [{"tower": "answer", "input": one.question, "words": one.words,
-                "maps": {kind: maps.tolist() for kind, maps in one.maps.items()}} for one in answers]  # fmt: skip
-    _write(Path(output), files, page, {vlm.name: as_json(measured)[vlm.name] + numbers})
-    print(f"{Path(output) / 'index.html'}: {' | '.join(' '.join(one.words) for one in answers)}")
 
 
 def _measure(
@@ -100,17 +84,26 @@ def _measure(
     return measurements
 
 
+def _lead(models: Sequence[Model]) -> str:
+    kinds = [
+        f"{one.name} is {KINDS[one.library]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
+        f"{one.average_note}"
+        for one in models
+    ]
+    return "; ".join(kinds) + "."
+
+
 # ---- the models ----------------------------------------------------------------------------------------------------
 
 
 def open_models(
     model: str, checkpoint: str | None = None, versus: str | None = None, *, tokenizer: str | None, device: str
 ) -> list[Model]:
-    """Open one model, or two of one kind with different names, that have attention to look at.
+    """Open one model, or two of one kind, with different names.
 
     Raises:
         FileNotFoundError, ValueError: as `open_model`.
-        ValueError: a checkpoint with two models, models of two kinds or of one name, or no attention to look at.
+        ValueError: a checkpoint with two models, models of two kinds, or a model twice.
     """
     if versus is not None and checkpoint is not None:
         raise ValueError(f"checkpoint is {checkpoint!r}, and two models are given: name each by its file")
@@ -124,8 +117,6 @@ def open_models(
     if len({KINDS[one.library] for one in models}) > 1:
         kinds = " and ".join(f"{one.name} is {KINDS[one.library]}" for one in models)
         raise ValueError(f"{kinds}: compare models of one kind")
-    for one in models:
-        check_model(one)
     return models
 
 
@@ -136,9 +127,7 @@ def _open(spec: str, checkpoint: str | None, tokenizer: str | None, device: str)
     if opened.is_language:
         if opened.for_text().tokenizer is None:
             raise ValueError(f"{spec} came without a tokenizer, which reads the text: give --tokenizer")
-        # A folder that `diffvision export` wrote is read by transformers; our layers are in it.
-        unwrap = getattr(opened.module, "to_diffvision", None)
-        return dataclasses.replace(opened, name=label, module=opened.module if unwrap is None else unwrap())
+        return dataclasses.replace(opened, name=label)
     return dataclasses.replace(opened, name=label if rest != spec else opened.name.rpartition("/")[2])
 
 
@@ -163,10 +152,8 @@ def as_list(given: str | list[str] | None) -> list[str]:
 def check_counts(pictures: Sequence[str], texts: Sequence[str]) -> None:
     """Raise a ValueError for more images or texts than a page shows, or for one given twice."""
     for what, many in (("images", pictures), ("texts", texts)):
-        if len(many) > MOST:
-            raise ValueError(f"{len(many)} {what} are given: give at most {MOST}")
-        if len(set(many)) < len(many):
-            raise ValueError(f"the same one is given twice among the {what}: give each once")
+        if len(many) > MOST or len(set(many)) < len(many):
+            raise ValueError(f"{what} must be at most {MOST} different ones, got {len(many)}")
 
 
 def pictures_and_passages(
@@ -209,23 +196,3 @@ def _same_for_all(passages: Any) -> list[inputs.Passage]:
         if any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(first, other, strict=True)):
             raise ValueError("the two models have different tokens for the text: compare models of one tokenizer")
     return first
-
-
-# ---- output --------------------------------------------------------------------------------------------------------
-
-
-def _lead(models: Sequence[Model]) -> str:
-    kinds = [
-        f"{one.name} is {KINDS[one.library]} of {sum(p.numel() for p in one.module.parameters()):,} parameters"
-        f"{one.average_note}"
-        for one in models
-    ]
-    return "; ".join(kinds) + "."
-
-
-def _write(folder: Path, files: Mapping[str, bytes], page: str, models: Mapping[str, Any]) -> None:
-    """Write the page, its pictures and statistics.json, all or none."""
-    with written_whole(folder) as made:
-        for name, content in {**files, "index.html": page.encode()}.items():
-            write_bytes(made / name, content)
-        write_json(made / "statistics.json", {"files": sorted([*files, "index.html"]), "models": models})

@@ -12,15 +12,12 @@ import numpy as np
 
 from diffvision.analysis import html_page as html
 from diffvision.analysis.figures.image_attention import (
-    ImageAttention,
     ModelAttention,
-    attention_panels,
     compared_models,
     relevance_panels,
 )
 from diffvision.analysis.figures.layer_panels import layer_panels
 from diffvision.analysis.figures.mosaics import Block, mosaic, text_strips
-from diffvision.inspection.answer_attention import Answer
 from diffvision.inspection.inputs import Passage, TransformedPicture
 from diffvision.inspection.mean_numbers import (
     TOWERS,
@@ -79,21 +76,6 @@ def draw(
     if tables:
         sections.append(html.Section("All numbers", [html.Text(NOTE), *tables]))
     return sections, files
-
-
-def draw_answer(files: Files, name: str, answer: Answer) -> html.Section:
-    """Return the section of an answer: where in each image the model looked for each word."""
-    kinds = [kind for kind in answer.maps if kind != "attention"] or ["attention"]
-    maps = np.stack([answer.maps[kind].numpy() for kind in kinds], axis=2)  # [words, images, kinds, rows, columns]
-    parts: list[html.Part] = [html.Text(f"“{' '.join(answer.words)}”")]
-    for index, (title, image) in enumerate(answer.images.items()):
-        rows = [ImageAttention(image.shown, *row) for row in zip(maps[:, index], answer.words, strict=True)]
-        caption = f"Where in {title} the model looked for each word."
-        parts.append(_picture(files, f"{name}-{index + 1}", attention_panels({"": rows}), caption))
-    shares = 100 * maps[:, :, -1].sum((-2, -1))
-    cells = [[word, *map("{:.1f}".format, share)] for word, share in zip(answer.words, shares, strict=True)]
-    parts.append(html.Table([f"% of the {kinds[-1]}", *(f"on {title}" for title in answer.images)], cells))
-    return html.Section(f"Answer to “{_short(answer.question)}”", parts)
 
 
 def _picture(files: Files, name: str, figure: Figure, caption: str) -> html.Picture:

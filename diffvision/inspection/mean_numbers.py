@@ -18,8 +18,8 @@ APPLIED = ("difference", "attention")
 # number -> (name, meaning)
 NAMES = {
     "lambda": ("λ", "what the second map counts; mean over tokens"),
-    "row_sum": ("row sum of the applied map", "1 − λ in differential layers, 1 in others"),
-    "negative": ("share of negative entries", "of the applied map"),
+    "row_sum": ("row sum of the attention", "1 − λ in differential layers, 1 in others"),
+    "negative": ("share of negative entries", "of the attention"),
     "relative_entropy": ("entropy / log n", "of a row's magnitudes: 1 is attention to all alike, 0 to one token"),
     "entropy": ("entropy, nats", "of a row's magnitudes"),
     "effective_rank": ("effective rank", "exp of the entropy of a map's singular values (Roy and Vetterli 2007)"),

@@ -138,21 +138,21 @@ def _text_focus(passage: Passage) -> Focus:
 
 def _measure_layer(layer: LayerMaps, focus: Focus, grid: tuple[int, int] | None) -> LayerMeasurement:
     """Return one layer's numbers, what its readers read, and its maps for the page."""
-    applied = layer.applied
+    weights = layer.weights
     kinds = {kind: maps.float().cpu() for kind, maps in layer.by_kind().items()}
-    focus = _pad(focus, applied.shape[-1])
+    focus = _pad(focus, weights.shape[-1])
     numbers = {
         key: value for kind, maps in kinds.items() for key, value in _measure_maps(kind, maps, layer.causal, focus)
     }
     if focus.noise is not None:
         numbers["noise/chance"] = [focus.noise.mean().item()]  # uniform attention
-    numbers |= _measure_heads(layer, applied) | _measure_sinks(layer, focus)
+    numbers |= _measure_heads(layer, weights) | _measure_sinks(layer, focus)
     read = {kind: maps[:, focus.readers, focus.keys].mean(dim=1) for kind, maps in kinds.items()}
     if grid is not None:
         whole, heads = {}, {kind: rows.unflatten(-1, grid) for kind, rows in read.items()}
     else:
         whole = {kind: maps.mean(dim=0) for kind, maps in kinds.items()}
-        size = min(THUMBNAIL, applied.shape[-1])
+        size = min(THUMBNAIL, weights.shape[-1])
         heads = {kind: F.adaptive_avg_pool2d(maps[None], size)[0] for kind, maps in kinds.items()}
     return LayerMeasurement(layer.name, numbers, read, whole, heads)
 
@@ -169,11 +169,11 @@ def _measure_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterab
     yield f"relative_entropy/{kind}", statistics.relative_entropy(maps, causal=causal).nanmean(-1).tolist()
     yield f"effective_rank/{kind}", statistics.effective_rank(maps).tolist()
     yield f"rank/{kind}", statistics.numerical_rank(maps).tolist()
-    yield f"sink/{kind}", statistics.mass(maps, focus.sink).mean(-1).tolist()
+    yield f"sink/{kind}", statistics.share_on_keys(maps, focus.sink).mean(-1).tolist()
     yield f"largest_column/{kind}", statistics.largest_column(maps).tolist()
     if focus.noise is not None:
         rows = maps[:, focus.readers, focus.keys]
-        yield f"noise/{kind}", statistics.mass(rows, focus.noise).mean(-1).tolist()
+        yield f"noise/{kind}", statistics.share_on_keys(rows, focus.noise).mean(-1).tolist()
     yield f"redundancy/{kind}", [statistics.head_redundancy(maps).item()]  # of the layer
     if kind in ("difference", "attention"):
         yield "row_sum", statistics.row_sums(maps).mean(-1).tolist()
@@ -181,13 +181,13 @@ def _measure_maps(kind: str, maps: Tensor, causal: bool, focus: Focus) -> Iterab
 
 
 @torch.no_grad()
-def _measure_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
+def _measure_heads(layer: LayerMaps, weights: Tensor) -> Numbers:
     """Return lambda, and the sizes of the heads' outputs before and after the head norm."""
     numbers = {}
     if layer.lam is not None:
         numbers["lambda"] = layer.lam.mean(dim=(1, 2)).tolist()
     if layer.values is not None:
-        for name, heads in zip(("before", "after", "given"), layer.outputs(applied), strict=True):
+        for name, heads in zip(("before", "after", "given"), layer.outputs(weights), strict=True):
             numbers[f"rms_{name}"] = statistics.rms(heads).mean(-1).tolist()
     return numbers
 
@@ -196,17 +196,17 @@ def _measure_heads(layer: LayerMaps, applied: Tensor) -> Numbers:
 def _measure_sinks(layer: LayerMaps, focus: Focus) -> Numbers:
     """Return where the attention goes, what its sinks are for, and how far the block's input has outliers."""
     sinks = measure_sinks(layer)
-    numbers = {f"on_{name}": sinks.received[:, tokens].sum(-1).tolist() for name, tokens in focus.places.items()}
+    numbers = {f"on_{name}": sinks.share_by_key[:, tokens].sum(-1).tolist() for name, tokens in focus.places.items()}
     numbers |= {f"heads_{kind}": heads.float().tolist() for kind, heads in sinks.kinds().items()}
     if sinks.outputs is not None:
         numbers["sink_value"] = sinks.value.where(sinks.share >= SINK, torch.nan).tolist()
-        numbers["common"] = sinks.common.tolist()
+        numbers["common"] = sinks.shared_fraction.tolist()
         numbers["output_rank"] = statistics.effective_rank(sinks.outputs).tolist()
     if layer.hidden is not None:
         norms = relative_norms(layer.hidden)
         outliers = norms > OUTLIER
         numbers["norm_ratio"] = [norms.max().item()]
         numbers["outliers"] = [outliers.float().mean().item()]
-        numbers["on_outliers"] = sinks.received[:, outliers].sum(-1).tolist()
+        numbers["on_outliers"] = sinks.share_by_key[:, outliers].sum(-1).tolist()
         numbers["kurtosis"] = [statistics.kurtosis(layer.hidden.float()).item()]
     return numbers

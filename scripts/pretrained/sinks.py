@@ -55,7 +55,7 @@ def measure(folder: str) -> dict[str, Any]:
             sinks = measure_sinks(layer)
             for kind, heads in sinks.kinds().items():
                 counts.setdefault(kind, []).append(heads.float())
-            counts.setdefault("on_first_token", []).append(sinks.received[:, 0])
+            counts.setdefault("on_first_token", []).append(sinks.share_by_key[:, 0])
             of_input.append(sinks.kinds()["sink"].float().mean().item())
             if layer.hidden is not None:
                 norms = relative_norms(layer.hidden)

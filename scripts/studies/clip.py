@@ -27,7 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.evaluation.pairs import inner_products, pair_scores
-from diffvision.evaluation.retrieval import recalls
+from diffvision.evaluation.per_sample import means
+from diffvision.evaluation.retrieval import recall
 from grid import Grid, Run, run_study
 from small_clip import BATCH, Captions, SmallClip, Towers, pixels, read
 
@@ -128,7 +129,7 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 def retrieved(clip: SmallClip, data: Data, name: str) -> dict[str, float]:
     """Return image and text R@1 of the pairs of that name."""
     images, texts = clip.images(data.images[name]).cpu(), clip.texts(data.captions.of[name]).cpu()
-    found = recalls(images, texts, torch.arange(len(images)))
+    found = means(recall(images, texts, torch.arange(len(images))))
     return {f"{kind} R@1": round(found[f"{kind}_retrieval_recall@1"], 4) for kind in ("image", "text")}
 
 

@@ -32,8 +32,8 @@ import torch
 import clip
 from clip import PRIMARY, Data
 from diffvision.evaluation.intervals import crossed_interval
-from diffvision.evaluation.per_sample import PerSample, each
-from diffvision.evaluation.retrieval import recall_samples
+from diffvision.evaluation.per_sample import PerSample, count_each
+from diffvision.evaluation.retrieval import recall
 from grid import Grid, Numbers, Run, processor, run_study, spread
 from small_clip import SmallClip, Towers
 
@@ -98,7 +98,7 @@ def hits(trained: SmallClip, data: Data) -> dict[str, Any]:
     """Return the numbers of the test pictures that their caption retrieves first, and the kind of processor."""
     name = "retrieval/test"
     images, texts = trained.images(data.images[name]), trained.texts(data.captions.of[name])
-    found = recall_samples(images, texts, torch.arange(len(images)), (1,), chunk=512, device="cpu")
+    found = recall(images, texts, torch.arange(len(images)), (1,))
     right = found["image_retrieval_recall@1"]
     assert isinstance(right, PerSample)
     return {"pictures": len(images), "hits": right.values.nonzero()[:, 0].tolist(), "processor": processor()}
@@ -116,7 +116,7 @@ def by_picture(runs: Sequence[Numbers]) -> list[PerSample]:
     right = torch.zeros(len(runs), pictures, dtype=torch.bool)
     for row, run in zip(right, runs, strict=True):
         row[run.get("hits", [])] = True
-    return [each(row) for row in right]
+    return [count_each(row) for row in right]
 
 
 def verdict(intervals: Sequence[tuple[float, float]]) -> str:

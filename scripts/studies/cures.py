@@ -174,7 +174,7 @@ def sinks(trained: SmallClip, data: Data) -> dict[str, Any]:
     prefix = trunk.num_prefix_tokens
 
     def see(call: Call) -> None:
-        applied = call.scores().applied()
+        applied = call.scores().compute_weights()
         share = (applied.abs() / applied.abs().sum(-1, keepdim=True).clamp(min=1e-9)).mean(2)
         top = share.max(-1)
         values = call.values(share.dtype).norm(dim=-1)
@@ -190,7 +190,7 @@ def sinks(trained: SmallClip, data: Data) -> dict[str, Any]:
         )
 
     def see_text(call: Call) -> None:
-        applied = call.scores().applied().abs()
+        applied = call.scores().compute_weights().abs()
         last = applied[torch.arange(len(ends)), :, ends]
         texts.append((last[..., 0] / last.sum(-1).clamp(min=1e-9)).mean())
 
@@ -272,7 +272,7 @@ def class_rows(visual: Any, images: Tensor) -> Tensor:
     calls: list[Call] = []
     with torch.no_grad(), captured(visual.trunk, calls.append):
         visual(images)
-    return calls[-1].scores().applied()[:, :, 0, visual.trunk.num_prefix_tokens :].mean(1)
+    return calls[-1].scores().compute_weights()[:, :, 0, visual.trunk.num_prefix_tokens :].mean(1)
 
 
 def overlaps(scores: Tensor, masks: Tensor) -> Tensor:

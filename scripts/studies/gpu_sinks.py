@@ -28,7 +28,7 @@ def measure(model: nn.Module, data: Text) -> Numbers:
     """Return the share of heads with a sink on the first token, the largest activation, and the loss of long texts."""
     windows = data.windows(data.part, torch.arange(8) * data.length, data.length)[0].long()
     first = [
-        [layer.applied[..., 0].float().mean(dim=-1) for layer in open_layers(model, {"tokens": window[None]})]
+        [layer.weights[..., 0].float().mean(dim=-1) for layer in open_layers(model, {"tokens": window[None]})]
         for window in windows
     ]
     heads = torch.stack([torch.cat(layers) for layers in first]).mean(dim=0)

@@ -192,8 +192,8 @@ def main() -> None:
         low, high = wilson_interval(sum(right), len(right))
         print(f"{label}: {sum(right)}/{len(right)} accurate [{low:.3f}, {high:.3f}], {verdicts.count(None)} undecided")
     for label in others:
-        pair = accurate[first], accurate[label]
-        found = difference([pair[0].mean()], [pair[1].mean()], pair, largest=1.0)
+        one, other = accurate[first], accurate[label]
+        found = difference([one.mean()], [other.mean()], [one], [other], largest=1.0)
         interval = "" if found.low is None else f" [{found.low:+.3f}, {found.high:+.3f}]"
         p = "" if found.p is None else f", p {found.p:.3f}"
         print(f"{label} - {first}: {found.value:+.3f}{interval} {found.word or found.method}{p}")

@@ -57,7 +57,7 @@ def test_heads_are_what_the_output_projection_takes(name):
         torch.testing.assert_close(layer.hidden, given[0])
         torch.testing.assert_close(layer.maps.sum(-1), torch.ones(layer.maps.shape[:3]))
         with torch.no_grad():
-            given = layer.outputs(layer.applied)[2].transpose(0, 1).flatten(1)
+            given = layer.outputs(layer.weights)[2].transpose(0, 1).flatten(1)
         torch.testing.assert_close(given, call.projected[0, :, : given.shape[1]], atol=1e-5, rtol=1e-4)
     assert not any(module._forward_pre_hooks or "attend" in vars(module) for module in model.modules())
 
@@ -101,8 +101,8 @@ def test_a_language_model_and_its_beginning(variant):
     (whole, _), (short, _) = (list(open_layers(model, {"tokens": t})) for t in (tokens, tokens[:, :7]))
     assert whole.causal
     cut = whole.first(7)
-    torch.testing.assert_close(cut.applied, short.applied)
-    torch.testing.assert_close(cut.outputs(cut.applied)[2], short.outputs(short.applied)[2])
+    torch.testing.assert_close(cut.weights, short.weights)
+    torch.testing.assert_close(cut.outputs(cut.weights)[2], short.outputs(short.weights)[2])
 
 
 def test_visual_contrast_attention_has_no_maps_and_says_so():

@@ -19,7 +19,7 @@ def test_relevance_is_of_first_order_in_the_maps():
     texts = open_clip.get_tokenizer("DiffCLIP-debug")(["a seven"])
     relevance, (cosine,) = caption_relevance(model, image, texts)
     layer = next(open_layers(model, {"image": image[None]}))
-    applied, caption = layer.applied, model.encode_text(texts, normalize=True)[0]
+    applied, caption = layer.weights, model.encode_text(texts, normalize=True)[0]
     attn = trunk.blocks[0].attn
 
     def score(maps):

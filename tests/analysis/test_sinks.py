@@ -3,9 +3,9 @@
 import timm
 import torch
 
-from diffvision.analysis.maps import LayerMaps
-from diffvision.analysis.sinks import OUTLIER, count_sinks, measure_sinks, relative_norms
-from diffvision.analysis.statistics import common_part, kurtosis, received
+from diffvision.analysis.maps import LayerMaps, open_layers
+from diffvision.analysis.sinks import OUTLIER, measure_sinks, relative_norms
+from diffvision.analysis.statistics import kurtosis, share_by_key, shared_fraction
 
 N, V = 12, 8
 
@@ -43,23 +43,25 @@ def test_without_values_a_sink_is_of_no_kind():
 
 def test_statistics_of_known_tensors():
     torch.testing.assert_close(
-        received(_look_at(2, 0.5)), torch.full((N,), 0.5 / (N - 1)).index_fill(0, torch.tensor(2), 0.5)
+        share_by_key(_look_at(2, 0.5)), torch.full((N,), 0.5 / (N - 1)).index_fill(0, torch.tensor(2), 0.5)
     )
-    assert common_part(torch.ones(2, 5, 3)).tolist() == [1, 1]
-    assert common_part(torch.tensor([[1.0, 0], [-1, 0]])).item() == 0
+    assert shared_fraction(torch.ones(2, 5, 3)).tolist() == [1, 1]
+    assert shared_fraction(torch.tensor([[1.0, 0], [-1, 0]])).item() == 0
     assert kurtosis(torch.tensor([-1.0, 1, -1, 1])).item() == 1
     hidden = torch.eye(8)
     hidden[5] *= 4
     assert (relative_norms(hidden) > OUTLIER).nonzero().tolist() == [[5]]
 
 
-def test_a_model_with_a_planted_sink_is_counted():
+def test_a_model_with_a_planted_sink_has_it():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
-    image = {"image": torch.randn(1, 3, 32, 32)}
-    assert count_sinks(model, image) == {"sink": 0, "nop": 0, "broadcast": 0}
+    batch = {"image": torch.randn(1, 3, 32, 32)}
+    assert not any(measure_sinks(layer).kinds()["sink"].any() for layer in open_layers(model, batch))
     with torch.no_grad():  # every query is large along one direction, and of the keys only the class token's
         model.blocks[0].attn.qkv.bias[:192] = 1.0
         model.cls_token[:] = 0
         model.cls_token[..., 0] = 100.0
         model.blocks[0].attn.qkv.weight[192:384, 0] = 1.0
-    assert count_sinks(model, image)["sink"] == 0.5  # all heads of one layer of two
+    sinks = [measure_sinks(layer).kinds()["sink"] for layer in open_layers(model, batch)]
+    assert sinks[0].all()
+    assert not sinks[1].any()

@@ -14,7 +14,7 @@ ONE = torch.eye(4)
 def test_shares_are_magnitudes():
     maps = torch.tensor([[0.6, -0.2, 0.0], [0.0, 0.0, 0.0], [0.5, 0.3, 0.2]])
     torch.testing.assert_close(
-        statistics.shares(maps), torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.0, 0.0], [0.5, 0.3, 0.2]])
+        statistics.normalize_rows(maps), torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.0, 0.0], [0.5, 0.3, 0.2]])
     )
 
 
@@ -66,8 +66,8 @@ def test_redundancy_is_one_for_heads_that_are_alike():
 
 def test_mass_counts_both_signs():
     maps = torch.tensor([[0.5, -0.3, 0.2], [0.0, 0.0, 1.0]])
-    assert statistics.mass(maps, torch.tensor([1.0, 0.0, 0.0])).tolist() == pytest.approx([0.5, 0])
-    assert statistics.mass(maps, torch.tensor([0.0, 1.0, 0.5])).tolist() == pytest.approx([0.4, 0.5])
+    assert statistics.share_on_keys(maps, torch.tensor([1.0, 0.0, 0.0])).tolist() == pytest.approx([0.5, 0])
+    assert statistics.share_on_keys(maps, torch.tensor([0.0, 1.0, 0.5])).tolist() == pytest.approx([0.4, 0.5])
     assert statistics.largest_column(maps).item() == pytest.approx(0.6)  # the last column: (0.2 + 1) / 2
     assert statistics.largest_column(EVEN).item() == 0.25
 

@@ -6,11 +6,14 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from diffvision.cli import main
 from diffvision.comparison import compare
+from diffvision.data.datasets.digits import png
+from diffvision.data.shards.writer import write_evaluation_split
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.evaluation.evaluate_command import evaluate
 from diffvision.models import language
@@ -91,11 +94,10 @@ def test_seeds_of_two_models(here, tmp_path, capsys):
     assert fast["parameters"] == sum(p.numel() for p in opened("runs/lr0.004-0/checkpoints/epoch=0.ckpt").parameters())
     assert set(fast["lambda"]) == {"blocks.0.attn", "blocks.1.attn"}
     assert len(fast["lambda"]["blocks.0.attn"]) == 2
-    assert [len(values) for values in fast["sinks"].values()] == [2, 2, 2]  # sink, nop, broadcast of two seeds
     assert fast["speed_ratio"]["lowest"] <= fast["speed_ratio"]["highest"]
 
     page = Path(files[0]).read_text()
-    assert page.count("<img") == 2  # curves over steps, lambda; these runs have no rates, so no seconds
+    assert page.count("<img") == 2  # curves over steps, lambda
     assert "Across seeds: mean ± standard deviation" in page
     assert "averaged weights (EMA)" in page
 
@@ -118,8 +120,8 @@ def test_a_run_and_what_became_of_it(here, capsys):
     acc1 = comparison.rows[0].differences["openclip"]
     assert (acc1.method, acc1.word) == ("too few independent samples (9 < 10)", "")
     assert "too few independent samples (9 < 10)" in " ".join(str(comparison).split())
-    assert comparison.contestants[0].timed["train/loss"][0].steps[-1] > 0  # the run logged its rates
-    assert not comparison.contestants[1].curves
+    assert comparison.models[0].curves["train/loss"][0].steps[-1] > 0
+    assert not comparison.models[1].curves
     assert str(comparison).strip() in re.sub(r"[ \t]+$", "", capsys.readouterr().out, flags=re.M)
     assert max(map(len, str(comparison).splitlines())) <= 80
     again = compare(["runs/clip", "exported/openclip"], data="data/images", tasks="zero_shot", **QUIET)
@@ -133,7 +135,7 @@ def test_language_models_are_compared_by_their_loss(here):
     nll, perplexity = comparison.rows
     assert torch.tensor(nll.values["end"][0]).exp().item() == pytest.approx(perplexity.values["end"][0])
     assert nll.differences["end"].word == "lower"  # it was trained three times as long
-    assert [[*comparison.towers(one)] for one in comparison.contestants] == [["text"], ["text"]]
+    assert [[*comparison.towers(one)] for one in comparison.models] == [["text"], ["text"]]
     assert perplexity.differences["end"].low < perplexity.differences["end"].value < perplexity.differences["end"].high
 
 
@@ -148,7 +150,49 @@ def test_language_models_of_two_tokenizers(here, tmp_path):
     (row,) = comparison.rows
     assert row.metric == "perplexity/text/bits_per_byte"
     assert row.differences["other"].method == "no result by sample"
-    assert set(comparison.contestants[1].lambdas)  # V2's, over the tokens of the text
+    assert set(comparison.models[1].lambdas)  # V2's, over the tokens of the text
+
+
+@pytest.fixture
+def folder(request, tmp_path):
+    """An evaluation folder of twelve samples, of a task: pictures of noise in two colours."""
+    names, task = ("red", "blue"), request.param
+    generator, rows = np.random.default_rng(0), []
+    for number in range(12):
+        noise = generator.integers(0, 200, (32, 32, 3))
+        first, second = (png((noise + np.eye(3)[channel] * 55).astype(np.uint8)) for channel in (0, 2))
+        row = {"__key__": f"{number:03d}"}
+        if task == "pairs":
+            row |= {"0.png": first, "1.png": second, "0.txt": f"a {names[0]} digit", "1.txt": f"a {names[1]} digit"}
+        else:
+            row |= {"png": first, "json": json.dumps({"present": [names[0]], "absent": [names[1]]})}
+        rows.append(row)
+    write_evaluation_split(tmp_path / "noise" / "test", rows)
+    (tmp_path / "noise" / "dataset_type.txt").write_text(task)
+    return tmp_path / "noise"
+
+
+@pytest.mark.parametrize(
+    ("folder", "paired", "without"),
+    [
+        ("pairs", {"text_score", "image_score", "group_score", "ties"}, set()),
+        ("objects", {"paired_acc", "paired_ties", "accuracy", "recall", "yes_ratio"}, {"auc", "ap", "f1"}),
+    ],
+    indirect=["folder"],
+)
+def test_metrics_of_each_task_are_compared_sample_by_sample(folder, paired, without):
+    """With the numbers of `evaluate`; metrics that are no mean over samples have no interval."""
+    models = ["CLIP-nano.digits", "DiffCLIP-nano.digits"]
+    rows = {row.name: row for row in compare(models, data=str(folder), **QUIET).rows}
+    methods = {name: row.differences[models[1]].method for name, row in rows.items()}
+    assert {name for name, method in methods.items() if method == "paired"} == paired
+    assert without <= {name for name, method in methods.items() if method == "no result by sample"}
+    settings = {"num_workers": 0, "device": "cpu"}
+    for model in models:
+        evaluated = evaluate(model, data=str(folder), **settings)
+        assert {row.metric: row.values[model] for row in rows.values()}.items() <= {
+            metric: [value] for metric, value in evaluated.items()
+        }.items()
 
 
 def test_what_is_refused(here):

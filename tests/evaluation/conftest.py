@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.report import Report
+from diffvision.data.shards.writer import write_evaluation_split
 from diffvision.evaluation.features import Features
 
 
@@ -133,3 +136,34 @@ def memory_folder():
 @pytest.fixture
 def features_of():
     return Features
+
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+
+
+def square(colour):
+    noise = np.random.default_rng(sum(colour)).integers(0, 40, (32, 32, 3))
+    return png(np.array(colour) * 0.8 + noise)
+
+
+def write_split(directory, samples):
+    write_evaluation_split(directory, ({"__key__": f"s{n:03}", **members} for n, members in enumerate(samples)))
+
+
+@pytest.fixture(scope="session")
+def colours(tmp_path_factory):
+    """Folders of three evaluations, and a split to train on, of squares in three colours. Not to be changed."""
+    root = tmp_path_factory.mktemp("made") / "colours"
+    labelled = [{"png": square(c), "cls": str(label).encode()} for label, c in enumerate(COLOURS.values())]
+    write_split(root / "zero_shot" / "train", labelled * 5)
+    write_split(root / "zero_shot" / "test", labelled * 4)
+    (root / "zero_shot" / "classnames.txt").write_text("\n".join(COLOURS))
+    (root / "zero_shot" / "zeroshot_classification_templates.txt").write_text("a {c} square\nthe colour {c}")
+    captioned = [
+        {"png": square(c), "txt": f"a {name} square\nsomething {name}".encode()} for name, c in COLOURS.items()
+    ]
+    write_split(root / "retrieval" / "test", captioned)
+    write_split(root / "composition" / "test", captioned)
+    for task in ("retrieval", "composition"):
+        (root / task / "dataset_type.txt").write_text("retrieval")
+    return root

@@ -60,7 +60,7 @@ def test_features_are_computed_once_and_damaged_files_again(loaded, data, expect
     monkeypatch.setattr(Features, "_encode_images", lambda self, images: counted.append(1) or plain(self, images))
     assert metrics(loaded, data, cache=tmp_path) == expected
     batches = len(counted)
-    files = sorted(tmp_path.glob("*-rank0.safetensors"))
+    files = sorted(tmp_path.glob("*-rank0.pt"))
     assert len(files) == 4  # classes and a split of each of three tasks
     assert metrics(loaded, data, cache=tmp_path) == expected
     assert len(counted) == batches
@@ -78,7 +78,7 @@ def test_features_are_found_by_all_that_they_follow_from(loaded, data, tmp_path)
 
     def identity(model=model, transform=transform, tokenizer=tokenizer, path=folder.path / "test", **settings):
         made = Features(model, transform, tokenizer, InferenceSettings(**settings))
-        return made._identity(data=files_digest(path), task=folder.task)
+        return made.identify(data=files_digest(path), task=folder.task)
 
     plain = identity()
     assert identity() == identity(num_workers=2) == plain

@@ -13,20 +13,13 @@ import diffvision
 from diffvision import cli
 from diffvision.data.datasets.digits import png
 from diffvision.data.images.folders import ImageEvaluationFolder
-from diffvision.data.shards.writer import write_evaluation_split, write_lines
 from diffvision.evaluation import evaluate_command as command
 from diffvision.models.architecture import architecture
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root, rng = tmp_path_factory.mktemp("made") / "colours", np.random.default_rng(0)
-    images = [png(rng.integers(0, 256, (32, 32, 3))) for _ in range(6)]
-    rows = ({"__key__": f"{i:03d}", "png": image, "cls": str(i % 2)} for i, image in enumerate(images))
-    write_evaluation_split(root / "test", rows)
-    write_lines(root / "classnames.txt", ["one", "two"])
-    write_lines(root / "zeroshot_classification_templates.txt", ["a {c}"])
-    return root
+def data(colours):
+    return colours / "zero_shot"
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +68,10 @@ def test_a_run_s_directory_is_its_best_checkpoint_and_its_training_data_is_warne
     content = {"pytorch-lightning_version": "2.6", "state_dict": state, "diffvision": about}
     torch.save(content, tmp_path / "checkpoints" / "last.ckpt")
     (tmp_path / "config.yaml").write_text(f"data: {{init_args: {{train: [elsewhere, {data / 'test'}]}}}}")
-    with pytest.warns(UserWarning, match="colours/test"):
+    with pytest.warns(UserWarning, match="zero_shot/test"):
         measured = diffvision.evaluate(tmp_path, data, num_workers=0)
     out = capsys.readouterr().out
-    assert out.startswith("zero_shot/colours: 2 classes, ")
+    assert out.startswith("zero_shot/colours: 3 classes, ")
     assert "\nCLIP-debug, " in out  # and the file
     assert measured == diffvision.evaluate(opened, data, num_workers=0)
 

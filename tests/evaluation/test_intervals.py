@@ -19,11 +19,11 @@ from diffvision.evaluation.intervals import (
     wilson_interval,
     with_intervals,
 )
-from diffvision.evaluation.per_sample import PerSample, each
+from diffvision.evaluation.per_sample import PerSample, count_each
 
 
 def right(text: str) -> PerSample:
-    return each(torch.tensor([letter == "x" for letter in text]))
+    return count_each(torch.tensor([letter == "x" for letter in text]))
 
 
 def test_mcnemar_by_hand():
@@ -40,12 +40,12 @@ def test_mcnemar_by_hand():
 def test_paired_bootstrap_as_scipy_computes_it():
     generator = np.random.default_rng(1)
     a, b = generator.random(300) < 0.6, generator.random(300) < 0.7
-    ours = bootstrap_interval(each(torch.tensor(a)), each(torch.tensor(b)))
+    ours = bootstrap_interval(count_each(torch.tensor(a)), count_each(torch.tensor(b)))
     theirs = scipy.stats.bootstrap(
         (b.astype(float) - a,), np.mean, n_resamples=10_000, method="percentile", rng=generator
     ).confidence_interval
     assert ours == pytest.approx(tuple(theirs), abs=0.006)
-    assert ours == bootstrap_interval(each(torch.tensor(a)), each(torch.tensor(b)))  # seeded
+    assert ours == bootstrap_interval(count_each(torch.tensor(a)), count_each(torch.tensor(b)))  # seeded
 
 
 def test_losses_are_drawn_by_document_with_their_tokens():
@@ -68,7 +68,7 @@ def test_seeds_and_pictures_are_both_drawn():
     """The interval over two factors, against a plain loop over drawn runs and drawn pictures."""
     generator = np.random.default_rng(3)
     a, b = (share + 0.1 * generator.standard_normal((5, 1)) > generator.random((5, 80)) for share in (0.4, 0.6))
-    first, other = ([each(torch.tensor(row)) for row in rows] for rows in (a, b))
+    first, other = ([count_each(torch.tensor(row)) for row in rows] for rows in (a, b))
     drawn = [
         (b[seeds][:, pictures].mean() - a[seeds][:, pictures].mean())
         for seeds, pictures in ((generator.integers(0, 5, 5), generator.integers(0, 80, 80)) for _ in range(4000))
@@ -88,23 +88,23 @@ def test_an_interval_over_seeds_knows_of_few_samples():
     """Equal differences of all seeds say nothing about other samples: Welch's interval alone would be narrow."""
     generator = np.random.default_rng(4)
     a, b = generator.random(60) < 0.5, generator.random(60) < 0.6
-    first, other = ([each(torch.tensor(row)) for _ in range(3)] for row in (a, b))
+    first, other = ([count_each(torch.tensor(row)) for _ in range(3)] for row in (a, b))
     first[0].values[0] ^= True
     values = [[run.mean() for run in runs] for runs in (first, other)]
     alone = difference(*values)
-    both = difference(*values, runs=(first, other))
+    both = difference(*values, first, other)
     assert (alone.method, both.method) == ("seeds", "seeds and samples")
     assert both.high - both.low > 4 * (alone.high - alone.low)
-    assert difference(*values, runs=(first, other[:2])) == alone
+    assert difference(*values, first, other[:2]) == alone
     fewer = [run._replace(units=torch.arange(60) % 9) for run in first]
-    assert difference(*values, runs=(fewer, fewer)) == alone
+    assert difference(*values, fewer, fewer) == alone
 
 
 def test_a_mean_over_classes_draws_within_each_class():
     """A class of two samples that differ in every draw alike has no spread; the other class has all of it."""
     classes = torch.tensor([0, 0, 1, 1, 1, 1])
-    first = each(torch.tensor([False, False, True, False, True, False]), classes)
-    other = each(torch.tensor([True, True, False, True, True, False]), classes)
+    first = count_each(torch.tensor([False, False, True, False, True, False]), classes)
+    other = count_each(torch.tensor([True, True, False, True, True, False]), classes)
     assert other.mean() - first.mean() == pytest.approx(0.5)
     low, high = bootstrap_interval(first, other)
     assert low == pytest.approx((1 - 0.75) / 2, abs=0.13)
@@ -121,7 +121,7 @@ def test_nine_in_ten_intervals_of_equal_models_hold_zero():
     generator = np.random.default_rng(3)
     hits = 0
     for _ in range(200):
-        a, b = (each(torch.tensor(generator.random(200) < 0.7)) for _ in range(2))
+        a, b = (count_each(torch.tensor(generator.random(200) < 0.7)) for _ in range(2))
         low, high = bootstrap_interval(a, b, resamples=500)
         hits += low <= 0 <= high
     assert 182 <= hits <= 199  # of 95%
@@ -133,7 +133,7 @@ def test_what_a_difference_is_called():
     assert Difference(0.1, 0.0, 0.2).word == "not significant"
     assert Difference(-0.15, -0.317, 0.017, p=0.04).verdict == "n.s."
     assert Difference(0.1).word == ""
-    unsure = difference([0.5], [0.625], (right("x" * 20 + "." * 20), right("x" * 25 + "." * 15)))
+    unsure = difference([0.5], [0.625], [right("x" * 20 + "." * 20)], [right("x" * 25 + "." * 15)])
     assert unsure.low > 0  # of the bootstrap
     assert unsure.p == 2 / 2**5
     assert unsure.word == "unclear"
@@ -145,7 +145,7 @@ def test_what_a_difference_is_called():
 def test_few_samples_have_no_verdict_however_equal_their_differences(units):
     """Losses of two models that differ by the same everywhere: a bootstrap's width is zero, of any number of units."""
     losses = PerSample(torch.ones(60), torch.arange(60) % units)
-    one = difference([1.0], [2.0], (losses, losses._replace(values=2 * losses.values)))
+    one = difference([1.0], [2.0], [losses], [losses._replace(values=2 * losses.values)])
     assert (one.word, one.low) == (("higher", 1.0) if units == 10 else ("", None))
     assert (f"({units} < 10)" in one.method) == (units < 10)
     assert ("loss_low" in with_intervals({"loss": losses})) == (units == 10)
@@ -172,7 +172,7 @@ def test_an_interval_of_shares_ends_at_one():
 def test_where_no_interval_can_be_given():
     assert difference([0.1, 0.2], [0.3]).method == "one of the two has a single seed"
     assert difference([0.1], [0.3]).method == "no result by sample"
-    unequal = difference([0.5], [0.5], (right("x."), right("x..x")))
+    unequal = difference([0.5], [0.5], [right("x.")], [right("x..x")])
     assert (unequal.method, unequal.low) == ("not the same samples", None)
     seeds = difference([0.1, 0.2, 0.3], [0.3, 0.35, 0.4])
     assert seeds.method == "seeds"
@@ -194,7 +194,12 @@ def test_a_mean_has_the_interval_of_its_units():
     contexts = torch.arange(50).repeat_interleave(4)
     answers = (torch.tensor(generator.random(50)) < 0.4).repeat_interleave(4)  # the four of a context are equal
     metrics = with_intervals(
-        {"loss": each(losses), "four": PerSample(answers, contexts), "one": each(answers[::4]), "row": each(losses[:1])}
+        {
+            "loss": count_each(losses),
+            "four": PerSample(answers, contexts),
+            "one": count_each(answers[::4]),
+            "row": count_each(losses[:1]),
+        }
     )
     theirs = scipy.stats.bootstrap(
         (losses.numpy(),), np.mean, method="percentile", n_resamples=10_000

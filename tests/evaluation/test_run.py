@@ -5,46 +5,14 @@ import multiprocessing
 import os
 import socket
 
-import numpy as np
 import open_clip
 import pytest
 import torch
 
-from diffvision.data.datasets.drawings import png
 from diffvision.data.images.folders import EvaluationFolder
-from diffvision.data.shards.writer import write_evaluation_split
 from diffvision.evaluation import evaluate
 from diffvision.evaluation.evaluate_command import evaluate as run
 from diffvision.evaluation.options import Options
-
-COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
-
-
-def square(colour):
-    noise = np.random.default_rng(sum(colour)).integers(0, 40, (32, 32, 3))
-    return png(np.array(colour) * 0.8 + noise)
-
-
-def write_split(directory, samples):
-    write_evaluation_split(directory, ({"__key__": f"s{n:03}", **members} for n, members in enumerate(samples)))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("made") / "colours"
-    labelled = [{"png": square(c), "cls": str(label).encode()} for label, c in enumerate(COLOURS.values())]
-    write_split(root / "zero_shot" / "train", labelled * 5)
-    write_split(root / "zero_shot" / "test", labelled * 4)
-    (root / "zero_shot" / "classnames.txt").write_text("\n".join(COLOURS))
-    (root / "zero_shot" / "zeroshot_classification_templates.txt").write_text("a {c} square\nthe colour {c}")
-    captioned = [
-        {"png": square(c), "txt": f"a {name} square\nsomething {name}".encode()} for name, c in COLOURS.items()
-    ]
-    write_split(root / "retrieval" / "test", captioned)
-    write_split(root / "composition" / "test", captioned)
-    for task in ("retrieval", "composition"):
-        (root / task / "dataset_type.txt").write_text("retrieval")
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +23,11 @@ def checkpoint(tmp_path_factory):
     return str(path)
 
 
-def test_all_tasks_of_all_folders(data, checkpoint, tmp_path, capsys):
+def test_all_tasks_of_all_folders(colours, checkpoint, tmp_path, capsys):
     output = tmp_path / "records.json"
     metrics = run(
         model="DiffCLIP-debug",
-        data=str(data),
+        data=str(colours),
         checkpoint=checkpoint,
         tasks="zero_shot,retrieval,composition,linear_probe,few_shot",
         output=str(output),
@@ -90,7 +58,7 @@ def _torchrun_rank(rank, port, settings, results):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forked processes need not import everything again")
 @pytest.mark.filterwarnings("ignore:.*does not record its architecture")
-def test_several_models_have_a_column_each(data, tmp_path, capsys):
+def test_several_models_have_a_column_each(colours, tmp_path, capsys):
     paths = []
     for number in range(2):
         torch.manual_seed(number)
@@ -100,7 +68,7 @@ def test_several_models_have_a_column_each(data, tmp_path, capsys):
         about = {"pytorch-lightning_version": "2.6.6", "state_dict": state, "diffvision": {"model": "CLIP-debug"}}
         torch.save(about, paths[-1])
     models = [f"first={paths[0]}", f"second={paths[1]}"]
-    settings = {"data": str(data / "zero_shot"), "num_workers": 0, "device": "cpu"}
+    settings = {"data": str(colours / "zero_shot"), "num_workers": 0, "device": "cpu"}
     both = run(models, **settings, output=str(tmp_path / "records"))
     assert list(both) == ["first", "second"]
     assert both["second"] == run(str(paths[1]), **settings)
@@ -115,10 +83,10 @@ def test_several_models_have_a_column_each(data, tmp_path, capsys):
         run(models, **settings, checkpoint="x.pt")
 
 
-def test_ranks_of_torchrun_have_the_numbers_of_one_process(data, checkpoint, tmp_path):
+def test_ranks_of_torchrun_have_the_numbers_of_one_process(colours, checkpoint, tmp_path):
     settings = {
         "model": "DiffCLIP-debug",
-        "data": str(data),
+        "data": str(colours),
         "checkpoint": checkpoint,
         "device": "cpu",
         "num_workers": 0,
@@ -141,15 +109,15 @@ def test_ranks_of_torchrun_have_the_numbers_of_one_process(data, checkpoint, tmp
     assert len(list((tmp_path / "records").iterdir())) == 3
 
 
-def test_half_precision_is_enough_for_the_probe(data, checkpoint):
-    settings = {"model": "DiffCLIP-debug", "data": str(data), "checkpoint": checkpoint, "device": "cpu"}
+def test_half_precision_is_enough_for_the_probe(colours, checkpoint):
+    settings = {"model": "DiffCLIP-debug", "data": str(colours), "checkpoint": checkpoint, "device": "cpu"}
     metrics = run(**settings, tasks="linear_probe", precision="bf16", num_workers=0)
     assert metrics["linear_probe/colours/acc1"] == 1.0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
-def test_models_that_are_in_half_precision_themselves(data, precision):
+def test_models_that_are_in_half_precision_themselves(colours, precision):
     model, _, transform = open_clip.create_model_and_transforms("DiffCLIP-debug", precision=precision)
-    folder = EvaluationFolder(data / "retrieval")
+    folder = EvaluationFolder(colours / "retrieval")
     metrics = evaluate(model, folder, transform=transform, tokenizer=open_clip.get_tokenizer("DiffCLIP-debug"))
     assert metrics["retrieval/colours/text_retrieval_recall@10"] == 1.0

@@ -174,7 +174,7 @@ def test_x_as_its_context_is_self_attention_and_the_maps_of_analysis_are_the_lay
     seen = []
     with captured(nn.ModuleList([layer]), lambda call: seen.append(call.scores()) or seen[-1]):
         torch.testing.assert_close(layer(x, mask, context=context), expected)
-    torch.testing.assert_close(seen[0].applied(), maps[0])
+    torch.testing.assert_close(seen[0].compute_weights(), maps[0])
 
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "heads"])

@@ -38,4 +38,4 @@ def test_maps_of_a_vit_sum_to_less_than_one():
     model = timm.create_model("diff_vit_debug", variant="sink").eval()
     assert model.blocks[0].attn.num_heads == 4
     for layer in layer_maps(model, torch.randn(3, 32, 32)):
-        assert (layer.applied.sum(-1) < 1).all()
+        assert (layer.weights.sum(-1) < 1).all()

@@ -5,12 +5,9 @@ returns a PNG file's bytes. A model has one colour in all figures, see `colours_
 is not here.
 """
 
-from diffvision.analysis.figures.image_attention import (
-    ImageAttention,
-    attention_panels,
-)
+from diffvision.analysis.figures.image_attention import ImageAttention, attention_panels
 from diffvision.analysis.figures.style import COLOURS, colours_of, png
-from diffvision.analysis.figures.training_runs import lambda_curves, run_curves, run_overview
+from diffvision.analysis.figures.training_runs import lambda_curves, run_curves
 
 __all__ = [
     "COLOURS",
@@ -20,5 +17,4 @@ __all__ = [
     "lambda_curves",
     "png",
     "run_curves",
-    "run_overview",
 ]

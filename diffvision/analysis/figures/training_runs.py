@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from diffvision.analysis.curves import Curve
-from diffvision.analysis.figures.style import COLOURS, colours_of, legend_below, new_figure, panels, styled
+from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,39 +37,6 @@ def run_curves(metrics: Mapping[str, Mapping[str, Sequence[Curve]]], xlabel: str
         ax.set(title=metric, xlabel=xlabel)
         ax.margins(x=0.02)
     return legend_below(figure, axes[0], columns=len(colours))
-
-
-@styled
-def run_overview(curves: Mapping[str, Curve]) -> Figure:
-    """Return a figure of one run: a panel for each metric that changes, over the steps, and lambda of each tower.
-
-    Args:
-        curves: as `curves.read_metrics` returns them; the counts of samples (`data/...`) and the metrics of single
-            kinds (`composition/DATASET/acc/KIND`) are left out.
-    """
-    towers = _by_tower(
-        {name.removeprefix("lambda/"): curve for name, curve in curves.items() if name.startswith("lambda/")}
-    )
-    named = [name for name in curves if not name.startswith(("data/", "lambda")) and name.count("/") < 3]
-    shown = [name for name in named if not _is_flat(curves[name])]
-    shown.sort(key=lambda name: (not name.endswith("loss"), name.startswith("train/"), name))
-    count = len(shown) + len(towers)
-    columns = min(4, max(count, 1))
-    rows = math.ceil(count / columns) or 1
-    figure = new_figure(2.7 * columns, 2.1 * rows)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax, name in zip(axes, shown, strict=False):
-        dots = "o" if len(curves[name].steps) < 20 else None
-        ax.plot(*curves[name], color=COLOURS[0], linewidth=1.4, marker=dots, markersize=3)
-        ax.set_title(textwrap.fill(name.replace("/", "/ "), 30).replace("/ ", "/"), fontsize=9)
-    for ax, (tower, layers) in zip(axes[len(shown) :], towers.items(), strict=False):
-        _draw_layers(ax, layers, linewidth=1.2, fontsize=6.5)
-        ax.set_title(f"λ, {tower}", fontsize=9)
-    for ax in axes[count:]:
-        ax.set_axis_off()
-    for ax in axes[max(count - columns, 0) : count]:
-        ax.set_xlabel("step")
-    return figure
 
 
 @styled
@@ -108,12 +73,6 @@ def _draw_layers(ax: Axes, layers: Mapping[str, Curve], *, linewidth: float, fon
         label = f"layer {number}" if index in (0, len(layers) - 1) or len(layers) <= 6 else None
         ax.plot(*curve, color=shade, linewidth=linewidth, label=label)
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, fontsize=fontsize)
-
-
-def _is_flat(curve: Curve) -> bool:
-    """Return whether no value says anything: none is finite, all are 0, or several are all the same."""
-    values = [value for value in curve.values if math.isfinite(value)]
-    return not any(values) or (len(values) > 1 and len({*values}) == 1)
 
 
 def _over_seeds(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -71,7 +71,7 @@ def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
     def see(call: Call) -> Scores:
         scores = call.scores()
         last = scores.last_query() if scores.is_rowwise else scores
-        rows.append(last.applied()[0, :, -1].mean(dim=0).double().cpu())  # [N]
+        rows.append(last.compute_weights()[0, :, -1].mean(dim=0).double().cpu())  # [N]
         return scores
 
     tokens = torch.tensor([sample.tokens[: sample.answers[0][0]]], device=get_device(model))

@@ -18,7 +18,7 @@ from diffvision.analysis.capture import Call, captured, run_towers
 from diffvision.evaluation.language.needle import NeedleSample
 from diffvision.evaluation.language.pruning import METHODS, Compress, plain_methods, pruned_attention
 from diffvision.evaluation.language.scoring import Progress, get_device, greedy_matches, silent, token_losses
-from diffvision.evaluation.per_sample import PerSample, each, means
+from diffvision.evaluation.per_sample import PerSample, count_each, means
 from diffvision.models.modes import evaluating
 
 RATIOS = (0.25, 0.5, 0.75, 0.9, 0.95)
@@ -86,7 +86,7 @@ def cache_pruning(
             metrics[f"nll/{name}"] = losses[name].mean().item()
             for mode in ("agnostic", "aware") if needles else ():
                 metrics[f"needle_{mode}/{name}"] = _matches(model, needles, mode, compress, batch_size)
-    rises = {f"nll_rise/{name}": each(loss - losses["full"]) for name, loss in losses.items() if name != "full"}
+    rises = {f"nll_rise/{name}": count_each(loss - losses["full"]) for name, loss in losses.items() if name != "full"}
     return metrics | _summary(means(metrics), names, sorted(ratios)) | rises
 
 

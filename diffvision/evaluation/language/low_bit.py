@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
 from diffvision.evaluation.language.language_options import SCHEMES as NAMES
 from diffvision.evaluation.language.scoring import Progress, get_device, silent, token_losses
-from diffvision.evaluation.per_sample import PerSample, each
+from diffvision.evaluation.per_sample import PerSample, count_each
 from diffvision.models.modes import evaluating
 
 QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks
@@ -256,7 +256,7 @@ def low_bit(
         with evaluating(model), rounded:
             losses[name] = row_losses(model, rows, batch_size)
             metrics[f"nll/{name or 'full'}"] = losses[name].mean().item()
-    return metrics | {f"nll_rise/{name}": each(losses[name] - losses[None]) for name in schemes}
+    return metrics | {f"nll_rise/{name}": count_each(losses[name] - losses[None]) for name in schemes}
 
 
 def low_bit_attention(model: nn.Module, scheme: str) -> AbstractContextManager[None]:
@@ -351,7 +351,7 @@ class Layer:
 
 
 def _output(call: Call, scores: Scores) -> Tensor:
-    applied = scores.applied()
+    applied = scores.compute_weights()
     return applied @ call.values(applied.dtype)
 
 

@@ -49,7 +49,7 @@ def _mean_of_maps(scores: Scores) -> Tensor:
 
 
 def _difference(scores: Scores) -> Tensor:
-    return scores.applied().abs()
+    return scores.compute_weights().abs()
 
 
 METHODS = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from diffvision.data.conversations import PLACEHOLDER, check_image
 from diffvision.data.images.decode import decode_image
@@ -23,57 +22,29 @@ Asked = tuple[str, Sequence[Image.Image]]
 """A question and its images."""
 
 
-def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
-    """Return greedy answers to questions, as `generate_tokens` generates them."""
-    inputs, out = generate_tokens(model, processor, asked, max_new_tokens)
-    return processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
 @torch.no_grad()
-def generate_tokens(
-    model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the model's inputs for questions in one batch, padded on the left, and these with greedy answers.
+def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
+    """Return greedy answers to questions, in one batch that is padded on the left.
 
     Args:
         model: an image-text-to-text model of transformers, ours among them.
-        processor: its processor, with a chat template. Images come before the question, whose placeholders are left
-            out.
+        processor: as in `tokenize_questions`.
         asked: questions, each with its images.
         max_new_tokens: most tokens of an answer.
 
     Raises:
-        ValueError: no chat template, an image that would take too much memory, or more tokens than the model reads.
+        ValueError: as `tokenize_questions`, or more tokens than the model reads.
     """
-    if not getattr(processor, "chat_template", None):
-        raise ValueError("the processor has no chat template: put a chat_template.jinja next to the model")
-    marker = getattr(processor, "image_token", None) or PLACEHOLDER
-    for text, images in asked:
-        try:
-            for image in images:
-                check_image(image, processor.image_processor)
-        except BadSample as error:
-            raise ValueError(f"{error} for the question {text[:60]!r}: cut the image, or leave it out") from None
-    prompts = [
-        [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": text}]}]
-        for text, images in ((text.replace(marker, "").strip(), images) for text, images in asked)
-    ]
-    inputs = processor(
-        text=[processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts],
-        images=[[*images] for _, images in asked if images] or None,
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
-    ).to(model.device, model.dtype)
-    read = inputs["input_ids"].shape[1]
+    inputs = tokenize_questions(processor, asked).to(model.device, model.dtype)
+    length = inputs["input_ids"].shape[1]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and read + max_new_tokens > limit:
+    if limit is not None and length + max_new_tokens > limit:
         raise ValueError(
-            f"a question has {read} tokens, its images' among them, and the model reads {limit}: lower "
+            f"a question has {length} tokens, its images' among them, and the model reads {limit}: lower "
             f"max_new_tokens={max_new_tokens}, or give smaller images"
         )
     ends = model.generation_config.eos_token_id
-    out: Tensor = model.generate(
+    out = model.generate(
         **inputs,
         do_sample=False,
         num_beams=1,
@@ -85,7 +56,39 @@ def generate_tokens(
         eos_token_id=processor.tokenizer.eos_token_id if ends is None else ends,
         pad_token_id=processor.tokenizer.pad_token_id,
     )
-    return dict(inputs), out
+    return processor.batch_decode(out[:, length:], skip_special_tokens=True)
+
+
+def tokenize_questions(processor: Any, asked: Sequence[Asked]) -> Any:
+    """Return a model's inputs for questions; images come before the question, whose own placeholders are left out.
+
+    Args:
+        processor: of transformers, with a chat template.
+        asked: questions, each with its images.
+
+    Raises:
+        ValueError: no chat template, or an image that would take too much memory.
+    """
+    if not getattr(processor, "chat_template", None):
+        raise ValueError("the processor has no chat template: put a chat_template.jinja next to the model")
+    marker = getattr(processor, "image_token", None) or PLACEHOLDER
+    prompts = []
+    for text, images in asked:
+        try:
+            for image in images:
+                check_image(image, processor.image_processor)
+        except BadSample as error:
+            raise ValueError(f"{error} for the question {text[:60]!r}: cut the image, or leave it out") from None
+        question = {"type": "text", "text": text.replace(marker, "").strip()}
+        message = {"role": "user", "content": [*({"type": "image"} for _ in images), question]}
+        prompts.append(processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False))
+    return processor(
+        text=prompts,
+        images=[[*images] for _, images in asked if images] or None,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    )
 
 
 def answer_questions(
@@ -106,7 +109,7 @@ def answer_questions(
         prompt: what is asked, with {question} in it.
         max_new_tokens: most tokens of an answer.
         batch_size: questions at a time.
-        file: JSON lines {"question_id", "text", "of": a digest of question and images}, written batch by batch.
+        file: JSON lines {"question_id", "text"}, written batch by batch.
         progress: wraps the batches in a progress bar.
 
     Raises:
@@ -114,7 +117,7 @@ def answer_questions(
     """
     if QUESTION not in prompt:
         raise ValueError(f"prompt must have {QUESTION} where the question belongs, got {prompt!r}")
-    prints, texts = questions.fingerprints(), []
+    texts: list[str] = []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -124,10 +127,7 @@ def answer_questions(
         asked = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
         new = generate_answers(vlm.module, vlm.processor, asked, max_new_tokens)
         if file is not None:
-            lines = [
-                {"question_id": row["question_id"], "text": text, "of": of}
-                for row, text, of in zip(rows, new, prints[start : start + batch_size], strict=True)
-            ]
+            lines = [{"question_id": row["question_id"], "text": text} for row, text in zip(rows, new, strict=True)]
             with file.open("a", encoding="utf-8") as opened:
                 opened.write("".join(f"{json.dumps(line)}\n" for line in lines))
         texts += new
@@ -162,8 +162,6 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
             f"{path} has {len(rows)} answers, {questions.path.name} {len(ids)} questions, and {other[0]} is in one of "
             "them: give the answers to these questions"
         )
-    if "of" in rows[ids[0]] and [rows[id].get("of") for id in ids] != questions.fingerprints():
-        raise ValueError(f"{path} has answers to other questions or images than {questions.path}: generate them again")
     return [str(rows[id]["text"]) for id in ids]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from diffvision.evaluation.per_sample import Metrics, PerSample, each
+from diffvision.evaluation.per_sample import Metrics, PerSample, count_each
 from diffvision.words import words
 
 _IRREGULAR = {
@@ -107,12 +107,12 @@ def chair(captions: Sequence[str], objects: Sequence[Collection[str]], names: Ob
     wrong_counts, present_counts = (torch.tensor([float(len(one)) for one in lists]) for lists in (wrong, truth))
     return {
         "chair_i": PerSample(wrong_counts, units, weights=counts, ratio=True) if counts.any() else math.nan,
-        "chair_s": each(wrong_counts > 0),
+        "chair_s": count_each(wrong_counts > 0),
         "recall": PerSample(torch.tensor(hits).double(), units, weights=present_counts)
         if present_counts.any()
         else math.nan,
-        "objects": each(counts.double()),
-        "words": each(torch.tensor([float(len(caption.split())) for caption in captions])),
+        "objects": count_each(counts.double()),
+        "words": count_each(torch.tensor([float(len(caption.split())) for caption in captions])),
     }
 
 

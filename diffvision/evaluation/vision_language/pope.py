@@ -13,13 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diffvision.evaluation.per_sample import Metrics, PerSample, each
-
-SIZES = {
-    3000: "3,000 questions, as POPE's own files",
-    2910: "2,910 questions, as LLaVA's random file, which lacks 90 of POPE's 3,000",
-}
-"""What is known of a file with so many questions."""
+from diffvision.evaluation.per_sample import Metrics, PerSample, count_each
 
 
 def parse(answer: str) -> bool | None:
@@ -68,15 +62,15 @@ def pope(answers: Sequence[str], truth: Sequence[bool], images: Sequence[int]) -
         missed = right & (no if parser is parse_lmms_eval else ~yes)
         total = 2 * hits.long() + (yes & ~right).long() + missed.long()
         found: Metrics = {
-            "accuracy": each(hits | (no & ~right)),
+            "accuracy": count_each(hits | (no & ~right)),
             "precision": _among(hits, yes, undefined),
             "recall": _among(hits, hits | missed, undefined),
             "f1": PerSample(2.0 * hits, units, weights=total, ratio=True) if total.any() else undefined,
-            "yes_ratio": each(yes),
+            "yes_ratio": count_each(yes),
         }
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
         if parser is parse:
-            metrics["unparsed"] = each(~(yes | no))
+            metrics["unparsed"] = count_each(~(yes | no))
     return metrics
 
 

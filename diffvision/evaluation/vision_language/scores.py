@@ -8,7 +8,7 @@ from typing import Any
 
 from diffvision.evaluation.per_sample import Metrics, fingerprint, means
 from diffvision.evaluation.vision_language.chair import ObjectNames, chair
-from diffvision.evaluation.vision_language.pope import PARSERS, SIZES, pope
+from diffvision.evaluation.vision_language.pope import PARSERS, pope
 from diffvision.evaluation.vision_language.questions import QuestionSet, read_labels
 from diffvision.evaluation.vision_language.vqa import vqa
 
@@ -77,7 +77,5 @@ def find_redundant_metrics(results: Mapping[str, Mapping[str, float]]) -> list[s
 
 def describe_set(questions: QuestionSet) -> dict[str, str]:
     """Return what identifies a set: its name, task, size and a digest of its rows."""
-    count, size = len(questions.rows), f"{len(questions.rows):,} questions"
-    size = SIZES.get(count, size) if questions.task == "pope" else size
-    digest = fingerprint([*map(dict, questions.rows)])
+    size, digest = f"{len(questions.rows):,} questions", fingerprint([*map(dict, questions.rows)])
     return {"set": questions.name, "task": questions.task, "questions": size, "digest": digest}

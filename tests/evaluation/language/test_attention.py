@@ -32,8 +32,8 @@ def test_reading_changes_nothing(tiny):
         with pytest.raises(ValueError, match="row"):
             scores.last_query()
         return
-    assert scores.last_query().applied().shape == (3, 2, 1, 20)
-    torch.testing.assert_close(scores.last_query().applied(), scores.applied()[:, :, -1:])
+    assert scores.last_query().compute_weights().shape == (3, 2, 1, 20)
+    torch.testing.assert_close(scores.last_query().compute_weights(), scores.compute_weights()[:, :, -1:])
 
 
 @torch.no_grad()

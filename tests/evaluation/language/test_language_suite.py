@@ -176,7 +176,7 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         ({"tasks": "needle", "models": "CLIP-debug"}, "CLIP-debug is a model of images"),
         ({"tasks": "needle", "models": f"{checkpoint},{checkpoint}"}, "two models are named 'diff-debug'"),
         ({"tasks": "needle", "options": LanguageOptions(lengths=(256,))}, "lengths has 256, over the 128 tokens"),
-        ({"tasks": "needle", "device": "tpu"}, "device 'tpu' is not here"),
+        ({"tasks": "needle", "device": "tpu"}, "device .*tpu"),
     ]:
         given = {"models": checkpoint, "options": SMALL, "device": "cpu", **settings}
         with pytest.raises(ValueError, match=message):

@@ -26,7 +26,7 @@ def head(length=100, maps=2, key_maps=2):
 
 def output(call, scheme):
     scores = SCHEMES[scheme](call)
-    return (scores.applied() @ call.values(torch.float32))[0, 0]
+    return (scores.compute_weights() @ call.values(torch.float32))[0, 0]
 
 
 @pytest.mark.parametrize("key_maps", [1, 2])
@@ -50,7 +50,7 @@ def test_a_cache_read_by_each_query_as_decoding_would(bits, key_maps, monkeypatc
     monkeypatch.setattr("diffvision.evaluation.language.low_bit.RECENT", 100)
     kept = output(head(key_maps=key_maps), f"cache_{bits}")
     full = head(key_maps=key_maps)
-    torch.testing.assert_close(kept, (full.scores().applied() @ full.values(torch.float32))[0, 0])
+    torch.testing.assert_close(kept, (full.scores().compute_weights() @ full.values(torch.float32))[0, 0])
 
 
 def test_probabilities_and_values_as_a_kernel_sums_them():
