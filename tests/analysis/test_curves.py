@@ -1,6 +1,6 @@
 """What a run logged: one file, and those of a run that was resumed."""
 
-from diffvision.analysis.curves import Curve, keep_metrics, over_seconds, read_metrics
+from diffvision.analysis.curves import Curve, keep_metrics, read_metrics
 
 HEAD = "epoch,step,loss,val,data/seen"
 
@@ -33,11 +33,3 @@ def test_an_epoch_that_was_ended_twice_has_one_account(tmp_path):
     write(tmp_path / "metrics.1.csv", "epoch,step,data/seen", "0,19,640", "1,29,320")
     write(tmp_path / "metrics.csv", "epoch,step,data/seen", "1,39,640", "2,59,640")
     assert read_metrics(tmp_path)["data/seen"] == Curve([19, 39, 59], [640, 640, 640])
-
-
-def test_seconds_follow_from_the_rates_that_were_logged():
-    """Steps 0 to 9 at 32 samples a second, the next ten at 64, of 16 samples each: half a second, then a quarter."""
-    rates = Curve([9, 19], [32.0, 64.0])
-    curves = over_seconds({"train/samples_per_second": rates, "loss": Curve([0, 9, 14, 19, 23], [5, 4, 3, 2, 1])}, 16)
-    assert curves["loss"] == Curve([0.5, 5.0, 6.25, 7.5, 8.5], [5, 4, 3, 2, 1])
-    assert over_seconds({"loss": Curve([0], [1.0])}, 16) == {}

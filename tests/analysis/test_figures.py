@@ -1,7 +1,6 @@
 """Figures: what is in them, as far as a test can see; how they look was judged by eye."""
 
 import io
-import math
 
 import matplotlib as mpl
 import numpy as np
@@ -43,23 +42,15 @@ def test_run_curves_draw_every_run_in_its_colour():
         assert (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=1).sum() > 200
 
 
-def test_a_run_has_a_panel_for_each_metric_that_says_something():
-    curve, nothing = Curve([0, 1], [0.8, 0.7]), Curve([0, 1], [0.0, 0.0])
-    layers = {f"lambda/blocks.{depth}.attn": curve for depth in range(3)}
-    layers |= {"lambda/visual.blocks.11.attn": curve}
-    none = {
-        "train/lr": Curve([0, 1, 2], [0.1] * 3),
-        "train/skipped_steps": nothing,
-        "zero_shot/x/acc5": Curve([1], [math.nan]),
-        "data/seen": curve,
-    }
-    once = {"val/acc5": Curve([1], [0.5])}
-    figure = figures.run_overview({"val/acc1": curve, "train/loss": curve, "lambda": curve, **layers, **none, **once})
-    titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
-    assert titles == ["train/loss", "val/acc1", "val/acc5", "λ, blocks", "λ, image tower"]
-    legends = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figure.axes[3:5]]
-    assert legends == [["layer 0", "layer 1", "layer 2"], ["layer 11"]]
-    assert opened(figures.run_overview({})).size  # a run that logged nothing
+def test_lambda_has_a_panel_for_each_tower_and_a_line_for_each_layer():
+    curve = Curve([0, 1], [0.8, 0.7])
+    names = [f"blocks.{depth}.attn" for depth in range(8)] + ["visual.blocks.11.attn", "transformer.resblocks.0.attn"]
+    figure = figures.lambda_curves(dict.fromkeys(names, curve))
+    assert [ax.get_title() for ax in figure.axes] == ["blocks", "image tower", "text tower"]
+    assert [len(ax.lines) for ax in figure.axes] == [8, 1, 1]
+    legends = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figure.axes]
+    assert legends == [["layer 0", "layer 7"], ["layer 11"], ["layer 0"]]
+    assert opened(figure).size
 
 
 def attention(maps, label=""):
