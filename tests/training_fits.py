@@ -5,12 +5,14 @@ import socket
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import multiprocessing
 
 
 def trainer(*callbacks, **settings):
-    """Return a Trainer of one step on a CPU, without files or bars."""
-    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    """Return a Trainer of one step on a CPU, without files (but those of a Checkpoint callback) or bars."""
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    defaults = {"max_steps": 1, "logger": False, "enable_checkpointing": saves, "accelerator": "cpu", "devices": 1}
     defaults |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     return pl.Trainer(**defaults | {"use_distributed_sampler": False} | settings, callbacks=list(callbacks))
 

@@ -28,25 +28,19 @@ if TYPE_CHECKING:
     from diffvision.training.progress import ProgressLine
     from diffvision.training.vision_language import Lora, VisionLanguageModule
 
-_MODULES = {
-    "EMA": "ema",
-    "ClassificationModule": "classification",
-    "ContrastiveModule": "clip",
-    "DataReport": "callbacks",
-    "Distillation": "distillation",
-    "LambdaAnnealing": "callbacks",
-    "LambdaMonitor": "callbacks",
-    "LambdaWarmup": "callbacks",
-    "LanguageModule": "language",
-    "LastCheckpoint": "fault_tolerance",
-    "Lora": "vision_language",
-    "OptimizerSettings": "optim",
-    "ProgressLine": "progress",
-    "StepGuard": "fault_tolerance",
-    "Throughput": "callbacks",
-    "TrainOnlyNew": "callbacks",
-    "VisionLanguageModule": "vision_language",
+_NAMES = {
+    "callbacks": "DataReport LambdaAnnealing LambdaMonitor LambdaWarmup Throughput TrainOnlyNew",
+    "classification": "ClassificationModule",
+    "clip": "ContrastiveModule",
+    "distillation": "Distillation",
+    "ema": "EMA",
+    "fault_tolerance": "LastCheckpoint StepGuard",
+    "language": "LanguageModule",
+    "optim": "OptimizerSettings",
+    "progress": "ProgressLine",
+    "vision_language": "Lora VisionLanguageModule",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "EMA",
     "ClassificationModule",

@@ -22,7 +22,6 @@ from diffvision.data.images.caption_tokenizer import LARGE_CUT
 from diffvision.data.shards.report import Report
 from diffvision.training.fault_tolerance import gather_from_ranks
 from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
-from diffvision.training.sharding import gather_weights, release_weights
 
 COUNTED = "data_report"  # key in a checkpoint: what DataReport has counted of the epoch
 LARGE_TAIL = 0.05  # share of an epoch's samples; where the incomplete last batch has more, a run says so
@@ -51,15 +50,12 @@ class LambdaMonitor(pl.Callback):
             inputs["tokens"] = batch["tokens"][:1, :-1]  # one packed sequence has as many tokens as many captions
             if "image" in batch:  # a vision-language model's, whose images are in the tokens
                 inputs = {"image": batch["image"], "tokens": batch["tokens"][:, :-1]}
-        else:
-            gather_weights(model)  # the towers run apart, whose layers FSDP2 gathers within the whole model alone
         # A layer's dropout must not advance the run's random numbers, and its hooks must not compile a layer again.
         with (
             torch.random.fork_rng([pl_module.device] if pl_module.device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):
             lambdas = layer_lambdas(model, inputs)
-        release_weights(model)
         if lambdas:
             pl_module.log_dict({f"lambda/{name}": value for name, value in lambdas.items()})
             # On the CPU, as Lightning reads what is logged for a progress bar at every step from then on.

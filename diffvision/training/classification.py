@@ -5,11 +5,8 @@ Code shared with the other modules is in `module`, the optimizer in `optim`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +19,6 @@ from diffvision.opening.image_models import refuse_misfit
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.module import TrainingModule, mark_batch_dynamic, tuples_to_lists
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, param_groups
-from diffvision.training.sharding import gather_weights, release_weights
 
 
 class ClassificationModule(TrainingModule):
@@ -106,19 +102,15 @@ class ClassificationModule(TrainingModule):
         return self.model(image)
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return a loader's batch as a dictionary, its labels checked."""
+        """Return a loader's batch as a dictionary; raise ValueError for labels that are no class, unless on a GPU."""
         batch = super().prepare_batch(batch)
-        self.check_labels(batch["label"])
+        label = batch["label"]
+        if isinstance(label, Tensor) and label.device.type == "cpu" and not label.is_floating_point():
+            outside = label[(label < 0) | (label >= self.num_classes)]
+            if len(outside):
+                last = self.num_classes - 1
+                raise ValueError(f"labels must be 0 to {last}, got {outside[0].item()}: set num_classes to the data's")
         return batch
-
-    def check_labels(self, label: Any) -> None:
-        """Raise ValueError unless labels are 0 to num_classes - 1; labels on a GPU are not checked."""
-        if not isinstance(label, Tensor) or label.device.type != "cpu" or label.is_floating_point():
-            return
-        outside = label[(label < 0) | (label >= self.num_classes)]
-        if len(outside):
-            last = self.num_classes - 1
-            raise ValueError(f"labels must be 0 to {last}, got {outside[0].item()}: set num_classes to the data's")
 
     def training_step(self, batch: ImageLabelBatch, batch_idx: int) -> Tensor:
         image, target = batch["image"], batch["label"]
@@ -129,7 +121,7 @@ class ClassificationModule(TrainingModule):
             image, target = self.mixup(image, target)
             smoothing = 0.0  # mixup's soft targets include it
         loss = F.cross_entropy(self.model(image).float(), target, label_smoothing=smoothing)
-        self.log_step(self.highest_lr, loss=self.mean_if_logged(loss.detach()))
+        self.log_step(loss=self.mean_if_logged(loss.detach()))
         return loss
 
     def validation_metrics(self, data: Any) -> list[str] | None:
@@ -139,18 +131,8 @@ class ClassificationModule(TrainingModule):
         names = ["acc1", *(["acc5"] if self.num_classes >= 5 else []), "loss", "samples"]
         return [] if data.evaluation is None else [f"val/{name}" for name in names]
 
-    def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
-        """Set monitors; without evaluation data, warn that ModelCheckpoint saves nothing."""
-        if isinstance(data, ImageLabelData) and data.evaluation is None:
-            idle = [one for one in callbacks if isinstance(one, ModelCheckpoint) and (one.monitor or "")[:4] == "val/"]
-            callbacks = [one for one in callbacks if one not in idle]
-            for one in idle:
-                rank_zero_warn(f"ModelCheckpoint monitors {one.monitor}: it saves nothing, as nothing is evaluated")
-        super().set_monitors(callbacks, data)
-
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(4)  # samples, top-1, top-5, summed loss
-        gather_weights(self.model)
 
     def validation_step(self, batch: ImageLabelBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count correct predictions and sum the loss."""
@@ -161,7 +143,6 @@ class ClassificationModule(TrainingModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log accuracies and loss, from sums over all samples and ranks; no acc5 with fewer than five classes."""
-        release_weights(self.model)
         for loader, (samples, top1, top5, loss) in self.reduce_sums():
             if not samples:
                 raise ValueError(f"val/acc1{loader} has no samples: check its data, or leave them out")
@@ -182,7 +163,7 @@ class ClassificationModule(TrainingModule):
             layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
             top = max(layers.values())
             scales = {name: self.layer_decay ** (top - layer) for name, layer in layers.items()}
-        return param_groups(self.model, self.settings.weight_decay, undecayed, scales, self.settings.is_muon)
+        return param_groups(self.model, self.settings.weight_decay, undecayed, scales)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint is of another architecture. `fit` calls this before reading data."""

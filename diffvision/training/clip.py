@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, TypeGuard, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from diffvision.data.batches import ImageTextBatch
 from diffvision.data.images.caption_tokenizer import text_only
@@ -32,11 +32,9 @@ from diffvision.opening.image_models import (
     without_warning_of_random_weights,
 )
 from diffvision.training.compilation import compile_in_place
-from diffvision.training.fault_tolerance import spread_nan
 from diffvision.training.module import TrainingModule, mark_batch_dynamic, tuples_to_lists
 from diffvision.training.optim import OptimizerSettings, check_layer_decay, layer_scales, param_groups
 from diffvision.training.progress import track_evaluation
-from diffvision.training.sharding import gather_weights, release_weights, to_whole
 
 FEATURES = ("image_features", "text_features")
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
@@ -200,56 +198,30 @@ class ContrastiveModule(TrainingModule):
         """Make an optimizer step; return the batch's loss on this rank."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        rate = self.highest_lr
-        if self.accum_freq > 1:
-            loss = self.backward_chunks(batch)
-        else:
-            loss = self.compute_loss(self.model(batch["image"], batch["text"]))
-            self.manual_backward(loss)
+        loss = self.compute_loss(self.encode_chunks(batch))
+        self.manual_backward(loss)
         mean = self.mean_if_logged(loss.detach())
         optimizer.step()
-        scheduler: Any = self.lr_schedulers()
-        if scheduler is not None:  # a subclass may have none
-            scheduler.step()
         with torch.no_grad():
             self.model.logit_scale.clamp_(0, math.log(100))
         # After the step: in a run's first batch, Lightning drops what was logged before another hook logs.
-        self.log_step(rate, loss=mean, logit_scale=to_whole(self.model.logit_scale.detach()).exp().mean())
+        self.log_step(loss=mean, logit_scale=self.model.logit_scale.detach().exp().mean())
+        scheduler: Any = self.lr_schedulers()
+        if scheduler is not None:  # a subclass may have none
+            scheduler.step()
         return loss.detach()
 
-    def backward_chunks(self, batch: ImageTextBatch) -> Tensor:
-        """Compute the gradients of the batch with the activations of one chunk at a time in memory; return the loss.
+    def encode_chunks(self, batch: ImageTextBatch) -> dict[str, Tensor]:
+        """Return the model's output for a batch, with the activations of one of `accum_freq` chunks in memory.
 
-        1. Compute the features of every chunk, without a graph. 2. Compute the loss of all features together, with all
-        negatives, and its gradient for the features and the scale. This is done once, whereas OpenCLIP's accum-freq
-        does it for every chunk. 3. Run every chunk again, with a graph and the same random numbers (dropout), and
-        backpropagate those gradients. DDP reduces at the last chunk only.
+        The backward pass computes each chunk again, with the same random numbers (dropout). The loss is that of all
+        features, with all negatives, and is computed once, whereas OpenCLIP's accum-freq computes it for every chunk.
         """
-        chunks = [*zip(batch["image"].chunk(self.accum_freq), batch["text"].chunk(self.accum_freq), strict=True)]
-        states, outputs = [], []
-        with torch.no_grad():
-            for image, text in chunks:
-                states.append(random_state(self.device))
-                outputs.append(self.model(image, text))
-        whole = {k: torch.cat([out[k] for out in outputs]) if k in FEATURES else v for k, v in outputs[0].items()}
-        whole = {k: widen(v.detach()).requires_grad_() for k, v in whole.items()}
-        loss = self.compute_loss(whole)
-        spread_nan(loss)
-        gradients = dict(zip(whole, torch.autograd.grad(loss, list(whole.values())), strict=True))
-        chunk_gradients = [{k: gradients[k].split(len(chunks[0][0]))[i] for k in FEATURES} for i in range(len(chunks))]
-        # The scale and the bias belong to no chunk: their gradients are applied once, with the last one.
-        chunk_gradients[-1] |= {k: v for k, v in gradients.items() if k not in FEATURES}
-
-        # Only strategies of several processes synchronise gradients.
-        hold = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # the second pass repeats random numbers; restore the run's afterwards
-            for i, (image, text) in enumerate(chunks):
-                restore_random_state(self.device, states[i])
-                with hold() if i < len(chunks) - 1 else nullcontext():
-                    out = self.model(image, text)
-                    self.manual_backward(sum((widen(out[k]) * g).sum() for k, g in chunk_gradients[i].items()))
-        return loss
+        if self.accum_freq == 1:
+            return self.model(batch["image"], batch["text"])
+        chunks = zip(batch["image"].chunk(self.accum_freq), batch["text"].chunk(self.accum_freq), strict=True)
+        outputs = [checkpoint(self.model, image, text, use_reentrant=False) for image, text in chunks]
+        return {k: torch.cat([out[k] for out in outputs]) if k in FEATURES else v for k, v in outputs[0].items()}
 
     def compute_loss(self, out: dict[str, Tensor], loss: nn.Module | None = None) -> Tensor:
         """Return the loss of features and scale, in float32: bfloat16 has no fractional digits for logits near 100."""
@@ -266,8 +238,7 @@ class ContrastiveModule(TrainingModule):
         scales = {
             n: s for tower, decay in decays.items() for n, s in layer_scales(self.model, decay, towers[tower]).items()
         }
-        settings = self.settings
-        return param_groups(self.model, settings.weight_decay, scales=scales or None, is_muon=settings.is_muon)
+        return param_groups(self.model, self.settings.weight_decay, scales=scales or None)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the StepGuard; raise ValueError if the trainer clips or accumulates too, which this module does.
@@ -305,7 +276,6 @@ class ContrastiveModule(TrainingModule):
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # pairs, and their summed loss
-        gather_weights(self.model)
 
     def validation_step(
         self, batch: EvaluationFolder | ImageTextBatch, batch_idx: int, dataloader_idx: int = 0
@@ -335,7 +305,6 @@ class ContrastiveModule(TrainingModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss of the pairs, if there were any."""
-        release_weights(self.model)
         for loader, (pairs, loss) in self.reduce_sums():
             if pairs:
                 self.log_means({f"val/loss{loader}": loss / pairs})
@@ -406,15 +375,3 @@ def detach_zero_rows(features: Tensor) -> Tensor:
     AdamW's second moments would take thousands of steps to recover. Other rows are bit-identical.
     """
     return torch.where(features.detach().norm(dim=-1, keepdim=True) < 0.9, features.detach(), features)
-
-
-def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the generators that dropout draws from."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def restore_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Restore the generators that dropout draws from."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain
 from typing import Any
 
@@ -37,7 +38,9 @@ class EMA(EMAWeightAveraging):
         if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
             name = type(trainer.strategy).__name__
             raise ValueError(f"EMA cannot average the sharded weights of {name}: use ddp, or remove EMA")
-        super().setup(trainer, pl_module, stage)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that layers are not sharded
+            super().setup(trainer, pl_module, stage)
         if stage == "fit":
             (averages,) = (value for value in vars(self).values() if isinstance(value, AveragedModel))
             Averages.convert(averages, self.decay)

@@ -18,7 +18,6 @@ from typing import Any, cast, get_args
 import lightning.pytorch as pl
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -38,7 +37,7 @@ from diffvision.parsers import OneLineErrors
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.compilation import explain_failures
 from diffvision.training.fault_tolerance import Ranks, Resume, lightning_internals, protect
-from diffvision.training.module import IGNORED_WARNINGS, TrainingModule
+from diffvision.training.module import TrainingModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.recipes import resolve_recipes
 from diffvision.training.summary import RunSummary, make_table
@@ -68,14 +67,6 @@ POSITIVE = (
     *("max_epochs", "max_steps", "val_check_interval"),
 )
 NOT_NEGATIVE = ("gradient_clip_val", "log_every_n_steps")
-# Of Lightning's messages only its warnings are shown.
-LOGGERS = (
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-    "lightning.fabric.utilities.seed",
-)
-
-
 for _package in map(import_module, ("diffvision.data", "diffvision.training")):
     for _name in _package.__all__:  # so that a configuration may name it in short: `class_path: ContrastiveModule`
         getattr(_package, _name)
@@ -233,10 +224,9 @@ class FitCLI(LightningCLI):
         given = (self.config["fit"].get("data") or {}).get("init_args") or {}
         check_paths({f"data.{name}": given.get(name) for name in ("train", "evaluations", "evaluation")})
         if isinstance(self.model, TrainingModule):
-            callbacks = lightning_internals.find_callbacks(self.trainer, pl.Callback)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the module says it again
-                self.model.set_monitors(callbacks, self.datamodule)
+                self.model.set_monitors(lightning_internals.find_callbacks(self.trainer, pl.Callback), self.datamodule)
 
     def fit(self, model: pl.LightningModule, ckpt_path: str | None = None, **more: Any) -> None:
         """Call Trainer.fit, protected, from the checkpoint to resume from; LightningCLI calls this method."""
@@ -247,16 +237,13 @@ class FitCLI(LightningCLI):
             resume=cast(Resume, settings["resume"]),
             ranks=cast(Ranks, settings["resume_ranks"]),
             ckpt_path=ckpt_path,
-            settings=settings.as_dict(),
+            settings=dict(settings.items()),
         ) as path:
             self.trainer.fit(model, ckpt_path=path, **more)
 
     def validate(self, model: pl.LightningModule, verbose: bool = True, **more: Any) -> None:
         """Trainer.validate, with the names of its metrics whole."""
-        with warnings.catch_warnings():
-            # About callbacks that a fit has besides, and a directory of checkpoints, which are not written.
-            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.(trainer\.call|callbacks\.model_checkpoint)")
-            by_loader = self.trainer.validate(model, verbose=False, **more)
+        by_loader = self.trainer.validate(model, verbose=False, **more)
         if verbose and self.trainer.is_global_zero:
             metrics = {name: value for metrics in by_loader for name, value in metrics.items()}
             Console().print(make_table(metrics, "evaluation"))
@@ -264,36 +251,32 @@ class FitCLI(LightningCLI):
 
 @contextmanager
 def silence_lightning() -> Iterator[None]:
-    """Suppress what Lightning says in passing, and warnings of PyTorch and Lightning that no user can act on."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    for logger in loggers:
-        logger.addFilter(_is_shown)
-    try:
-        with warnings.catch_warnings():
-            for message in IGNORED_WARNINGS:
-                warnings.filterwarnings("ignore", message)
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_is_shown)
+    """Suppress what Lightning says in passing: its information, and its advice."""
 
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or "lightning" not in Path(record.pathname).parts
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.INFO or "lightning" not in Path(record.pathname).parts
+    with ExitStack() as stack:
+        for name in (
+            "pytorch.utilities.rank_zero",
+            "pytorch.trainer.connectors.checkpoint_connector",
+            "fabric.utilities.seed",
+        ):
+            logger = logging.getLogger(f"lightning.{name}")
+            logger.addFilter(is_shown)
+            stack.callback(logger.removeFilter, is_shown)
+        stack.enter_context(warnings.catch_warnings())
+        lightning_internals.ignore_advice()
+        yield
 
 
 def _check_processes(trainer: pl.Trainer) -> None:
-    """Refuse a number of processes under which each would train alone, or that this machine cannot run."""
+    """Refuse a number of processes under which each would train alone."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else trainer.world_size
     if trainer.world_size != started:
         raise ValueError(
             f"trainer.devices x num_nodes must be torchrun's {started} processes, got {trainer.world_size}: set "
             f"trainer.devices to {os.environ.get('LOCAL_WORLD_SIZE', started)}"
-        )
-    cores = os.cpu_count() or 1
-    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(8, cores):
-        raise ValueError(
-            f"trainer.devices is {trainer.num_devices}, and this machine has {cores} cores: set it to {cores} or less"
         )
 
 

@@ -153,17 +153,7 @@ def _data_options(data: Any, evaluation: Source | None, configs: Sequence[str | 
         words += options({"data.init_args.evaluations": paths})
     else:
         words += options({"data.init_args.evaluation": paths[0] if len(paths) == 1 else paths or None})
-    callbacks = content.get("trainer", {}).get("callbacks") or []
-    without = [callback for callback in callbacks if not _needs_evaluation(callback)]
-    return words if paths or without == callbacks else words + options({"trainer.callbacks": without})
-
-
-def _needs_evaluation(callback: Any) -> bool:
-    """Return whether a callback monitors what only an evaluation gives."""
-    from diffvision.data.images.folders import TASKS
-
-    settings = callback.get("init_args", {}) if isinstance(callback, Mapping) else {}
-    return str(settings.get("monitor", "")).partition("/")[0] in ("headline", "val", *TASKS)
+    return words
 
 
 def _evaluation_in(source: str, data_class: str) -> list[str]:

@@ -24,6 +24,7 @@ from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.module import mark_batch_dynamic
 from diffvision.training.next_token import NextTokenModule, shift
 from diffvision.training.optim import OptimizerSettings
+from diffvision.training.sharding import is_sharded, shard
 
 # Fields of the configuration in which a model may differ from the one whose weights it starts from.
 EXTENDED = ("max_length", "rotary_theta")
@@ -104,6 +105,17 @@ class LanguageModule(NextTokenModule):
         self.model.set_grad_checkpointing(grad_checkpointing)
         if compile:
             compile_in_place(self.model.blocks)
+
+    def configure_model(self) -> None:
+        """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
+        mesh = self.device_mesh
+        if mesh is None or is_sharded(self.model):
+            return
+        if (size := mesh["tensor_parallel"].size()) > 1:
+            raise ValueError(
+                f"tensor_parallel_size must be 1, got {size}: set data_parallel_size to {mesh.size()} in its place"
+            )
+        shard(self.model, mesh["data_parallel"], methods=("hidden",))
 
     @property
     def vocab_size(self) -> int:

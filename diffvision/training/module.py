@@ -14,7 +14,6 @@ Which callbacks act in between is in `fault_tolerance.protection`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -22,9 +21,9 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from diffvision.data.batches import named
@@ -34,24 +33,9 @@ from diffvision.training.fault_tolerance import StepGuard, lightning_internals
 from diffvision.training.optim import ADAMW, OptimizerSettings, create_optimizer, param_groups
 from diffvision.training.progress import ProgressLine
 from diffvision.training.schedule import WarmupDecay
-from diffvision.training.sharding import is_sharded, restore_moments, shard
 
-# Warnings of other libraries about code that is not the user's.
-IGNORED_WARNINGS = (
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's loaders
-    r"The \.grad attribute of a Tensor that is not a leaf",  # about Dynamo's own reading, where a model is compiled
-    "You requested to overfit but enabled",  # of our loaders, whose epochs are then all the first one
-    "Total length of `list` across ranks is zero",  # about our data without an evaluation
-    "You're using the WeightAveraging callback with a model that overrides the configure_model",  # if it is not sharded
-    # Lightning advises to save the weights from before the step; ours resume after it, as usual.
-    "Using ModelCheckpoint with manual optimization",
-    # The interval counts the steps of the whole run, and may well be longer than an epoch.
-    r"Found \d+ module\(s\) in eval mode at the start of training",  # parts that are not trained
-    r"The number of training batches \(\d+\) is smaller than the logging interval",
-)
 HEADLINE = "headline"
 """A callback's monitor that stands for the first metric of the first evaluation, such as zero_shot/digits/acc1."""
-NOT_YET_EVALUATED = r"`ModelCheckpoint\(monitor=.*\)` could not find"  # in a run that ends before its first evaluation
 
 
 class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
@@ -67,7 +51,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     batch_keys: ClassVar[tuple[str, ...]]  # in the order of a tuple
     required_keys: ClassVar[tuple[str, ...]]  # those without which a batch is refused
-    weight_methods: ClassVar[tuple[str, ...]] = ()  # methods of the model, besides forward, that use its weights
     adamw: ClassVar[dict[str, Any]] = ADAMW  # AdamW's betas and eps where they are not set
     model: Any
     sources: Sequence[str] = ()
@@ -89,17 +72,6 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         hyperparameters = {key: value for key, value in arguments.items() if key not in ("self", "__class__")}
         self.save_hyperparameters(hyperparameters | {"optimizer": tuples_to_lists(asdict(self.settings))})
 
-    def configure_model(self) -> None:
-        """Shard the model over the devices, if the strategy asks for it: each block, and the rest together."""
-        mesh = self.device_mesh
-        if mesh is None or is_sharded(self.model):
-            return
-        if (size := mesh["tensor_parallel"].size()) > 1:
-            raise ValueError(
-                f"tensor_parallel_size must be 1, got {size}: set data_parallel_size to {mesh.size()} in its place"
-            )
-        shard(self.model, mesh["data_parallel"], self.weight_methods)
-
     @property
     def attached_trainer(self) -> pl.Trainer | None:
         """The module's Trainer, or None."""
@@ -109,11 +81,10 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, each with its weight decay."""
-        return param_groups(self.model, self.settings.weight_decay, is_muon=self.settings.is_muon)
+        return param_groups(self.model, self.settings.weight_decay)
 
     def configure_optimizers(self) -> Any:
         optimizer = create_optimizer(self.parameter_groups(), self.settings, self.trainer)
-        optimizer.register_load_state_dict_post_hook(restore_moments)
         scheduler = WarmupDecay(optimizer, self.settings)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -132,29 +103,18 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             rank_zero_info(COMPILING_NOTICE)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Return a new StepGuard for each fit; the other stages keep the one that the trainer has.
+        """Return a StepGuard for each fit, which replaces an earlier one; no other stage has one.
 
-        It is the first hook, so it silences warnings about other libraries' code, too.
+        It is the first hook, so it silences Lightning's advice, too.
 
         Raises:
             ValueError: a callback monitors a metric that validation will not log.
         """
-        for message in IGNORED_WARNINGS:
-            warnings.filterwarnings("ignore", message=message)
+        lightning_internals.ignore_advice()
         data = getattr(self.trainer, "datamodule", None)
         if self.is_fitting:
             self.set_monitors(lightning_internals.find_callbacks(self.trainer, pl.Callback), data)
-        if getattr(data, "evaluation", None) or getattr(data, "evaluations", None):
-            warnings.filterwarnings("ignore", message=NOT_YET_EVALUATED)
-        guards = lightning_internals.find_callbacks(self.trainer, StepGuard)
-        if guards and not self.is_fitting:
-            return []
-        for guard in guards:
-            if guard.is_from_module:  # from an earlier fit: Lightning would replace it too, with a message
-                self.trainer.callbacks.remove(guard)  # type: ignore[attr-defined]
-        guard = StepGuard(self.settings.clip_norm, self.settings.max_skipped)
-        guard.is_from_module = True
-        return [guard]
+        return [StepGuard(self.settings.clip_norm, self.settings.max_skipped)] if self.is_fitting else []
 
     def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the names of the metrics that validation logs, the headline first; None for an unknown DataModule."""
@@ -163,7 +123,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
     def set_monitors(self, callbacks: Sequence[Any], data: Any) -> None:
         """Replace the monitor "headline" by its metric; refuse monitors that validation will not log.
 
-        Lightning would raise only after the first epoch.
+        Lightning would raise after the first epoch. Where nothing is evaluated, a ModelCheckpoint is only warned of.
         """
         metrics = self.validation_metrics(data)
         stages = {*EVALUATIONS}
@@ -171,7 +131,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             stages.add("val")  # which others may log to
         for callback in callbacks:
             parts = str(getattr(callback, "monitor", None) or "").split("/")
-            if parts == [HEADLINE] and metrics:
+            if metrics == [] and isinstance(callback, ModelCheckpoint) and parts[0] in (HEADLINE, *stages):
+                rank_zero_warn(f"ModelCheckpoint saves nothing: no evaluation gives {callback.monitor}")
+            elif parts == [HEADLINE] and metrics:
                 callback.monitor = metrics[0]
                 mode = "min" if metrics[0].endswith("loss") else "max"
                 if callback.mode != mode:
@@ -182,11 +144,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             elif parts == [HEADLINE] or (
                 metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
             ):
-                settings = [f"data.{name}, or " for name in ("evaluations", "evaluation") if hasattr(data, name)]
-                remedy = f"{HEADLINE}, here {metrics[0]}" if metrics else f"{''.join(settings[:1])}its monitor"
-                raise ValueError(
-                    f"{type(callback).__name__} monitors {'/'.join(parts)}, which no evaluation gives: set {remedy}"
-                )
+                known = metrics[0] if metrics else "its name"
+                name = type(callback).__name__
+                raise ValueError(f"{name}.monitor must be a metric such as {known}, got {'/'.join(parts)}")
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a loader's batch as a dictionary; raise ValueError if a required key is missing."""
@@ -215,16 +175,11 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         for index, row in enumerate(rows):
             yield f"/dataloader_idx_{index}" if len(rows) > 1 else "", row
 
-    @property
-    def highest_lr(self) -> float:
-        """The highest learning rate of the parameter groups at this step."""
-        return max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
-
     def sum_if_logged(self, sums: Tensor) -> Tensor:
         """Sum values over ranks in place if they are logged on this step; otherwise return this rank's."""
         trainer = self.trainer
         if self._is_read_at_every_step or lightning_internals.is_synced_step(trainer, trainer.global_step + 1):
-            return self._sum_over_ranks(sums)
+            self.sum_over_ranks(sums)
         return sums
 
     def mean_if_logged(self, value: Tensor) -> Tensor:
@@ -232,18 +187,18 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         total, ranks = self.sum_if_logged(torch.stack([value, torch.ones_like(value)]))
         return total / ranks
 
-    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
+    def sum_over_ranks(self, sums: Tensor) -> None:
         """Sum over ranks in place, without the barrier of a strategy's `reduce`, which synchronises the device."""
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
-        return sums
 
-    def log_step(self, rate: float, **values: Tensor) -> None:
-        """Log the learning rate, and values that stay on the device, without synchronising.
+    def log_step(self, **values: Tensor) -> None:
+        """Log the highest learning rate, and values that stay on the device, without synchronising.
 
         Lightning reads values logged with `prog_bar` at every step, so they are logged without it for `ProgressLine`,
         which takes them from the logs.
         """
+        rate = max(group["lr"] for group in self.trainer.optimizers[0].param_groups)
         self.log("train/lr", torch.tensor(rate), prog_bar=True)
         read = not isinstance(self.trainer.progress_bar_callback, ProgressLine)
         for name, value in values.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ class NextTokenModule(TrainingModule):
         z_loss: weight of the penalty log(Z)^2, for training only.
     """
 
-    weight_methods: ClassVar = ("hidden",)
     loss_chunk = 1024  # tokens whose logits are in memory together
     returns_logits = False
     z_loss = 0.0
@@ -81,7 +80,7 @@ class NextTokenModule(TrainingModule):
         """Return the batch's mean loss; if batches differ in their number of predictions, its sum over `_divisor`."""
         loss, nll, count = self.sum_losses(batch)
         nats, excess, predictions = self.sum_if_logged(torch.stack([nll, loss.detach() - nll, count.to(nll.dtype)]))
-        self.log_step(self.highest_lr, loss=nats / predictions.clamp(min=1))
+        self.log_step(loss=nats / predictions.clamp(min=1))
         self.log_penalty(nats / predictions.clamp(min=1), excess / predictions.clamp(min=1))
         if "documents" not in batch and "learned" not in batch:
             return loss / count
@@ -100,7 +99,8 @@ class NextTokenModule(TrainingModule):
         """
         if self._predictions is None or lightning_internals.is_accumulating(self.trainer):
             return
-        total = self._sum_over_ranks(self._predictions).clamp(min=1)
+        self.sum_over_ranks(self._predictions)
+        total = self._predictions.clamp(min=1)
         divided = self._divisor * self.trainer.accumulate_grad_batches * self.trainer.world_size
         for parameter in self.parameters():
             if parameter.grad is not None:

@@ -12,7 +12,6 @@ from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.errors import did_you_mean
@@ -22,7 +21,6 @@ FUSED = ("cpu", "cuda")
 """Devices for which AdamW is one fused kernel."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-6}
 """AdamW's settings where neither the user nor the module has others."""
-_FUSED_PROJECTION = re.compile(r"(^|\.)(qkv\.weight|in_proj_weight)$")  # timm's, and OpenCLIP's
 _FIRST_LAYER = re.compile(r"emb|token|patch|stem|ln_pre|norm_pre|(conv|bn)\d")  # names of what comes before the blocks
 Decay = Literal["cosine", "linear"]
 
@@ -32,8 +30,7 @@ class OptimizerSettings:
     """Settings of the optimizer and of its schedule: linear warm-up, then decay, both per step.
 
     Attributes:
-        name: "adamw", or another optimizer of `timm.optim.list_optimizers()`, such as "lion". Those with "muon" in
-            their names update the matrices of blocks by Muon, and everything else by AdamW.
+        name: "adamw", or another optimizer of `timm.optim.list_optimizers()`, such as "lion".
         args: further arguments of the optimizer.
         lr: the highest learning rate, reached at the end of the warm-up.
         weight_decay: for matrices only: see `param_groups`.
@@ -85,40 +82,24 @@ class OptimizerSettings:
         if self.name != "adamw" or self.args:
             self._check_optimizer()
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The optimizer's arguments, without learning rate and weight decay."""
-        return {name: value for name in ADAMW if (value := getattr(self, name)) is not None} | self.args
-
-    @property
-    def is_muon(self) -> bool:
-        """Whether matrices of blocks are updated by Muon."""
-        return self.name.endswith("muon")
-
     def _check_optimizer(self) -> None:
-        """Raise ValueError for an unknown optimizer, or for arguments with which it cannot step."""
+        """Raise ValueError for an unknown optimizer, or for arguments that it does not take."""
         from timm.optim import get_optimizer_info, list_optimizers
 
         if self.name not in (every := cast(list[str], list_optimizers())):
             near = did_you_mean(self.name, every)
             raise ValueError(f"optimizer.name must be one of timm.optim.list_optimizers(), got {self.name!r}{near}")
         info = get_optimizer_info(self.name)
-        if info.second_order:
-            raise ValueError(f"optimizer.name must be an optimizer of first order, got {self.name!r}")
+        if info.second_order or self.name.endswith("muon"):  # Muon needs to know which matrices are of blocks
+            raise ValueError(f"optimizer.name must be of first order and for all parameters, got {self.name!r}")
         for name in ADAMW:
             if getattr(self, name) is not None and not getattr(info, f"has_{name}"):  # timm leaves it out in silence
                 raise ValueError(f"optimizer.{name} must be null, as {self.name} takes none, got {getattr(self, name)}")
-        trial = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
-        for parameter in trial:
-            parameter.grad = torch.ones_like(parameter)
         try:
-            optimizer = create_optimizer([{"params": trial}], self)
-            if type(optimizer).__module__.partition(".")[0] in ("torch", "timm"):  # others need a GPU
-                with torch.random.fork_rng([]):
-                    optimizer.step()
+            create_optimizer([{"params": [nn.Parameter(torch.ones(4))]}], self)
         except Exception as error:
             text = " ".join(str(error).split())
-            raise ValueError(f"optimizer {self.name} does not work with {self.arguments}: {text}") from error
+            raise ValueError(f"optimizer.args must be arguments of {self.name}, got {self.args}: {text}") from error
 
 
 def is_undecayed(name: str, parameter: Tensor) -> bool:
@@ -135,7 +116,6 @@ def param_groups(
     weight_decay: float,
     undecayed: Collection[str] = (),
     scales: Mapping[str, float] | None = None,
-    is_muon: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups by weight decay and learning-rate multiplier.
 
@@ -144,28 +124,18 @@ def param_groups(
         weight_decay: for parameters that are not excluded from it (`is_undecayed`).
         undecayed: names of further parameters without decay.
         scales: learning-rate multiplier of each parameter, by name; see `layer_scales`.
-        is_muon: mark all but the matrices of blocks for timm's fallback from Muon to AdamW.
     """
-    in_blocks = {id(p) for block in find_blocks(model) for p in block.parameters()} if is_muon else set()
-    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         decays = not (name in undecayed or is_undecayed(name, parameter))
-        scale, falls_back = (scales or {}).get(name, 1.0), is_muon and not (decays and id(parameter) in in_blocks)
+        scale = (scales or {}).get(name, 1.0)
         group: dict[str, Any] = {"params": [], "weight_decay": weight_decay if decays else 0.0}
         group |= {"lr_scale": scale} if scales is not None else {}
-        group |= {"use_fallback": True} if falls_back else {}
-        groups.setdefault((decays, scale, falls_back), group)["params"].append(parameter)
+        groups.setdefault((decays, scale), group)["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter is trainable, as every tower is locked: unlock one")
-    if is_muon and all(falls_back for *_, falls_back in groups):
-        raise ValueError("no matrix of a block is trained, which Muon would update: set optimizer.name to adamw")
-    if is_muon and (fused := [name for name, _ in model.named_parameters() if _FUSED_PROJECTION.search(name)]):
-        rank_zero_warn(
-            f"Muon takes queries, keys and values of {fused[0]} as one matrix, those of differential layers singly: "
-            "the models do not compare. The plain models of diffvision have them apart"
-        )
     # The order is part of checkpoints.
     return [groups[key] for key in (sorted(groups) if scales is None else groups)]
 
@@ -210,7 +180,7 @@ def create_optimizer(
 
     for group in groups:
         group["lr"] = settings.lr * group.get("lr_scale", 1.0)
-    arguments = settings.arguments
+    arguments = {name: value for name in ADAMW if (value := getattr(settings, name)) is not None} | settings.args
     if settings.name == "adamw":
         parameters = [parameter for group in groups for parameter in group["params"]]
         unscaled = trainer is None or not (

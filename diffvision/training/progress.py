@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from diffvision.progress import in_notebook, track
 from diffvision.training.fault_tolerance import watch_signals
-from diffvision.training.fault_tolerance.lightning_internals import is_logging_step, is_synced_step
+from diffvision.training.fault_tolerance.lightning_internals import is_logging_step
 from diffvision.training.schedule import total_steps
 
 BAR_INTERVAL, LINE_INTERVAL = 0.25, 10.0  # seconds between updates of the bar, and between printed lines
@@ -31,7 +31,6 @@ class ProgressLine(TQDMProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._metrics: dict[str, str] = {}
-        self._reduced: dict[str, Any] = {}  # values that are reduced over all ranks
         self._shown, self._is_printing = 0.0, False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -83,9 +82,7 @@ class ProgressLine(TQDMProgressBar):
 
     def _read(self, trainer: pl.Trainer) -> None:
         logged = trainer.callback_metrics
-        if is_synced_step(trainer, trainer.global_step):
-            self._reduced = {name: logged[name] for name in ON_DEVICE if name in logged}
-        shown = self._reduced | trainer.progress_bar_metrics
+        shown = {name: logged[name] for name in ON_DEVICE if name in logged} | trainer.progress_bar_metrics
         if trainer.is_global_zero:
             order = sorted(shown, key=lambda name: (name != "train/loss", name.startswith(("train/", "lambda"))))
             self._metrics = {name.removeprefix("train/"): f"{float(shown[name]):.3g}" for name in order}

@@ -172,11 +172,6 @@ class VisionLanguageModule(NextTokenModule):
                 layer.training = mode  # transformers recomputes no activations in evaluation mode
         return self
 
-    def configure_model(self) -> None:
-        """Refuse sharding, which is not supported."""
-        if self.device_mesh is not None:
-            raise ValueError("trainer.strategy must not shard weights for vision-language models: use ddp")
-
     @cached_property
     def processor(self) -> Any:
         """The processor of the model, for its data.
@@ -244,8 +239,7 @@ class VisionLanguageModule(NextTokenModule):
         scale = None if self.projector_lr is None else self.projector_lr / self.settings.lr
         named = [name for name, _ in self.model.named_parameters() if name.startswith(f"{PARTS['projector']}.")]
         scales = None if scale is None else dict.fromkeys(named, scale)
-        settings = self.settings
-        return param_groups(self.model, settings.weight_decay, scales=scales, is_muon=settings.is_muon)
+        return param_groups(self.model, self.settings.weight_decay, scales=scales)
 
     def validation_metrics(self, data: Any) -> list[str] | None:
         """Return the names of the metrics that validation logs; none without evaluation data."""
@@ -318,7 +312,7 @@ def _add_adapters(language_model: nn.Module, lora: Lora) -> None:
     decoder: Any = language_model.base_model
     names = [f".{name}" for name, _ in decoder.named_modules()]
     for target in targets if isinstance(targets, list) else ():
-        if not any(name.endswith(f".{target}") for name in names):
+        if not any(name.endswith(f".{target}") for name in names):  # PEFT only refuses targets of which none is there
             raise ValueError(f"lora.targets must name layers of the decoder, got {target}")
     try:
         settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)

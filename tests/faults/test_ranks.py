@@ -105,5 +105,5 @@ def test_a_shard_that_is_missing_on_one_rank_is_an_error_before_the_first_step()
 
     ended = Ranks(Path("ranks"), work).ended(30)
     assert [rank.code for rank in ended] == [1, 1]
-    assert any("error: ranks see different shards" in rank.output for rank in ended)
+    assert any("error: all ranks must read the same shards" in rank.output for rank in ended)
     assert not list(KEPT.glob("*.ckpt"))

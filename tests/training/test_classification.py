@@ -53,14 +53,14 @@ def test_a_label_that_is_no_class_is_refused(label):
 
 def test_without_an_evaluation_a_recipes_checkpoint_saves_nothing():
     data = ImageLabelData("photos", 1)
-    with pytest.warns(UserWarning, match="nothing is evaluated"):
+    with pytest.warns(UserWarning, match="ModelCheckpoint saves nothing"):
         make().set_monitors([ModelCheckpoint(monitor="val/acc1", mode="max"), ModelCheckpoint()], data)
-    with pytest.raises(ValueError, match="EarlyStopping monitors val/acc1"):
+    with pytest.raises(ValueError, match=r"EarlyStopping\.monitor must"):
         make().set_monitors([EarlyStopping("val/acc1", mode="max")], data)
     data.evaluation = "photos"
     make().set_monitors([headline := ModelCheckpoint(monitor="headline", mode="max")], data)
     assert headline.monitor == "val/acc1"
-    with pytest.raises(ValueError, match="monitors val/acc"):
+    with pytest.raises(ValueError, match=r"got val/acc$"):
         make().set_monitors([ModelCheckpoint(monitor="val/acc", mode="max")], data)
 
 

@@ -2,9 +2,9 @@
 
 import json
 
-import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -80,7 +80,7 @@ def test_the_loss_is_torchs_of_both_distributions():
     torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), expected)
 
 
-def trained(distill, tmp_path, **settings):
+def trained(distill, tmp_path):
     torch.manual_seed(0)
     module = LanguageModule(
         "transformer-debug",
@@ -90,8 +90,7 @@ def trained(distill, tmp_path, **settings):
         distill=distill,
     )
     LETTERS.save(tmp_path / "tokenizer.json")
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    trainer = pl.Trainer(max_steps=1, enable_checkpointing=False, devices=1, log_every_n_steps=1, **quiet, **settings)
+    trainer = training_fits.trainer(log_every_n_steps=1)
     rows = [{name: part[row] for name, part in BATCH.items()} for row in range(2)]
     trainer.fit(module, DataLoader(rows, batch_size=2))
     return trainer, module

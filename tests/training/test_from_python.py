@@ -105,6 +105,7 @@ def test_errors_are_exceptions_of_one_sentence(settings, kind, message, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint saves nothing")
 def test_the_number_of_classes_is_that_of_the_data(tmp_path):
     rng, photos = np.random.default_rng(0), tmp_path / "photos"
     for name in ("cat", "dog", "fox"):
@@ -170,19 +171,11 @@ def parsed(words: list[str]) -> dict[str, str]:
     return {key.rpartition("--")[2]: value for key, _, value in (word.partition("=") for word in words)}
 
 
-def monitor(words: list[str]) -> str | None:
-    callbacks = json.loads(parsed(words)["trainer.callbacks"])
-    savers = [c["init_args"] for c in callbacks if isinstance(c, dict) and c["class_path"] == "ModelCheckpoint"]
-    monitors = {saver.get("monitor") for saver in savers}
-    return next(iter(monitors - {None}), None)
-
-
 def test_a_folder_brings_its_evaluation(data):
     train = {"data.init_args.train": str(data / "train")}
     given = _data_options(str(data), None, CLIP)
     assert json.loads(parsed(given)["data.init_args.evaluations"]) == [str(data)]
     assert parsed(given) | train == parsed(given)
-    assert "trainer.callbacks" not in parsed(given)
     assert parsed(_data_options(data, None, VISION)) == train | {EVALUATION: str(data / "zero_shot")}
     assert parsed(_data_options(data, None, LANGUAGE)) == train | {EVALUATION: str(data / "validation")}
 
@@ -191,8 +184,7 @@ def test_pictures_bring_their_evaluation(data, tmp_path):
     train = {"data.init_args.train": str(data / "train")}
     for recipe, none in ((CLIP, {"data.init_args.evaluations": "[]"}), (VISION, {EVALUATION: "null"})):
         words = _data_options(data / "train", None, recipe)
-        assert parsed(words) == train | none | {"trainer.callbacks": parsed(words)["trainer.callbacks"]}
-        assert monitor(words) is None
+        assert parsed(words) == train | none
     assert parsed(_data_options(None, data, VISION)) == {EVALUATION: str(data)}
     assert _data_options(None, None, CLIP) == []
     for split in ("train", "val"):
@@ -202,7 +194,6 @@ def test_pictures_bring_their_evaluation(data, tmp_path):
     assert parsed(_data_options(photos, None, VISION)) == {"data.init_args.train": photos, EVALUATION: photos}
 
 
-def test_a_run_without_an_evaluation_monitors_nothing(data, tmp_path):
-    done = run(data, tmp_path, evaluation=[])
-    assert done.checkpoint.is_file()
-    assert [saver.monitor for saver in done.trainer.checkpoint_callbacks] == [None]
+def test_a_run_without_an_evaluation_has_its_final_weights(data, tmp_path):
+    with pytest.warns(UserWarning, match="ModelCheckpoint saves nothing"):
+        assert run(data, tmp_path, evaluation=[]).checkpoint.name == "final.ckpt"

@@ -2,11 +2,9 @@
 
 import math
 import re
-from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -65,7 +63,7 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
         ({"name": "lion", "args": {"cautoin": True}}, "cautoin"),
         ({"args": {"amsgard": True}}, "amsgard"),
         ({"name": "lion", "args": {"lr": 1}}, "lr"),
-        ({"name": "muon", "args": {"adjust_lr_fn": "x"}}, "adjust_lr_fn"),
+        ({"name": "muon"}, "optimizer.name"),
         ({"name": "lion", "betas": (2.0, 3.0)}, "beta"),
         ({"betas": (0.9,)}, "optimizer.betas"),
         ({"betas": (0.9, 1.5)}, "optimizer.betas"),
@@ -79,11 +77,9 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, named):
-    state = torch.get_rng_state()
     with pytest.raises(ValueError, match=re.escape(named)) as refused:
         OptimizerSettings(**settings)
     assert "\n" not in str(refused.value)
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_arguments_reach_the_optimizer_and_defaults_are_its_own():
@@ -102,33 +98,6 @@ def test_arguments_reach_the_optimizer_and_defaults_are_its_own():
         made = module(name, optimizer={"lr": 1e-3}, **args)
         assert (made.settings.betas, made.settings.eps) == adamw
         assert module(name, optimizer=OptimizerSettings(name="lion"), **args).settings.betas is None
-
-
-def test_muon_updates_matrices_of_blocks_and_adamw_the_rest():
-    module = ContrastiveModule("DiffCLIP-V2-debug", optimizer=OptimizerSettings(name="muon", lr=1e-3))
-    groups = module.parameter_groups()
-    names = {id(p): name for name, p in module.model.named_parameters()}
-    muon = {names[id(p)] for group in groups if "use_fallback" not in group for p in group["params"]}
-    assert all(("blocks." in name or "resblocks." in name) and name.endswith("weight") for name in muon)
-    assert not any("lambda" in name or "norm" in name or "ln_" in name or "embed" in name for name in muon)
-    assert {"visual.trunk.blocks.0.attn.q_proj.weight", "transformer.resblocks.1.mlp.c_fc.weight"} <= muon
-    assert sum(len(group["params"]) for group in groups) == len(names)
-    optimizer = create_optimizer(groups, module.settings)
-    for parameter in module.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    by_muon = {names[id(p)] for p, state in optimizer.state.items() if state["use_muon"]}
-    assert by_muon == {n for n in muon if min(dict(module.model.named_parameters())[n].shape) >= 4}
-    with pytest.raises(ValueError, match="Muon"):
-        param_groups(nn.Linear(8, 8), 0.1, is_muon=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "fused"), [("vit_tiny_patch16_224", True), ("diff_vit_debug", False), ("plain_vit_debug", False)]
-)
-def test_muon_warns_of_a_fused_projection(name, fused):
-    with pytest.warns(match="qkv") if fused else nullcontext():
-        param_groups(timm.create_model(name), 0.1, is_muon=True)
 
 
 def test_each_tower_has_its_own_layer_decay():

@@ -153,17 +153,6 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     assert count == learned.sum()
 
 
-def test_validation_weighs_tokens():
-    module = make()
-    trainer = train(module, limit_val_batches=1.0, max_steps=1)
-    with torch.no_grad():
-        _, nats, count = module.eval().sum_losses(Rows.collate(Rows().rows))
-    torch.testing.assert_close(
-        trainer.callback_metrics["val/loss"].double(), (nats / count).double(), rtol=1e-5, atol=0
-    )
-    torch.testing.assert_close(trainer.callback_metrics["val/perplexity"], (nats / count).exp(), rtol=1e-5, atol=0)
-
-
 def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains_every_part():
     plain, again = Gradients(), Gradients()
     train(make(), plain)

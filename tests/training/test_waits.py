@@ -12,6 +12,7 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -153,18 +154,9 @@ def collectives_of(case, root):
     torch.set_num_threads(1)
     module, row = CASES[case]()
     count = Collectives()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_steps=6,
-        log_every_n_steps=100,
-        logger=CSVLogger(root),
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        callbacks=[EMA(), Throughput(), SameShards(), Preemption(None), count],
-    )
+    callbacks = EMA(), Throughput(), SameShards(), Preemption(None), count
+    settings = {"devices": 2, "strategy": "ddp", "max_steps": 6, "log_every_n_steps": 100, "logger": CSVLogger(root)}
+    trainer = training_fits.trainer(*callbacks, use_distributed_sampler=True, **settings)
     counts = []
     module.on_train_end = lambda: counts.extend(
         [counted(count.profiler) / 2, collectives_of_open_clip(module, row) if case == "contrastive" else None]
@@ -212,19 +204,8 @@ def losses_of(case, root, monitor=None):
     module, row = CASES[case]()
     losses = Losses()
     savers = [ModelCheckpoint(root, monitor=monitor, every_n_train_steps=1)] if monitor else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_steps=7,
-        log_every_n_steps=3,
-        logger=CSVLogger(root, version=0),
-        enable_checkpointing=bool(savers),
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        use_distributed_sampler=False,
-        callbacks=[losses, *savers],
-    )
+    settings = {"devices": 2, "strategy": "ddp", "max_steps": 7, "log_every_n_steps": 3}
+    trainer = training_fits.trainer(losses, *savers, logger=CSVLogger(root, version=0), **settings)
     draws = torch.Generator().manual_seed(trainer.global_rank)
     row |= {"label": torch.tensor(trainer.global_rank)}
     rows = [row | {"image": torch.rand(row["image"].shape, generator=draws)} for _ in range(20)]
@@ -283,18 +264,9 @@ def train(root, bad, monkeypatch, *, steps=10, **guard):
     for number in bad:
         rows[number, 1] = math.nan
     module = Tiny(clip_norm=1.0, **guard)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        log_every_n_steps=5,
-        default_root_dir=root,
-        logger=CSVLogger(root, "fit", version=0),
-        plugins=[DurableCheckpointIO()],
-        callbacks=[ModelCheckpoint(root / "kept", filename="{step}", every_n_train_steps=3, save_top_k=1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    saver = ModelCheckpoint(root / "kept", filename="{step}", every_n_train_steps=3, save_top_k=1)
+    settings = {"max_epochs": 1, "max_steps": -1, "log_every_n_steps": 5, "plugins": [DurableCheckpointIO()]}
+    trainer = training_fits.trainer(saver, logger=CSVLogger(root, "fit", version=0), default_root_dir=root, **settings)
     data = Loader([{"x": row} for row in rows.flatten(0, 1)], batch_size=4)
     return module, trainer, data
 

@@ -6,9 +6,9 @@
 Other packages import these names, and from the modules inside only `lightning_internals`.
 """
 
-from diffvision.training.fault_tolerance.checkpoints import read_step, refuse_link
+from diffvision.training.fault_tolerance.checkpoints import read_step
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
-from diffvision.training.fault_tolerance.finite import StepGuard, gather_from_ranks, spread_nan
+from diffvision.training.fault_tolerance.finite import StepGuard, gather_from_ranks
 from diffvision.training.fault_tolerance.preemption import Preempted, watch_signals
 from diffvision.training.fault_tolerance.protection import protect
 from diffvision.training.fault_tolerance.resume import Ranks, Resume
@@ -22,7 +22,5 @@ __all__ = [
     "gather_from_ranks",
     "protect",
     "read_step",
-    "refuse_link",
-    "spread_nan",
     "watch_signals",
 ]

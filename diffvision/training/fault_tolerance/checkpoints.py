@@ -6,7 +6,6 @@ is that of the old file or of the new one. What makes a checkpoint exact is in `
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import zipfile
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 RUN_KEY = "diffvision_run"  # in a checkpoint: what a run needs besides Lightning's keys; in files, so never rename it
@@ -37,16 +35,9 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
         Raises:
             OSError: it cannot be written.
-            ValueError: it holds objects that cannot be loaded with weights_only=True.
-            FloatingPointError: weights are NaN or infinite. An existing file is kept in each case.
+            ValueError: it holds objects that cannot be loaded with weights_only=True. An existing file is kept in
+                both cases.
         """
-        # With EMA there are two sets of weights.
-        sets = (checkpoint.get(name, {}) for name in ("state_dict", "current_model_state"))
-        if bad := next(filter(None, map(find_bad_tensors, sets)), ""):
-            raise FloatingPointError(
-                f"no checkpoint is written to {path}: {bad} has NaN or infinity: resume an earlier one with a lower "
-                "optimizer.lr"
-            )
         if is_remote(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
@@ -162,28 +153,6 @@ def remove_temporary_files(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- numbers that are not finite ---
-
-
-def find_bad_tensors(weights: dict[str, Any], limit: int = 3) -> str:
-    """Return the names of the first `limit` tensors of a state_dict with NaN or infinity; "" if all are finite.
-
-    Masks of 0 and -inf, which some models keep as buffers, count as finite.
-    """
-    names = [name for name, value in weights.items() if isinstance(value, Tensor) and not _is_finite(value)]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether no value is NaN or infinite; tensors of 0 and -inf are masks, and pass."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    if tensor.element_size() == 1:
-        tensor = tensor.half()  # aminmax takes no float8
-    least, most = tensor.aminmax()  # one pass without a temporary; NaN propagates
-    return bool((least.isfinite() & most.isfinite()) or ((tensor == 0) | (tensor == -torch.inf)).all())
-
-
 # --- files ---
 
 
@@ -194,12 +163,6 @@ def explain_unwritable(error: OSError, path: Path) -> OSError:
         f"no checkpoint can be written to {path}: {error.strerror or error}: make room, or set ModelCheckpoint's "
         "dirpath. Checkpoints saved before are untouched",
     )
-
-
-def refuse_link(path: Path) -> None:
-    """Raise OSError if a path that will be written to is a symbolic link."""
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, f"{path} is a link to {os.readlink(path)}, which would be written to: remove it")
 
 
 def is_remote(path: str | Path) -> bool:

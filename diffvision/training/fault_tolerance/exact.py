@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ IGNORED_SETTINGS = (
     "data.init_args.num_workers",
     "data.init_args.cache_bytes",
 )
-MAX_CHANGES = 8  # number of changed settings in a warning
-MAX_VALUE_LENGTH = 100  # characters of a setting's value
 
 
 class LastCheckpoint(Checkpoint):
@@ -68,7 +65,7 @@ class LastCheckpoint(Checkpoint):
     Attributes:
         last_model_path: path of `final.ckpt` once it is written, as in ModelCheckpoint.
         optimizers: class names of the optimizers in the resumed checkpoint; None if it does not record them.
-        settings: the configuration, as nested dictionaries of plain values.
+        settings: the configuration, by dotted names such as model.init_args.lr.
         enabled: whether files are written; otherwise it only restores.
     """
 
@@ -87,7 +84,7 @@ class LastCheckpoint(Checkpoint):
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps must be 1 or more, got {every_n_train_steps}")
         self.every_n_train_steps = every_n_train_steps
-        self.settings: dict[str, Any] = {}
+        self.settings: Mapping[str, Any] = {}
         self.directory: Path | None = None
         self._positions: list[Any] | None = None  # of the loaders, if a save is due before the next batch
         self._late = self._saving = self._ending = False
@@ -246,7 +243,7 @@ class LastCheckpoint(Checkpoint):
                 "comes as it would have, random numbers (dropout) do not"
             )
         if lines := list(describe_changes(run["settings"], self._describe_settings(trainer))):
-            rank_zero_warn(f"{origin}: these settings have changed: {list_few(lines, limit=MAX_CHANGES)}")
+            rank_zero_warn(f"{origin}: these settings have changed: {list_few(lines, limit=8)}")
 
     def _set_aside(self, trainer: pl.Trainer) -> None:
         """Rename checkpoints of steps that will be trained again."""
@@ -261,7 +258,8 @@ class LastCheckpoint(Checkpoint):
         """Return the settings, versions and devices that a run's numbers depend on, by name."""
         device = trainer.strategy.root_device
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        return flatten(self.settings) | {
+        settings = {k: str(value) for k, value in self.settings.items() if not k.startswith(IGNORED_SETTINGS)}
+        return settings | {
             "torch": str(torch.__version__),
             "lightning": pl.__version__,
             "device": f"{device.type} ({kind})",
@@ -303,30 +301,13 @@ def run_directories(trainer: pl.Trainer) -> list[Path]:
 # --- settings ---
 
 
-def flatten(settings: Any, name: str = "") -> dict[str, str]:
-    """Return nested settings as {"model.init_args.lr": "0.1"}, without those of `IGNORED_SETTINGS`."""
-    if name.startswith(IGNORED_SETTINGS):
-        return {}
-    if not isinstance(settings, dict):
-        return {name: str(settings)}
-    parts = [flatten(value, f"{name}.{key}" if name else str(key)) for key, value in settings.items()]
-    return {key: value for part in parts for key, value in part.items()}
-
-
 def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator[str]:
     """Describe each setting that has changed since the checkpoint was saved."""
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name, "not set"), current.get(name, "not set")
-        if {before, now} != {"not set", "None"} and _normalise_number(before) != _normalise_number(now):
-            yield f"{name} {now[:MAX_VALUE_LENGTH]} (was {before[:MAX_VALUE_LENGTH]})"
-
-
-def _normalise_number(value: str) -> str:
-    """Return "3" for "3.0": whether jsonargparse reads 3 as 3.0 depends on which modules are imported.
-
-    "1.0" stays, because Lightning takes 1.0 as a fraction and 1 as a count.
-    """
-    return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
+        # Whether jsonargparse reads 3 as 3.0 depends on which modules are imported.
+        if {before, now} != {"not set", "None"} and before.removesuffix(".0") != now.removesuffix(".0"):
+            yield f"{name} {now:.100} (was {before:.100})"
 
 
 def class_names(optimizers: list[Any]) -> list[str]:
@@ -336,5 +317,5 @@ def class_names(optimizers: list[Any]) -> list[str]:
 
 def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:
     """Return the first `limit` items as text, and the number of the others."""
-    items = sorted(items) if isinstance(items, set) else list(items)
+    items = list(items)
     return joint.join(items[:limit]) + (f"{joint}and {len(items) - limit} more" if len(items) > limit else "")

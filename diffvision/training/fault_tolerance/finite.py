@@ -53,10 +53,7 @@ class StepGuard(pl.Callback):
     Attributes:
         skipped: number of skipped steps in this run, including before it was resumed.
         in_a_row: number of steps skipped since the last one that was not.
-        is_from_module: whether a TrainingModule created it, for one fit.
     """
-
-    is_from_module = False
 
     def __init__(self, clip_norm: float | None = None, max_skipped: int = 10) -> None:
         """Set the limits.

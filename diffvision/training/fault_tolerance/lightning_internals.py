@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import disable_possible_user_warnings
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 Kind = TypeVar("Kind")
+ADVISERS = (
+    r"lightning\.(pytorch\.(callbacks\.model_checkpoint|trainer\.call|utilities\.data)|fabric\.loggers\.csv_logs)"
+)
 
 # --- what Lightning sets without a declaration, so that type checkers do not know it ---
 
@@ -115,7 +120,18 @@ def would_misplace_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
     return by_group and isinstance(strategy, ModelParallelStrategy)
 
 
-# --- logs ---
+# --- logs and warnings ---
+
+
+def ignore_advice() -> None:
+    """Ignore Lightning's warnings about what is not the user's to change, until the context of warnings ends.
+
+    They are its possible warnings, and those of checkpoints (directories with files, metrics that come later), of
+    callbacks that a validation leaves out, of data without an evaluation, and of torch's new versions.
+    """
+    disable_possible_user_warnings()
+    warnings.filterwarnings("ignore", category=UserWarning, module=ADVISERS)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
 
 
 def has_open_version(logger: Any) -> bool:
@@ -131,17 +147,13 @@ def set_version(logger: Any, number: int | None) -> None:
 # --- processes and signals ---
 
 
-def cluster_environment(trainer: pl.Trainer) -> Any:
-    """Return the ClusterEnvironment that a trainer runs in."""
-    return trainer._accelerator_connector.cluster_environment
-
-
-def disable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Disable Lightning's signal handlers, and its broadcast before each batch."""
+def disable_signal_handlers(trainer: pl.Trainer) -> Any:
+    """Disable Lightning's signal handlers, and its broadcast before each batch; return its ClusterEnvironment."""
     loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
     for owner, name in ((signals, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
         getattr(owner, name)  # an AttributeError where Lightning does it otherwise
         vars(owner)[name] = lambda: None
+    return trainer._accelerator_connector.cluster_environment
 
 
 def forget_started_ranks(launcher: Any) -> None:

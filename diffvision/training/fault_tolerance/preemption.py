@@ -72,11 +72,10 @@ class Preemption(pl.Callback):
         self._trainer, self._agreed = trainer, 0
         if trainer.world_size > 1 and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        environment = lightning_internals.cluster_environment(trainer)
+        environment = lightning_internals.disable_signal_handlers(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             self._requeues = environment.requeue_signal
             self._known = (self._requeues, signal.SIGINT, signal.SIGTERM)
-        lightning_internals.disable_signal_handlers(trainer)
         if threading.current_thread() is threading.main_thread():
             self._shield.enter_context(shield_workers())
             for number in self._known:

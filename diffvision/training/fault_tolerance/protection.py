@@ -47,7 +47,7 @@ Where a validation is due it follows, and every save calls these:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ def protect(
     resume: Resume = "never",
     ranks: Ranks = "same",
     ckpt_path: str | None = None,
-    settings: dict[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[str | None]:
     """Protect a fit: whole checkpoints, exact resuming, signals, the same shards on every rank.
 
@@ -91,7 +91,7 @@ def protect(
             "must": raise if there is none; "never": start, and raise if there is one.
         ranks: "same", or "any" to resume from a checkpoint of another number of processes.
         ckpt_path: a checkpoint to resume from; requires `resume="never"`.
-        settings: the configuration, as nested dictionaries of plain values; a resumed run warns of those that differ.
+        settings: the configuration, by dotted names; a resumed run warns of values that differ.
 
     Yields:
         The checkpoint to resume from, or None.

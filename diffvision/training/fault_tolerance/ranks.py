@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -31,28 +31,16 @@ class SameShards(pl.Callback):
     """Checks before the first step that all ranks read the same shards."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the ranks' shards.
+        """Compare the ranks' shards; a loader without shards is not compared.
 
         Raises:
             ValueError: ranks read different shards.
         """
-        check_shards(gather_from_ranks(trainer, describe_shards(trainer)))
-
-
-def describe_shards(trainer: pl.Trainer) -> str:
-    """Return a text that identifies the training loader's shards; "none" for a loader without shards."""
-    shards = getattr(trainer.train_dataloader, "shards", None)
-    fingerprint, content = getattr(shards, "fingerprint", None), getattr(shards, "content", None)
-    if shards is None or fingerprint is None or content is None:
-        return "none"
-    return f"{len(shards):,} samples in {len(shards.counts):,} shards ({content}, {fingerprint})"
-
-
-def check_shards(seen: Sequence[str]) -> None:
-    """Raise ValueError where ranks see different shards."""
-    for rank, shards in enumerate(seen):
-        if shards != seen[0]:
-            raise ValueError(
-                f"ranks see different shards: rank 0 has {seen[0]}; rank {rank} has {shards}. Put the same files where "
-                "every rank looks"
-            )
+        shards: Any = getattr(trainer.train_dataloader, "shards", None)
+        mine = "none"
+        if hasattr(shards, "fingerprint"):
+            mine = f"{len(shards):,} samples in {len(shards.counts):,} shards ({shards.content}, {shards.fingerprint})"
+        seen = gather_from_ranks(trainer, mine)
+        for rank, theirs in enumerate(seen):
+            if theirs != seen[0]:
+                raise ValueError(f"all ranks must read the same shards: rank 0 has {seen[0]}, rank {rank} has {theirs}")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fcntl
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,21 +14,18 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import (
-    REPLACED,
+    EXACT,
     RUN_KEY,
-    SUFFIX,
     explain_unwritable,
     find_checkpoints,
     find_newest,
     read_checkpoint,
     remove_temporary_files,
-    set_aside,
 )
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, list_few, run_directories
 
@@ -53,8 +49,7 @@ def prepare_run(
     if ckpt_path and how != "never":
         raise ValueError(f"ckpt_path must be null if resume is {how}, got {ckpt_path}: give one of them")
     with ExitStack() as stack, warnings.catch_warnings():
-        # These directories may hold files: what a run could overwrite in them is refused or kept below.
-        warnings.filterwarnings("ignore", message=r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
+        lightning_internals.ignore_advice()  # of directories that hold files: what could be overwritten is refused
         path = ckpt_path
         if how != "never" and not lightning_internals.is_dry_run(trainer):
             path = _find_checkpoint(trainer, how)
@@ -80,10 +75,6 @@ def prepare_run(
         for directory in directories if trainer.is_global_zero else ():
             stack.enter_context(lock_directory(directory))
             remove_temporary_files(directory)
-            if path is None and (earlier := sorted(directory.glob(f"*{SUFFIX}"))):
-                rank_zero_info(f"renamed {list_few(p.name for p in earlier)} in {directory} to *{SUFFIX}{REPLACED}")
-                for checkpoint in earlier:
-                    set_aside(checkpoint)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):
                 keep_metrics(Path(logger.log_dir))
@@ -93,7 +84,7 @@ def prepare_run(
 def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
     """Find the newest exact checkpoint in the run's directories, and warn of damaged ones."""
     logger: Any = trainer.loggers[0] if trainer.loggers else None
-    adopted = _adopt_version(logger)
+    _adopt_version(logger)
     directories = run_directories(trainer)
     path, _, faults = find_newest(directories)
     for damaged, reason in faults.items():
@@ -104,26 +95,21 @@ def _find_checkpoint(trainer: pl.Trainer, how: Resume) -> str | None:
     searched = list_few(map(str, directories)) or "ModelCheckpoint's directories, none of which is on this machine"
     if how == "must":
         raise ValueError(f"resume is must, but {searched} has no valid checkpoint: set resume to auto to start")
-    if adopted:
-        lightning_internals.set_version(logger, None)  # leave alone a directory with damaged checkpoints only
-        directories = run_directories(trainer)
-    if held := [damaged for damaged in faults if damaged.parent in directories]:
+    if faults:
         raise ValueError(
-            f"no checkpoint in {held[0].parent} can be resumed from: move {list_few(p.name for p in held)} away, or "
-            "set another logger version"
+            f"no checkpoint can be resumed from: move {list_few(map(str, faults))} away, or set another logger version"
         )
     rank_zero_info(f"no checkpoint in {searched}: starting a new run")
     return None
 
 
-def _adopt_version(logger: Any) -> bool:
-    """Let a logger without a chosen version continue the last one with checkpoints; return whether there is one."""
+def _adopt_version(logger: Any) -> None:
+    """Let a logger without a chosen version continue the last one that can be resumed exactly."""
     if not lightning_internals.has_open_version(logger) or logger.root_dir is None:
-        return False
-    names = {path.parents[1].name for path in Path(logger.root_dir).glob(f"version_*/checkpoints/*{SUFFIX}")}
-    numbers = [int(name.removeprefix("version_")) for name in names if re.fullmatch(r"version_\d+", name)]
-    lightning_internals.set_version(logger, max(numbers, default=None))
-    return bool(numbers)
+        return
+    found = (path for name in EXACT for path in Path(logger.root_dir).glob(f"version_*/checkpoints/{name}"))
+    numbers = [path.parents[1].name.removeprefix("version_") for path in found]
+    lightning_internals.set_version(logger, max(map(int, filter(str.isdecimal, numbers)), default=None))
 
 
 def _refuse_later(directories: list[Path], path: str, step: int) -> None:
@@ -168,18 +154,13 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
         checkpoint = read_checkpoint(path)
     except ValueError as error:
         raise ValueError(f"cannot resume from {path}: it {error}; give another, or --resume auto") from error
-    check = getattr(module, "check_checkpoint", None)  # of our modules, which are whole from the start
     try:
+        check: Any = getattr(module, "check_checkpoint", None)  # of our modules
         if check is not None:
             check(checkpoint)
+            _compare_shapes(checkpoint["state_dict"], module.state_dict())
     except ValueError as error:
         raise ValueError(f"cannot resume from {path}: {error}") from error
-    whole = check is not None or (module.strict_loading and not is_overridden("configure_model", module))
-    if differing := _differences(checkpoint["state_dict"], module.state_dict()) if whole else []:
-        raise ValueError(
-            f"cannot resume from {path}: it is of another architecture, {len(differing)} keys differ: "
-            f"{list_few(differing, '; ')}. Set its model, or start a new run"
-        )
     trained = checkpoint.get(RUN_KEY, {}).get("world_size") or world_size
     if trained != world_size and ranks == "same":
         raise ValueError(
@@ -189,13 +170,9 @@ def check_resumable(path: str, module: pl.LightningModule, *, world_size: int, r
     return checkpoint
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Describe keys that only one of two state_dicts has, or whose shapes differ."""
-    before, now = (
-        {name: list(getattr(value, "shape", ())) for name, value in state.items()} for state in (saved, current)
-    )
-    return [
-        f"{name} {before.get(name, 'missing')} in the checkpoint and {now.get(name, 'missing')} in the model"
-        for name in now | before
-        if before.get(name) != now.get(name)
-    ]
+def _compare_shapes(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise ValueError if two state_dicts have other keys or shapes."""
+    before, now = ({(name, getattr(value, "shape", ())) for name, value in state.items()} for state in (saved, current))
+    if differing := {name for name, _ in before ^ now}:
+        names = list_few(sorted(differing))
+        raise ValueError(f"it is of another architecture: {len(differing)} keys differ ({names}); set its model")

@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -237,16 +238,8 @@ def test_every_checkpoint_of_our_modules_is_plain(name, tmp_path):
     module = MODULES[name]()
     best = ModelCheckpoint(tmp_path, "{step}", "train/loss", save_top_k=2, every_n_train_steps=1)
     averages = [EMA(decay=0.9)] if name == "classification" else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        max_steps=3,
-        callbacks=[best, *averages, LastCheckpoint()],
-        plugins=[DurableCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = best, *averages, LastCheckpoint()
+    trainer = training_fits.trainer(*callbacks, max_steps=3, plugins=[DurableCheckpointIO()])
     trainer.fit(module, datamodule=Rows(row_of(module)))
     names = {path.name for path in find_checkpoints(tmp_path)}
     assert len(names) == 4  # the best two, the last exact one and the final weights

@@ -7,6 +7,7 @@ import re
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -18,14 +19,11 @@ from diffvision.training.clip import ContrastiveModule, detach_zero_rows
 from diffvision.training.fault_tolerance import LastCheckpoint
 from diffvision.training.fault_tolerance.checkpoints import (
     LAST,
-    RUN_KEY,
     DurableCheckpointIO,
-    find_bad_tensors,
     find_newest,
 )
 from diffvision.training.fault_tolerance.finite import StepGuard
 from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
-from tiny_runs import plain_checkpoint
 
 # Lightning's advice on loaders (more workers, no validation) is not for these.
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -84,15 +82,9 @@ def batches(count=6, **bad):
 
 
 def fit(module, rows, root, *callbacks, plugins=(), **settings):
-    defaults = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": bool(callbacks)}
-    trainer = pl.Trainer(
-        **defaults | quiet | settings,
-        default_root_dir=root,
-        logger=CSVLogger(root, "fit", version=0),
-        callbacks=list(callbacks),
-        plugins=[DurableCheckpointIO(), *plugins],
-    )
+    settings = {"max_epochs": 1, "max_steps": -1, "log_every_n_steps": 1} | settings
+    logger, plugins = CSVLogger(root, "fit", version=0), [DurableCheckpointIO(), *plugins]
+    trainer = training_fits.trainer(*callbacks, default_root_dir=root, logger=logger, plugins=plugins, **settings)
     trainer.fit(module, Loader([{"x": row} for row in rows.flatten(0, 1)], batch_size=4))
     return trainer
 
@@ -122,7 +114,6 @@ def test_a_skipped_step_changes_nothing_and_is_reported(tmp_path):
     assert equal(states.after[1], states.after[2])
     assert equal(states.after[3], states.after[4])
     assert not equal(states.after[2], states.after[3])
-    assert not find_bad_tensors(states.after[-1][0])
 
     good, untouched = Tiny(clip_norm=1.0), States()
     fit(good, batches()[[0, 1, 3, 5]], tmp_path / "good", untouched)
@@ -233,7 +224,6 @@ def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
     fit(RankOne(), batches(), tmp_path, states, **two)
     (one, skipped), (other, too) = (torch.load(f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert skipped == too == 2
-    assert not find_bad_tensors(one)
     assert equal(one, other)
 
     # As one process trains on the good batches, which both have: DDP's mean of two equal gradients is either.
@@ -244,7 +234,7 @@ def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [*((name, 2) for name in ("lion", "muon", "adamuon", "lamb", "sgd", "adafactor")), ("lamb", 0), ("adan", 0)],
+    [*((name, 2) for name in ("lion", "sgd")), ("lamb", 0), ("adan", 0)],
 )
 def test_other_optimizers_skip_a_step_too(name, bad, tmp_path):
     """Also their counts of steps, which LAMB and Adan keep with a group's settings."""
@@ -288,11 +278,9 @@ def pairs(module, size, steps=2):
 
 
 def learn(module, rows, size, **settings):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": len(rows) // size, "enable_checkpointing": False}
-    trainer = pl.Trainer(**defaults | quiet | settings)
+    trainer = training_fits.trainer(max_steps=len(rows) // size, **settings)
     trainer.fit(module, DataLoader(rows, batch_size=size))
-    assert not find_bad_tensors(module.state_dict())
+    assert all(value.isfinite().all() for value in module.model.parameters())
     moments = list(trainer.optimizers[0].state.values())
     assert all(torch.isfinite(value).all() for state in moments for value in state.values())
     return trainer
@@ -347,36 +335,3 @@ def test_a_zero_embedding_has_no_gradient_and_others_keep_theirs():
     assert plain[1].abs().max() > 1e11
     assert not safe[1].any()
     assert torch.equal(plain[[0, 2]], safe[[0, 2]])
-
-
-# --- checkpoints ---
-
-
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    path, io, module = tmp_path / "last.ckpt", DurableCheckpointIO(), Tiny()
-    good = plain_checkpoint(module.state_dict(), 1) | {RUN_KEY: {"exact": True}}
-    io.save_checkpoint(good, path)
-    bytes_before = path.read_bytes()
-    for value in (NAN, INF, -INF):
-        bad = copy.deepcopy(good)
-        bad["state_dict"]["net.1.weight"][0, 1] = value
-        with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight has NaN"):
-            io.save_checkpoint(bad, path)
-        assert path.read_bytes() == bytes_before
-    averaged = good | {"current_model_state": bad["state_dict"]}  # EMA: the averages may still be finite
-    with pytest.raises(FloatingPointError, match=r"last.ckpt: net.1.weight has NaN"):
-        io.save_checkpoint(averaged, path)
-    assert find_newest([tmp_path]) == (path, 1, {})
-
-
-def test_what_counts_as_finite():
-    mask = torch.full((3, 3), -INF).triu(1)
-    fine = {
-        "mask": mask,
-        "step": torch.tensor(3),
-        "none": torch.empty(0),
-        "eight": torch.ones(2).to(torch.float8_e4m3fn),
-    }
-    assert find_bad_tensors(fine) == ""
-    bad = {name: torch.tensor([1.0, value]) for name, value in zip("abcde", [NAN, INF, -INF, NAN, NAN], strict=True)}
-    assert find_bad_tensors(fine | bad) == "a, b, c and 2 more"

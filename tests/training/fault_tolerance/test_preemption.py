@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -24,12 +25,7 @@ from diffvision.training.fault_tolerance.checkpoints import LAST, DurableCheckpo
 from diffvision.training.fault_tolerance.checkpoints import PREEMPTED as SAVED
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.preemption import Preempted, Preemption, watch_signals
-from diffvision.training.fault_tolerance.ranks import (
-    SameShards,
-    check_shards,
-    describe_shards,
-    end_with_first_rank,
-)
+from diffvision.training.fault_tolerance.ranks import SameShards, end_with_first_rank
 from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
@@ -78,21 +74,10 @@ class Tiny(pl.LightningModule):
 
 
 def trainer_of(root, **settings):
-    trainer = pl.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "default_root_dir": root,
-            "logger": False,
-            "max_epochs": 2,
-            "callbacks": [ModelCheckpoint(root)],
-            "plugins": [DurableCheckpointIO()],
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            **settings,
-        }
-    )
+    defaults = {"max_epochs": 2, "max_steps": -1, "plugins": [DurableCheckpointIO()], "use_distributed_sampler": True}
+    settings = defaults | settings
+    callbacks = settings.pop("callbacks", [ModelCheckpoint(root)])
+    trainer = training_fits.trainer(*callbacks, default_root_dir=root, **settings)
     last = LastCheckpoint() if trainer.checkpoint_callbacks else None
     trainer.callbacks[:0] = [SameShards(), Preemption(last)]
     trainer.callbacks += [last] if last else []
@@ -350,22 +335,23 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path, end):
     assert (tmp_path / "step=2.ckpt").is_file()
 
 
-def test_ranks_that_see_other_shards_are_named():
-    whole, part = "12 samples in 3 shards", "8 samples in 2 shards"
-    check_shards([whole, whole])
-    with pytest.raises(ValueError, match=r"different shards: .*rank 1 has 8"):
-        check_shards([whole, part, whole])
+def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path, monkeypatch):
+    def describe(loader):
+        gathered = []
+        monkeypatch.setattr(ranks, "gather_from_ranks", lambda trainer, mine: gathered.append(mine) or [mine])
+        SameShards().on_train_start(SimpleNamespace(train_dataloader=loader), None)
+        return gathered[0]
 
-
-def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path):
     seen = []
     for text in ("a", "a", "b"):
         directory = tmp_path / str(len(seen))
         write_shards(directory, [{"__key__": f"{number}", "txt": text} for number in range(4)])
-        seen.append(describe_shards(SimpleNamespace(train_dataloader=SimpleNamespace(shards=ShardSet(directory)))))
+        seen.append(describe(SimpleNamespace(shards=ShardSet(directory))))
+    assert seen[0] == seen[1]
+    monkeypatch.setattr(ranks, "gather_from_ranks", lambda trainer, mine: seen)
     with pytest.raises(ValueError, match=r"rank 2 has 4 .*\(sha256"):
-        check_shards(seen)
-    check_shards([describe_shards(SimpleNamespace(train_dataloader=DataLoader([0])))] * 2)
+        SameShards().on_train_start(SimpleNamespace(train_dataloader=None), None)
+    assert describe(DataLoader([0])) == "none"
 
 
 @pytest.mark.forks

@@ -6,6 +6,7 @@ from collections import defaultdict
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import Profiler
@@ -45,14 +46,8 @@ class Tiny(pl.LightningModule):
 
 
 def trainer_of(root, steps, **settings):
-    return pl.Trainer(
-        accelerator="cpu",
-        logger=CSVLogger(root, "fit", 0),
-        callbacks=[ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1), LastCheckpoint(1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"devices": 1, "max_steps": steps} | settings,
-    )
+    saving = ModelCheckpoint(root / "kept", "{step}", every_n_train_steps=1, save_top_k=-1), LastCheckpoint(1)
+    return training_fits.trainer(*saving, logger=CSVLogger(root, "fit", 0), **{"max_steps": steps} | settings)
 
 
 def train(root, steps, resume):
