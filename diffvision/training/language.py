@@ -49,6 +49,7 @@ class LanguageModule(NextTokenModule):
 
     batch_keys: ClassVar = ("tokens", "documents", "learned")
     required_keys: ClassVar = ("tokens",)
+    data_class: ClassVar = TextData
     adamw: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     def __init__(
@@ -191,12 +192,6 @@ class LanguageModule(NextTokenModule):
     @property
     def _divisor(self) -> int:
         return self.model.config.max_length
-
-    def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the names of the metrics that validation on `TextData` logs; none without evaluation data."""
-        if not isinstance(data, TextData):
-            return None
-        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class NextTokenModule(TrainingModule):
         z_loss: weight of the penalty log(Z)^2, for training only.
     """
 
+    data_class: ClassVar[type[Any]]  # of the data whose validation logs the metrics below
     loss_chunk = 1024  # tokens whose logits are in memory together
     returns_logits = False
     z_loss = 0.0
@@ -106,6 +107,12 @@ class NextTokenModule(TrainingModule):
             if parameter.grad is not None:
                 parameter.grad.mul_(divided / total)
         self._predictions = None
+
+    def validation_metrics(self, data: Any) -> list[str] | None:
+        """Return the names of the metrics that validation logs; none without evaluation data."""
+        if not isinstance(data, self.data_class):
+            return None
+        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def on_validation_epoch_start(self) -> None:
         self.begin_sums(2)  # nats, predictions

@@ -62,6 +62,7 @@ class VisionLanguageModule(NextTokenModule):
 
     batch_keys: ClassVar = ("image", "tokens", "lengths", "learned")
     required_keys: ClassVar = ("image", "tokens", "learned")
+    data_class: ClassVar = VisionLanguageData
     adamw: ClassVar = {"betas": (0.9, 0.999), "eps": 1e-8}
 
     def __init__(
@@ -240,12 +241,6 @@ class VisionLanguageModule(NextTokenModule):
         named = [name for name, _ in self.model.named_parameters() if name.startswith(f"{PARTS['projector']}.")]
         scales = None if scale is None else dict.fromkeys(named, scale)
         return param_groups(self.model, self.settings.weight_decay, scales=scales)
-
-    def validation_metrics(self, data: Any) -> list[str] | None:
-        """Return the names of the metrics that validation logs; none without evaluation data."""
-        if not isinstance(data, VisionLanguageData):
-            return None
-        return [] if data.evaluation is None else ["val/loss", "val/perplexity", "val/tokens"]
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""

@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -47,21 +48,10 @@ class Line(pl.LightningModule):
 
 def train(module: Line) -> None:
     """Train as one of two ranks, 6 steps an epoch, with a checkpoint every 2."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(timeout=timedelta(minutes=10)),
-        logger=False,
-        max_epochs=2,
-        callbacks=[
-            ModelCheckpoint(KEPT, filename="{step}", every_n_train_steps=2, save_top_k=-1),
-            SameShards(),
-            Preemption(None),
-        ],
-        plugins=[DurableCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    saver = ModelCheckpoint(KEPT, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    settings = {"devices": 2, "strategy": DDPStrategy(timeout=timedelta(minutes=10)), "use_distributed_sampler": True}
+    settings |= {"max_epochs": 2, "max_steps": -1, "plugins": [DurableCheckpointIO()]}
+    trainer = training_fits.trainer(saver, SameShards(), Preemption(None), **settings)
     trainer.fit(module, DataLoader(torch.ones(12, 3)))
 
 
