@@ -4,9 +4,7 @@ PyTorch, timm and the like are imported inside its functions, so versions are re
 """
 
 import platform
-import tomllib
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -14,7 +12,6 @@ from packaging.requirements import Requirement
 from diffvision.tables import show
 
 DEVELOPMENT = ("dev", "docs")  # extras of contributors
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"  # of a clone
 
 
 def doctor() -> int:
@@ -29,7 +26,6 @@ def doctor() -> int:
     if not findings or not any(finding["broken"] for finding in findings):
         try:
             attention = measure_attention()
-            findings += check_libraries()
         except Exception as error:  # whatever a broken package raises when it is imported
             findings.append(_finding(True, f"a package is installed and cannot be imported: {error!r}"))
     is_ready = not any(finding["broken"] for finding in findings)
@@ -39,25 +35,16 @@ def doctor() -> int:
 
 
 def read_packages() -> dict[str, dict[str, str | None]]:
-    """Return package -> its installed and needed version, and the extra that needs it; none if we are not installed.
-
-    The needed versions are those of a clone's pyproject.toml, or of the installed metadata: an editable installation
-    keeps the metadata of the day it was made.
-    """
+    """Return package -> its installed and needed version, and the extra that needs it; none if we are not installed."""
     try:
-        texts = metadata.requires("diffvision") or []
+        requirements = list(map(Requirement, metadata.requires("diffvision") or []))
         extras = metadata.metadata("diffvision").get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
         return {}
-    declared: dict[str, list[str]] = dict.fromkeys(["", *extras], texts)
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8")).get("project", {}) if PYPROJECT.is_file() else {}
-    if project.get("name") == "diffvision":
-        declared = {"": project["dependencies"], **project["optional-dependencies"]}
     packages: dict[str, dict[str, str | None]] = {}
-    for extra, requirements in declared.items():
-        for one in map(Requirement, requirements):
-            applies = one.marker is None or one.marker.evaluate({"extra": extra})
-            if applies and extra not in DEVELOPMENT and one.name not in packages:
+    for extra in ["", *(extra for extra in extras if extra not in DEVELOPMENT)]:
+        for one in requirements:
+            if (one.marker is None or one.marker.evaluate({"extra": extra})) and one.name not in packages:
                 needed = {"needed": str(one.specifier), "extra": extra or None}
                 packages[one.name] = {"installed": _version(one.name), **needed}
     return packages
@@ -88,17 +75,6 @@ def check_versions(packages: dict[str, dict[str, str | None]]) -> list[dict[str,
             owner = f" of diffvision[{extra}]" if extra else ""
             findings.append(_finding(extra is None, f"{name} must be {needed}{owner}, got {installed}: {remedy}"))
     return findings
-
-
-def check_libraries() -> list[dict[str, Any]]:
-    """Return findings about flash attention, on a GPU."""
-    import torch
-
-    from diffvision.ops.attention.flash import find_libraries
-
-    if torch.cuda.is_available() and isinstance(reason := find_libraries(), str):
-        return [_finding(False, f"backend flash cannot be used here, and need not be: {reason}")]
-    return []
 
 
 def measure_attention() -> dict[str, Any]:

@@ -86,7 +86,7 @@ def read_message(message: str) -> Problem:
         must = " or ".join([*filter(None, [", ".join(most)]), last])
         return Problem(setting, f"{setting} must be {must}, got {found[1]!r}", found[1], literals)
     text = f"{setting}: {'; '.join(reasons)}" if setting else "; ".join(reasons)
-    if found is None or NAMED.search(text):
+    if found is None or NAMED.search(text) or "are required" in text:  # whose value is a class with all its settings
         return Problem(setting, text)
     return Problem(setting, f"{text}, got {found[1]!r}", found[1])
 

@@ -76,9 +76,9 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
-def locked(path: Path, timeout: float = -1) -> FileLock:
-    """Return a lock file to hold in a `with`: it waits for other processes, for at most `timeout` seconds if not -1."""
-    return FileLock(path, timeout=timeout)
+def locked(path: Path) -> FileLock:
+    """Return a lock file to hold in a `with`, which waits for other processes."""
+    return FileLock(path)
 
 
 @contextmanager
@@ -128,8 +128,3 @@ def sweep(parent: Path, prefix: str = "") -> None:
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     lock_of(folder).unlink(missing_ok=True)
-
-
-def megabytes(size: float) -> str:
-    """Return a number of bytes in MB, or from 1 GB on in GB."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"

@@ -33,7 +33,7 @@ def generate_text(
         temperature: 0 takes the likeliest token each time; 1 draws from the model's distribution.
         top_k: draw among the k likeliest tokens only.
         top_p: draw among the likeliest tokens that together reach this probability.
-        seed: the same seed gives the same text on the same machine; -2**63 to 2**64 - 1.
+        seed: the same seed gives the same text on the same machine.
         tokenizer: tokenizer.json, or a directory that holds one; by default the one next to
             the weights, or the one of their training.
         device: auto (cuda where there is one), cpu, cuda, cuda:1, ...
@@ -55,8 +55,6 @@ def generate_text(
 
     if not prompt:
         raise ValueError("prompt must be a text to continue, got ''")
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed must be -2**63 to 2**64 - 1, as torch's generators take it, got {seed}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)  # raises before the model is loaded

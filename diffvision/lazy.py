@@ -6,7 +6,6 @@ PyTorch, timm and the like take seconds to import, so packages that the command 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 
@@ -29,9 +28,4 @@ def lazy_names(package: str, modules: Mapping[str, str | None]) -> tuple[Callabl
         vars(sys.modules[package])[name] = value
         return value
 
-    def names() -> list[str]:
-        module = vars(sys.modules[package])
-        imported = {name for name, value in module.items() if isinstance(value, ModuleType) or name.startswith("__")}
-        return sorted({*imported, *module["__all__"]})
-
-    return get, names
+    return get, lambda: sorted(vars(sys.modules[package])["__all__"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 MODULES = {
@@ -59,7 +60,7 @@ class RegisterAfterImport(MetaPathFinder):
             return None
         self._state.searching = True
         try:
-            spec = _find(fullname, path, target)
+            spec = find_spec(fullname)
         finally:
             self._state.searching = False
         if spec is not None and spec.loader is not None:
@@ -73,16 +74,6 @@ class RegisterAfterImport(MetaPathFinder):
             _import_ours(self.library)
         except ImportError as error:  # the library is too old for us: its import must still succeed
             warnings.warn(f"diffvision's models are not registered with {self.library}: {error}", stacklevel=2)
-
-
-def _find(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """Return the spec that Python's finders give."""
-    for finder in list(sys.meta_path):
-        find = getattr(finder, "find_spec", None)
-        spec = None if find is None else find(fullname, path, target)
-        if spec is not None:
-            return spec
-    return None
 
 
 class RegisteringLoader(Loader):

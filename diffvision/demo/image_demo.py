@@ -37,11 +37,11 @@ def images(directory: Path, seeds: int, *arguments: str) -> None:
     start, data, report = time.perf_counter(), directory / "digits", directory / "report.html"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     study = Study([RECIPE], directory, arguments, jobs=min(cores, 4), every=1.0)
-    study.claim()
-    prepare(data)
-    folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
-    study = replace(study, settings=[*folders, *arguments])
-    study.train([Run(model, seed) for seed in range(seeds) for model in MODELS])
+    with study.claim():
+        prepare(data)
+        folders = [f"--data.init_args.train={data / 'train'}", f"--data.init_args.evaluations=[{data / 'zero_shot'}]"]
+        study = replace(study, settings=[*folders, *arguments])
+        study.train([Run(model, seed) for seed in range(seeds) for model in MODELS])
     runs = [study.folder(Run(model, seed)) for model in MODELS for seed in range(seeds)]
     compare([str(run / "checkpoints/final.ckpt") for run in runs], data=str(data), output=str(report), num_workers=0)
     print(f"next: diffvision inspect {runs[-1]} --versus {runs[0]} --output {directory / 'inside'}")

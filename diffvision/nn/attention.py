@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self, TypedDict
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -54,21 +54,6 @@ class Inputs(NamedTuple):
     is_causal: bool
     dropout: float  # probability of the maps' entries; 0 in evaluation
     is_cross: bool  # whether keys and values are those of a context, and not of x
-
-
-class AttentionSettings(TypedDict, total=False):
-    """The keyword arguments of `AttentionLayer` that constructors of variants pass on, without `head_norm`."""
-
-    head_dim: int | None
-    qkv_bias: bool
-    proj_bias: bool
-    qk_norm: bool
-    attn_drop: float
-    proj_drop: float
-    rotary: float | None
-    context_dim: int | None
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class HeadNorm(nn.RMSNorm):
@@ -196,7 +181,7 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Give a class whose constructors pass settings on the signature of all that they take."""
+        """Merge inherited `__init__` arguments into the signature."""
         super().__init_subclass__(**settings)
         cls._group = getattr(cls, "query_maps", 0)  # a mixin has none
         cls._modulates = cls.modulate is not AttentionLayer.modulate

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffvision.nn.attention import Attention, AttentionLayer, AttentionSettings
+from diffvision.nn.attention import Attention, AttentionLayer
 from diffvision.nn.lambda_init import depth_lambda_init
 from diffvision.nn.linear import refuse_wrapped
 
@@ -51,7 +51,7 @@ class DexAttention(Attention):
         heads: Sequence[int] | None = None,
         depth: int = 0,
         head_norm: bool = False,
-        **settings: Unpack[AttentionSettings],
+        **settings: Any,
     ) -> None:
         self._chosen = list(range(num_heads)) if heads is None else sorted(set(heads))
         if wrong := [head for head in self._chosen if not 0 <= head < num_heads]:

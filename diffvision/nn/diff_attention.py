@@ -6,24 +6,16 @@ lambda_init by depth is in `lambda_init.py`, other forms of V1's lambda are in `
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self, Unpack
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from diffvision.nn.attention import AttentionLayer, AttentionSettings, DifferentialLayer, HeadNorm
+from diffvision.nn.attention import AttentionLayer, DifferentialLayer, HeadNorm
 from diffvision.nn.lambda_init import resolve_lambda_init
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-class DiffSettings(AttentionSettings, total=False):
-    """The keyword arguments of `DiffAttention`, which the constructors of its forms pass on."""
-
-    depth: int
-    lambda_init: float | Literal["depth"]
-    head_norm: bool
 
 
 class DiffAttention(DifferentialLayer):
@@ -59,7 +51,7 @@ class DiffAttention(DifferentialLayer):
         depth: int = 0,
         lambda_init: float | Literal["depth"] = "depth",
         head_norm: bool = True,
-        **settings: Unpack[AttentionSettings],
+        **settings: Any,
     ) -> None:
         self.lambda_init = resolve_lambda_init(lambda_init, depth)
         super().__init__(dim, num_heads, num_kv_heads, head_norm=head_norm, **settings)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffvision.nn.diff_attention import DiffAttention, DiffSettings
+from diffvision.nn.diff_attention import DiffAttention
 
 
 class GroupedDiffAttention(DiffAttention):
@@ -36,7 +36,7 @@ class GroupedDiffAttention(DiffAttention):
         num_kv_heads: int | None = None,
         *,
         signal_ratio: int = 2,
-        **settings: Unpack[DiffSettings],
+        **settings: Any,
     ) -> None:
         if signal_ratio < 1 or num_heads % signal_ratio:
             raise ValueError(

@@ -74,7 +74,7 @@ def test_every_backend_on_every_problem(backend, problem, monkeypatch):
         inputs = [t.detach() for t in inputs]
     given = [None] if releases else [None, *masks(q, k).values()]
     for causal, mask in itertools.product((False, True), given):
-        settings = {"causal": causal, "mask": mask, "scale": 0.7 if causal else None, "dropout": 0.0}
+        settings = {"causal": causal, "mask": mask, "scale": 0.7, "dropout": 0.0}
         out = module.diff_attention(*inputs, **settings)
         expected = BACKENDS["eager"].diff_attention(*inputs, **settings)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)

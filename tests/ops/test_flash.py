@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from oracle import tensors
 from stand_ins import RELEASES, StandIn
 
 from diffvision.ops.attention import Problem, flash, reference
@@ -20,19 +21,10 @@ def stand_in(request, monkeypatch):
     return made
 
 
-def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, lam=(2, 4, 7, 1), dtype=torch.float64, device="cpu"):
-    """Memory as projections leave it: [B, M, H, 2, D]."""
-    q = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4)
-    k = torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
-    value = torch.randn(b, n, hk, v).transpose(1, 2)
-    lam = torch.rand(lam, device=device, dtype=torch.promote_types(dtype, torch.float32))
-    return [*(t.to(device, dtype).requires_grad_() for t in (q, k, value)), lam.requires_grad_()]
-
-
 @pytest.mark.parametrize("keys", [1, 2])
 def test_equal_sizes_are_views_of_what_came(keys, stand_in):
-    q, k, v, lam = tensors(keys=keys, v=16)
-    flash.diff_attention(q, k, v, lam, causal=False, mask=None, scale=None, dropout=0.0)
+    q, k, v, lam = tensors(keys=keys, d=16)
+    flash.diff_attention(q, k, v, lam, causal=False, mask=None, scale=0.25, dropout=0.0)
     for given in stand_in.calls:
         for own, seen in zip((q, k, v), given, strict=True):
             assert seen.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
@@ -109,7 +101,7 @@ def both(monkeypatch):
 
 def attend(**sizes):
     inputs = tensors(**sizes)
-    settings = {"causal": False, "mask": None, "scale": None, "dropout": 0.0}
+    settings = {"causal": False, "mask": None, "scale": 0.25, "dropout": 0.0}
     out, expected = (module.diff_attention(*inputs, **settings) for module in (flash, reference))
     torch.testing.assert_close(out, expected)
 

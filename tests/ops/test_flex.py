@@ -1,5 +1,6 @@
 """FlexAttention: limits, masks by themselves, the pairing of heads without a compiler; the kernels when slow or gpu."""
 
+import oracle
 import pytest
 import torch
 
@@ -59,19 +60,10 @@ def test_is_refused_inside_a_compiled_graph_on_a_cpu():
     assert torch.compile(lambda: flex.limit(PROBLEM) is not None, backend="eager", fullgraph=True)()
 
 
-def tensors(b=2, h=4, hk=4, keys=2, m=7, n=7, d=16, v=32, dtype=torch.float32, device="cpu"):
-    """Queries lie in memory as a projection leaves them: [B, M, H, 2, D]."""
-    q = torch.randn(b, m, h, 2, d).permute(0, 2, 3, 1, 4)
-    k = torch.randn(b, n, hk, keys, d).permute(0, 2, 3, 1, 4)
-    value = torch.randn(b, n, hk, v).transpose(1, 2)
-    return [*(t.to(device, dtype) for t in (q, k, value)), torch.rand(b, h, m, 1, device=device)]
-
-
-def masks(b, h, m, n):
-    full = torch.rand(b, h, m, n) > 0.4
-    full[0, :, m // 2] = False  # a row without any key
-    padding = torch.arange(n) < torch.tensor([n, n // 2 + 1])[:, None, None, None]
-    return {"none": None, "full": full, "shared by heads": full[:, :1], "padding": padding, "all": padding[..., :1]}
+def tensors(**shape):
+    return [
+        t.detach() for t in oracle.tensors(**{"d": 16, "v": 32, "lam": (2, 4, 1, 1), "dtype": torch.float32} | shape)
+    ]
 
 
 def test_nothing_is_copied_on_the_way_in(monkeypatch):
@@ -84,10 +76,23 @@ def test_nothing_is_copied_on_the_way_in(monkeypatch):
     monkeypatch.setattr(flex, "_compile", lambda device: look)
     for keys in (1, 2):
         q, k, v, lam = tensors(keys=keys)
-        flex.diff_attention(q, k, v, lam, causal=False, mask=None, scale=None, dropout=0.0)
+        flex.diff_attention(q, k, v, lam, causal=False, mask=None, scale=0.25, dropout=0.0)
         for own, given in zip((q, k, v), seen[-1], strict=True):
             assert given.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     assert len(seen) == 3  # one call where the key is shared, two where it is not
+
+
+def test_layers_share_the_blocks_of_a_causal_call(monkeypatch):
+    seen, (q, k, v, lam) = [], tensors()
+    monkeypatch.setattr(flex, "_compile", lambda device: lambda q, k, v, **settings: seen.append(settings) or q)
+    with torch.inference_mode():
+        flex.diff_attention(q, k, v, lam, causal=True, mask=None, scale=1.0, dropout=0.0)
+    flex.diff_attention(q, k, v, lam, causal=True, mask=None, scale=1.0, dropout=0.0)
+    first, *others = (settings["block_mask"] for settings in seen)
+    assert not first.kv_indices.is_inference()
+    assert all(other is first for other in others)
+    flex.diff_attention(q, k[:, :, :, 1:], v[:, :, 1:], lam, causal=True, mask=None, scale=1.0, dropout=0.0)
+    assert seen[-1]["block_mask"] is not first
 
 
 @pytest.mark.parametrize("keys", [1, 2])
@@ -95,7 +100,7 @@ def test_nothing_is_copied_on_the_way_in(monkeypatch):
 def test_traces_whole_within_another_graph(keys):
     """Past its limit on a CPU, with a compiler that makes no kernels: what a CUDA graph would hold."""
     q, k, v, lam = tensors(keys=keys)
-    settings = {"causal": True, "mask": torch.rand(2, 1, 1, 7) > 0.3, "scale": None, "dropout": 0.0}
+    settings = {"causal": True, "mask": torch.rand(2, 1, 1, 7) > 0.3, "scale": 0.25, "dropout": 0.0}
     compiled = torch.compile(flex.diff_attention, fullgraph=True, backend="aot_eager")
     expected = reference.diff_attention(q, k, v, lam, **settings)
     torch.testing.assert_close(compiled(q, k, v, lam, **settings), expected)
@@ -104,11 +109,11 @@ def test_traces_whole_within_another_graph(keys):
 COMPILED = {
     "v1 causal": ({"m": 130, "n": 200}, True, "none"),
     "v1 grouped, masked": ({"hk": 2, "m": 33, "n": 45}, False, "full"),
-    "v2 grouped, causal and padded": ({"hk": 2, "keys": 1, "v": 16, "m": 40, "n": 40}, True, "padding"),
+    "v2 grouped, causal and padded": ({"hk": 2, "keys": 1, "v": 16, "m": 40, "n": 40}, True, "of keys"),
     "one query, a cache": ({"m": 1, "n": 129}, True, "none"),
     "more queries than keys": ({"m": 9, "n": 4}, True, "none"),
     "half precision": ({"dtype": torch.float16, "m": 17, "n": 17}, False, "none"),
-    "bfloat16": ({"dtype": torch.bfloat16, "m": 17, "n": 17}, True, "padding"),
+    "bfloat16": ({"dtype": torch.bfloat16, "m": 17, "n": 17}, True, "of keys"),
 }
 
 
@@ -118,8 +123,8 @@ COMPILED = {
 def test_the_compiled_kernel_on_a_cpu_equals_the_formula(case):
     shape, causal, name = COMPILED[case]
     inputs = tensors(**shape)
-    mask = masks(2, 4, inputs[0].shape[3], inputs[1].shape[3])[name]
-    settings = {"causal": causal, "mask": mask, "scale": None, "dropout": 0.0}
+    mask = oracle.masks(*inputs[:2]).get(name)
+    settings = {"causal": causal, "mask": mask, "scale": 0.25, "dropout": 0.0}
     expected = reference.diff_attention(*inputs, **settings)
     tolerance = {} if inputs[0].dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(flex.diff_attention(*inputs, **settings), expected, **tolerance)
@@ -131,7 +136,7 @@ def test_another_mask_of_one_shape_needs_no_other_kernel():
     q, k, v, lam = tensors(m=12, n=12)
     for _ in range(3):
         mask = torch.rand(2, 1, 12, 12) > 0.5
-        settings = {"causal": True, "mask": mask, "scale": None, "dropout": 0.0}
+        settings = {"causal": True, "mask": mask, "scale": 0.25, "dropout": 0.0}
         with torch.compiler.set_stance("fail_on_recompile" if _ else "default"):
             out = flex.diff_attention(q, k, v, lam, **settings)
         torch.testing.assert_close(out, reference.diff_attention(q, k, v, lam, **settings))

@@ -159,6 +159,7 @@ def test_a_graph_leaves_kernels_disabled_that_its_caller_disabled():
     assert kernels[1] == {"EFFICIENT_ATTENTION", "CUDNN_ATTENTION"}  # cuDNN's for what follows
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_graph_of_any_number_of_heads(count):
     q, k = torch.randn(1, 4, 2, 9, 8), torch.randn(1, count, 2, 9, 8)

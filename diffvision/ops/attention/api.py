@@ -4,6 +4,7 @@ The choice is in `choice.py`, the computation in the backends' files.
 """
 
 import math
+from types import ModuleType
 
 import torch
 from jaxtyping import Bool, Float
@@ -41,8 +42,7 @@ def diff_attention(
         mask: boolean, True = may attend, broadcastable to [B, H, M, N]; combined with `causal` by AND. Or the
             `Documents` of B rows of M = N tokens, for which backends that take packed sequences need no mask.
         scale: of the logits; `D**-0.5` of one map if None.
-        dropout: probability, drawn for each map separately (pass 0 in evaluation). In `eager` and `sdpa`, and of
-            documents in `varlen`.
+        dropout: probability, drawn for each map separately by `eager` and `sdpa` (pass 0 in evaluation).
         backend: a name of `BACKENDS`, which never falls back to another, or "auto", which chooses by shape, dtype and
             device (`diffvision doctor` prints the choice for common shapes).
 
@@ -75,9 +75,14 @@ def attend(
 ) -> Tensor:
     """Compute `diff_attention` for a layer, whose queries, keys, values and lambda need no check."""
     lam = torch.as_tensor(lam, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    scale = q.shape[4] ** -0.5 if scale is None else scale
     if isinstance(mask, Documents):
-        if (out := _packed_attention(q, k, v, lam, mask, causal, scale, dropout, backend)) is not None:
-            return out
+        problem = describe(q, k, v, lam, causal=causal, mask=None, dropout=dropout)
+        name, _ = choice.choose(backend, problem._replace(batch=len(mask.ends) - 1, packed=True))
+        if hasattr(module := choice.BACKENDS[name], "diff_attention_varlen"):
+            return _attend_packed(module, q, k, v, lam, mask.ends, causal=causal, scale=scale)
+        if choice.takes_blocks(backend, problem):
+            return flex.diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, dropout=dropout)
         mask = mask.mask()
     if mask is not None:
         mask = _check_mask(mask, q, k)
@@ -117,8 +122,7 @@ def softmax_attention(
         if varlen.limit(problem._replace(packed=True)) is None:
             length, scale = q.shape[2], q.shape[3] ** -0.5
             q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-            lengths = (mask.ends, mask.ends, length, length)
-            out = varlen.attend(q, k, v, *lengths, causal=causal, scale=scale, dropout=dropout)
+            out = varlen.attend(q, k, v, mask.ends, length, causal=causal, scale=scale)
             return out.unflatten(0, (-1, length)).transpose(1, 2)
         if choice.takes_blocks("auto", problem):
             return flex.softmax_attention(q, k, v, causal=causal, documents=mask)
@@ -126,38 +130,18 @@ def softmax_attention(
     return sdpa.softmax_attention(q, k, v, causal=causal, mask=mask, dropout=dropout)
 
 
-def _packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    documents: Documents,
-    causal: bool,
-    scale: float | None,
-    dropout: float,
-    backend: str,
-) -> Tensor | None:
-    """Return `diff_attention` of rows of documents without a mask of pairs; None if the chosen backend needs one.
+def _attend_packed(
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, ends: Tensor, *, causal: bool, scale: float
+) -> Tensor:
+    """Return `diff_attention` of rows of documents, by a backend that takes them end to end.
 
     A row's length stands for the longest document's, which is not known without waiting for the device.
     """
     length = q.shape[3]
-    problem = describe(q, k, v, lam, causal=causal, mask=None, dropout=dropout)
-    name, _ = choice.choose(backend, problem._replace(batch=len(documents.ends) - 1, packed=True))
-    module = choice.BACKENDS[name]
-    if not hasattr(module, "diff_attention_varlen"):
-        if not choice.takes_blocks(backend, problem):
-            return None
-        return flex.diff_attention(q, k, v, lam, causal=causal, mask=documents, scale=scale, dropout=dropout)
     lam = lam.expand(q.shape[0], q.shape[1], length, 1).transpose(1, 2).flatten(0, 1)
-    rows = (
-        q.permute(0, 3, 1, 2, 4).flatten(0, 1),
-        k.permute(0, 3, 1, 2, 4).flatten(0, 1),
-        v.transpose(1, 2).flatten(0, 1),
-    )
-    lengths = (documents.ends, documents.ends, length, length)
-    drop = {"dropout": dropout} if dropout else {}  # `varlen` alone takes any
-    out = module.diff_attention_varlen(*rows, lam, *lengths, causal=causal, scale=scale, **drop)
+    q, k = (t.permute(0, 3, 1, 2, 4).flatten(0, 1) for t in (q, k))
+    v = v.transpose(1, 2).flatten(0, 1)
+    out = module.diff_attention_varlen(q, k, v, lam, ends, length, causal=causal, scale=scale)
     return out.unflatten(0, (-1, length)).transpose(1, 2)
 
 

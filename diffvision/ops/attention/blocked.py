@@ -52,19 +52,10 @@ def limit(problem: Problem) -> str | None:
 
 
 def diff_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
     work = torch.promote_types(q.dtype, torch.float32)
-    scale = q.shape[4] ** -0.5 if scale is None else scale
     lam = lam.to(work).expand(q.shape[0], q.shape[1], q.shape[3], 1)
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, lam))
     keep = needs_gradients and k.shape[3] <= KEEP_MAPS_MAX_KEYS

@@ -165,15 +165,7 @@ def _largest(package: Package) -> int:
 
 
 def diff_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked and within `limit`."""
     # Queries before the first key have no keys: zeros, whatever the library's backward computes for such rows.
@@ -184,49 +176,29 @@ def diff_attention(
 
     library = _library(q.shape[-1])
 
-    def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # [B, H, N, D] -> [B, N, H, D], the memory order of projections: views, no copies.
         settings = {"softmax_scale": scale, "causal": causal, **_determinism()}
         out = library.attend(*(t.transpose(1, 2) for t in (q, k, v)), **settings)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    first, second = _two_maps(library.package, call, q, k, v, scale)
+    first, second = _two_maps(library.package, call, q, k, v)
     out = subtract(first, second, lam, q.dtype)
     return F.pad(out, (0, 0, blind, 0)) if blind else out
 
 
 def diff_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, ends: Tensor, length: int, *, causal: bool, scale: float
 ) -> Tensor:
     """Arguments, shapes and result as in `varlen`, already checked and within `limit`."""
     library = _library(q.shape[-1])
 
-    def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out = library.attend_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            softmax_scale=scale,
-            causal=causal,
-            **_determinism(),
-        )
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
+        out = library.attend_varlen(q, k, v, **documents, softmax_scale=scale, causal=causal, **_determinism())
         return out[0] if isinstance(out, tuple) else out
 
-    first, second = _two_maps(library.package, call, q, k, v, scale)
+    first, second = _two_maps(library.package, call, q, k, v)
     return subtract(first, second, lam, q.dtype)
 
 
@@ -236,22 +208,16 @@ def _determinism() -> dict[str, bool]:
 
 
 def _two_maps(
-    package: Package,
-    call: Callable[[Tensor, Tensor, Tensor, float], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
+    package: Package, call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return each map's output by as few calls as the sizes allow. Heads are axis 1, the maps of q and k axis 2."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    scale = head_dim**-0.5 if scale is None else scale
     pieces, size, value_size = plan(head_dim, value_dim, _largest(package), package.equal_sizes)
     width = -(-value_dim // pieces)
 
     def attend(q: Tensor, k: Tensor) -> Tensor:
         q, k = widen(q, size), widen(k, size)
-        outs = [call(q, k, widen(p, value_size), scale)[..., : p.shape[-1]] for p in v.split(width, dim=-1)]
+        outs = [call(q, k, widen(p, value_size))[..., : p.shape[-1]] for p in v.split(width, dim=-1)]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     return compute_maps(attend, q, k)

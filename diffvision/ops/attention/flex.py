@@ -10,7 +10,7 @@ Source: torch.nn.attention.flex_attention, read and run in torch 2.15; arXiv 241
 import importlib.util
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
@@ -67,15 +67,7 @@ def limit(problem: Problem) -> str | None:
 
 
 def diff_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    *,
-    causal: bool,
-    mask: Mask,
-    scale: float | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Mask, scale: float, dropout: float
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked and within `limit`."""
     if not q.is_cuda:  # on a CPU it refuses whatever requires gradients, even where none are recorded
@@ -87,7 +79,7 @@ def diff_attention(
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, documents: Documents) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.softmax_attention`, already checked and within `limit`."""
-    return _attend(q, k, v, _document_blocks(documents.numbers, causal=causal), None)
+    return _attend(q, k, v, _document_blocks(documents.numbers, causal=causal), q.shape[3] ** -0.5)
 
 
 @torch.compiler.assume_constant_result
@@ -97,7 +89,7 @@ def can_compile() -> bool:
     return is_known and importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, scale: float) -> Tensor:
     """Call FlexAttention, compiled, outside of autocast."""
     options: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     with torch.autocast(q.device.type, enabled=False):  # it would cast float32 queries, keys and values down
@@ -120,9 +112,25 @@ def _block_mask(q: Tensor, k: Tensor, *, causal: bool, mask: Mask, maps_a_head: 
         return _document_blocks(mask.numbers, causal=causal)
     if mask is None and (not causal or queries == 1):  # one query, aligned to the last key, sees them all
         return None
-    batch, heads = (1, 1) if mask is None else (mask.shape[0], mask.shape[1])
+    if mask is None:
+        if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+            return _build_causal(queries, keys, q.device)
+        return _causal_blocks(queries, keys, q.device)
+    batch, heads = mask.shape[:2]
     may_attend = _mask_mod(queries, keys, q.device, causal=causal, mask=mask, maps_a_head=maps_a_head)
     return create_block_mask(may_attend, batch, heads * maps_a_head if heads > 1 else 1, queries, keys, q.device)
+
+
+@lru_cache(maxsize=8)
+def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
+    """Return the block mask of a causal call, which all layers share."""
+    with torch.inference_mode(False):  # a cached inference tensor would break training later
+        return _build_causal(queries, keys, device)
+
+
+def _build_causal(queries: int, keys: int, device: torch.device) -> BlockMask:
+    may_attend = _mask_mod(queries, keys, device, causal=True, mask=None, maps_a_head=1)
+    return create_block_mask(may_attend, 1, 1, queries, keys, device)
 
 
 # numbers of a batch's documents -> their version and whether causal, and the block mask, which all layers share

@@ -34,19 +34,10 @@ def limit(problem: Problem) -> str | None:
 
 
 def diff_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked."""
-    head_dim, value_dim = q.shape[4], v.shape[3]
-    scale = head_dim**-0.5 if scale is None else scale
+    value_dim = v.shape[3]
     if scale <= 0:  # torch's causal kernel on a CPU multiplies its -inf by it
         q, scale = q * scale, 1.0
     if k.shape[3] == 0:  # zeros that depend on every input: torch's gradients without keys may be NaN

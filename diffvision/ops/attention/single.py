@@ -21,20 +21,11 @@ def limit(problem: Problem) -> str | None:
 
 
 def diff_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *, causal: bool, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """Arguments, shapes and result as `diffvision.ops.diff_attention`, already checked; one query sees all keys."""
     (batch, heads, _, _, size), (_, kv_heads, key_maps, keys, _) = q.shape, k.shape
     group, dtype = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
-    scale = size**-0.5 if scale is None else scale
     rows, products = q.to(dtype), batch * kv_heads * key_maps
     if group > 1:
         rows = rows.view(batch, kv_heads, group, 2, size).transpose(2, 3)

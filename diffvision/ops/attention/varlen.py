@@ -17,7 +17,6 @@ from diffvision.ops.attention.problem import Problem, is_grouped
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SIZE = 256  # of a head in the flash kernel
-MAX_SIZE_DROPOUT = 192  # its backward draws no dropout in wider heads on 8.6, 8.9 and 12.0
 NEEDED = ("scale", "window_size", "enable_gqa")  # arguments that earlier releases lack
 
 
@@ -30,8 +29,10 @@ def limit(problem: Problem) -> str | None:
         return f"torch's varlen attention runs on cuda, not on {p.device}"
     if p.dtype not in DTYPES:
         return f"dtype {p.dtype}: it takes float16 and bfloat16; cast, or use autocast"
-    if max(p.head_dim, p.value_dim) > (largest := MAX_SIZE_DROPOUT if p.dropout else MAX_SIZE):
-        return f"head size {p.head_dim} and value size {p.value_dim}: it takes up to {largest}"
+    if p.dropout:
+        return "it draws no dropout"
+    if max(p.head_dim, p.value_dim) > MAX_SIZE:
+        return f"head size {p.head_dim} and value size {p.value_dim}: it takes up to {MAX_SIZE}"
     if not _is_there():
         return f"torch {torch.__version__} has no varlen attention with grouped heads; update torch"
     if compute_capability() < 80:
@@ -56,46 +57,19 @@ def _find() -> bool:
 
 
 def diff_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool,
-    scale: float | None,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, ends: Tensor, length: int, *, causal: bool, scale: float
 ) -> Tensor:
     """Return `diff_attention` of sequences packed one after another, already checked and within `limit`.
 
-    Queries are [T, H, 2, D], keys [S, Hk, P, D], values [S, Hk, V], lam [T, H, 1]; cu_seqlens are where each sequence
-    starts, and the end, int32. The result is [T, H, V].
+    Queries are [T, H, 2, D], keys [T, Hk, P, D], values [T, Hk, V], lam [T, H, 1]; `ends` are where each sequence
+    starts, and the end, int32; none is longer than `length`. The result is [T, H, V].
     """
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    first, second = compute_maps(
-        lambda q, k: attend(q, k, v, *lengths, causal=causal, scale=scale, dropout=dropout), q, k
-    )
+    first, second = compute_maps(lambda q, k: attend(q, k, v, ends, length, causal=causal, scale=scale), q, k)
     return subtract(first, second, lam, q.dtype)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Return the output of one map [T, H, V], of queries [T, H, D], keys [S, Hk, D] and values [S, Hk, V]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, length: int, *, causal: bool, scale: float) -> Tensor:
+    """Return the output of one map [T, H, V], of queries [T, H, D], keys [T, Hk, D] and values [T, Hk, V]."""
     from torch.nn.attention.varlen import varlen_attn
 
     value_dim = v.shape[-1]
@@ -103,12 +77,10 @@ def attend(
     if scale <= 0:
         q, scale = q * scale, 1.0
     q, k, v = (widen(t, size) for t in (q, k, v))
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if dropout:  # torch's function has none, and calls this operator with 0
-        out = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, dropout, causal, False, scale=scale)[0]
-        return out[..., :value_dim]
     window = (-1, 0) if causal else (-1, -1)
     with without_cudnn():
-        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=is_grouped(q, k))
+        out = varlen_attn(
+            q, k, v, ends, ends, length, length, scale=scale, window_size=window, enable_gqa=is_grouped(q, k)
+        )
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for
     return out[..., :value_dim]
