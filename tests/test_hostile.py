@@ -30,7 +30,6 @@ from diffvision.data.shards.sidecars import sidecar
 from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
-from diffvision.generate import generate_text
 from diffvision.models import language
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
@@ -129,34 +128,30 @@ def test_a_class_path_outside_of_the_list_is_not_imported(words, module, shards,
     assert module not in sys.modules
 
 
-@pytest.mark.parametrize("how", ["second config", "sub-configuration", "of a sub-configuration", "nested"])
-def test_a_class_path_in_a_file_is_named_with_the_file(how, module, shards, tmp_path, capsys):
-    hostile, outer, inner = tmp_path / "hostile.yaml", tmp_path / "outer.yaml", tmp_path / "inner.yaml"
-    hostile.write_text(f"trainer:\n  callbacks:\n    - class_path: {module}.Watcher\n")
-    words = ["--config", str(hostile)]
-    if how == "second config":
-        outer.write_text("trainer:\n  max_steps: 1\n")
-        words = ["--config", str(outer), f"--config={hostile}"]
-    elif how == "sub-configuration":
-        hostile.write_text(f"class_path: {module}.Thing\n")
-        words = [f"--model={hostile}"]
-    elif how == "of a sub-configuration":
-        hostile.write_text(f"class_path: {module}.Thing\n")
-        inner.write_text("model: hostile.yaml\n")
-        words = [f"--config={inner}"]
-    elif how == "nested":
-        hostile.write_text(
-            "model:\n  class_path: ContrastiveModule\n  init_args:\n    model: CLIP-debug\n"
-            f"    optimizer:\n      class_path: {module}.Thing\n"
-        )
-    refused(run_of(shards, *words), capsys, f"'{module}.", "--allow stranger_module")
+IN_FILES = {
+    # which file holds the class_path: the arguments, and that file
+    "a configuration": ("--config={0}", "trainer:\n  callbacks:\n    - class_path: {1}.Watcher\n"),
+    "a sub-configuration": ("--model={0}", "class_path: {1}.Thing\n"),
+    "of a sub-configuration": ("--config={2}", "class_path: {1}.Thing\n"),
+    "nested": (
+        "--config={0}",
+        "model:\n  class_path: ContrastiveModule\n  init_args:\n    model: CLIP-debug\n"
+        "    optimizer:\n      class_path: {1}.Thing\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("file", IN_FILES)
+def test_a_class_path_in_a_file_is_not_imported(file, module, shards, tmp_path, capsys):
+    flag, text = IN_FILES[file]
+    hostile, outer = tmp_path / "hostile.yaml", tmp_path / "outer.yaml"
+    hostile.write_text(text.format(hostile, module))
+    outer.write_text("model: hostile.yaml\n")
+    refused(run_of(shards, flag.format(hostile, module, outer)), capsys, f"'{module}.", "--allow stranger_module")
+    if file == "a configuration":
+        words = ["validate", *run_of(shards)[1:5], f"--config={hostile}"]
+        refused(words, capsys, "--allow stranger_module")
     assert module not in sys.modules
-
-
-def test_validate_refuses_it_too(module, shards, capsys):
-    refused(
-        ["validate", *run_of(shards)[1:5], f"--trainer.callbacks={module}.Watcher"], capsys, "--allow stranger_module"
-    )
 
 
 def test_configurations_of_the_other_commands_import_nothing(module, tmp_path, capsys):
@@ -191,10 +186,8 @@ def test_what_is_only_data_is_not_imported(module, shards):
     [
         "os.system",
         "torch.hub.load",
-        "diffvision.training.fit.sys.exit",
         "diffvision.__main__.main",
         "lightning.pytorch.callbacks.model_checkpoint.os.system",
-        "lightning.pytorch.callbacks.lambda_function.LambdaCallback",
     ],
 )
 def test_callables_that_run_things_are_refused(path, shards):
@@ -241,9 +234,7 @@ def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
     ("flag", "text"),
     [
         ("--config={0}", "seed_everything: !!python/object/apply:pathlib.Path.touch [{0}]\n"),
-        ("--model={0}", "seed_everything: !!python/object/new:pathlib.Path [{0}]\n"),
-        ("--model={0}", "model: !!python/name:os.system\n"),
-        ("--config={0}", "model: !!python/module:stranger_module\n"),
+        ("--model={0}", "model: !!python/module:stranger_module\n"),
     ],
 )
 def test_yaml_makes_no_objects(text, flag, module, trace, tmp_path):
@@ -261,9 +252,7 @@ def test_values_are_not_looked_up_in_the_environment(shards, monkeypatch, capsys
     refused(run_of(shards, "--data.train=${oc.env:SECRET}.tar"), capsys, "${oc.env:SECRET}.tar")
 
 
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:{0}/c.yaml", "memory://c.yaml", "simplecache::http://127.0.0.1:{0}/c"]
-)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{0}/c.yaml", "simplecache::http://127.0.0.1:{0}/c"])
 def test_configurations_are_not_fetched(url, server):
     with pytest.raises((ValueError, FileNotFoundError), match=r"no configuration file|not exist"):
         fit(["fit", "--config", url.format(server.server_port)])
@@ -295,15 +284,14 @@ def server(tmp_path, trace):
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:{0}/x.ckpt", "file:///x.ckpt", "simplecache::http://127.0.0.1:{0}/x.ckpt", "data:,gASV"]
-)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{0}/x.ckpt", "data:,gASV"])
 def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     url = url.format(server.server_port)
     message = "checkpoints are not loaded from URLs: download it, check its sha256"
     refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", message)
     refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", message)
     refused(["generate", url, "--prompt=a"], capsys, message)
+    refused(run_of(shards, "--ckpt_path=registry:model:version:v2"), capsys, "ckpt_path is 'registry:")
     for call in (
         lambda: open_model("CLIP-debug", url),
         lambda: language.load(url),
@@ -316,10 +304,6 @@ def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match="checkpoints are not loaded from"):
             call()
-
-
-def test_checkpoints_of_registries_are_not_fetched(shards, capsys):
-    refused(run_of(shards, "--ckpt_path=registry:model:version:v2"), capsys, "ckpt_path is 'registry:")
 
 
 def test_the_payload_works(tmp_path, trace):
@@ -378,7 +362,6 @@ FILE_DOORS = {
     "open_model of OpenCLIP's": lambda path, _: open_model("CLIP-debug", path),
     "open_model of timm's": lambda path, _: open_model("diff_vit_debug", path),
     "language.load": lambda path, _: language.load(path),
-    "generate_text": lambda path, _: generate_text(str(path), prompt="a"),
     "ContrastiveModule": lambda path, _: ContrastiveModule("CLIP-debug", pretrained=str(path)),
     "ClassificationModule": lambda path, _: ClassificationModule(**VIT, model_args={"checkpoint_path": str(path)}),
     "generate": command("generate", "{1}", "--prompt=a"),
@@ -391,6 +374,8 @@ FILE_DOORS = {
 def test_hostile_weights_are_refused_by_name_and_not_run(door, module, shards, tmp_path, trace, monkeypatch, capsys):
     (tmp_path / "t.txt").write_text("a b c")
     for kind, write in FILES.items():
+        if door == "fit" and kind in ("legacy", "plain pickle", "a tar of old"):
+            continue  # whose reader is that of the other doors, and each takes seconds
         path = write(tmp_path / "x.ckpt", trace)
         if "environment" in kind:
             monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -514,10 +499,10 @@ def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
         fit(run_of(directory, "--data.max_bad_fraction=1"))
 
 
-@pytest.mark.parametrize("location", ["pipe:touch {0}", "a.tar::pipe:touch {0}", "-c touch {0}", "gs+pipe://touch {0}"])
+@pytest.mark.parametrize("location", ["pipe:touch {0}", "gs+pipe://touch {0}"])
 def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monkeypatch, capsys):
     """Through every command that reads shards; what webdataset rewrites by the environment stays as it is."""
-    monkeypatch.setenv("GOPEN_REWRITE", "s3://=pipe:touch ")
+    monkeypatch.setenv("GOPEN_REWRITE", f"s3://=pipe:touch {trace} ")
     monkeypatch.setenv("WDS_X", f"pipe:touch {trace}")
     location = location.format(trace)
     train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
@@ -525,26 +510,18 @@ def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monke
         f"shards must be at a path or a URL starting with http://, https://, s3://, gs://, hf://, got {location!r}"
     )
     refused(run_of(shards, f"--data.train=[{shards}, '{location}']"), capsys, message)
-    if not location.startswith("-"):
-        words = ["data", "tokenize", location, str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json")]
-        refused(words, capsys, message)
-        refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, message)
+    words = ["data", "tokenize", location, str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json")]
+    refused(words, capsys, message)
+    refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, message)
     with pytest.raises(ValueError, match="shards must be at a path"):
         ShardSet(location)
     with pytest.raises(ValueError, match="must be files"):
         find_shards("${WDS_X}.tar")
-
-
-def test_rewritten_urls_are_not_followed(tmp_path, trace, monkeypatch):
-    monkeypatch.setenv("GOPEN_REWRITE", f"s3://=pipe:touch {trace} ")
     with pytest.raises((ValueError, OSError)):
         ShardSet("s3://bucket/0.tar", ShardCache(tmp_path / "cache"))
 
 
-TRAVERSALS = ["../../escaped", "/tmp/diffvision-escaped", "\x1b]0;x\x07/escaped", "link"]
-
-
-@pytest.mark.parametrize("key", TRAVERSALS)
+@pytest.mark.parametrize("key", ["../../escaped", "/tmp/diffvision-escaped", "\x1b]0;x\x07/escaped", "link"])
 def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
     """Keys are names in reports alone; links and devices in a tar are no samples."""
     root = tmp_path / "deep" / "down"
@@ -571,7 +548,7 @@ def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("listing", ["manifest.json", "sizes.json"])
-@pytest.mark.parametrize("name", ["../0.tar", "/etc/passwd", "..", "pipe:touch {0}", "-x"])
+@pytest.mark.parametrize("name", ["../0.tar", "/etc/passwd", "pipe:touch {0}"])
 def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, trace):
     name = name.format(trace)
     message = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
@@ -606,14 +583,10 @@ def test_a_member_in_gzip_is_no_member(tmp_path, capsys):
 # ---- depth ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_a_recipe_that_is_nested_too_deeply(suffix, tmp_path, capsys):
-    hostile = tmp_path / f"hostile.{suffix}"
-    hostile.write_text("a: " + "[" * 5000 + "]" * 5000 if suffix == "yaml" else DEEP)
-    assert cli.main(["fit", f"--config={hostile}"]) == 2
-    error = capsys.readouterr().err
-    assert "nested too deeply" in error
-    assert "Traceback" not in error
+def test_a_recipe_that_is_nested_too_deeply(tmp_path, capsys):
+    hostile = tmp_path / "hostile.yaml"
+    hostile.write_text("a: " + "[" * 5000 + "]" * 5000)
+    refused(["fit", f"--config={hostile}"], capsys, "nested too deeply")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -5,6 +5,7 @@ transforms, tokenizers and cards, is tested with that way.
 """
 
 import dataclasses
+from functools import cache, cached_property
 
 import open_clip
 import pytest
@@ -42,18 +43,6 @@ KINDS = {
 }
 
 
-def build(kind):
-    """A model of a kind with weights that none begins with."""
-    name, settings = KINDS[kind]
-    make = {"timm": timm.create_model, "open_clip": open_clip.create_model, "language": language.create}
-    model = make[kind.partition(" ")[0]](name, **settings)
-    model = diffvision.adapt(model, "v2") if kind == "timm adapted" else model
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return model.eval()
-
-
 @torch.no_grad()
 def run(kind, model):
     draw = torch.Generator().manual_seed(1)
@@ -64,68 +53,89 @@ def run(kind, model):
     return model(images) if kind.startswith("timm") else torch.cat(model(images, torch.arange(48).reshape(2, 24))[:2])
 
 
-def trained(kind, model, folder):
-    """A checkpoint of `diffvision fit` with the model's weights."""
-    name, settings = KINDS[kind]
-    if kind.startswith("language"):
-        about = {"diffvision": {"model": name}, "hyper_parameters": {"config": dataclasses.asdict(model.config)}}
-    else:
-        arguments = {key: value for key, value in settings.items() if key != "num_classes"}
-        module = (
-            ContrastiveModule(name)
-            if kind.startswith("open_clip")
-            else ClassificationModule(name, num_classes=5, model_args=arguments)
-        )
-        module.on_save_checkpoint(about := {})
-    state = {f"model.{key}": value for key, value in model.state_dict().items()}
-    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": state, **about}, folder / "last.ckpt")
-    return folder / "last.ckpt"
+class Shelf:
+    """A model of a kind with weights that none begins with; its checkpoint of `fit` and its export, each made once."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.folder = kind, folder
+        self.name, self.settings = KINDS[kind]
+        self.library = kind.partition(" ")[0]
+        make = {"timm": timm.create_model, "open_clip": open_clip.create_model, "language": language.create}
+        model = make[self.library](self.name, **self.settings)
+        model = diffvision.adapt(model, "v2") if kind == "timm adapted" else model
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+        self.model = model.eval()
+        self.numbers = run(kind, model)
+
+    @cached_property
+    def checkpoint(self):
+        if self.library == "language":
+            config = dataclasses.asdict(self.model.config)
+            about = {"diffvision": {"model": self.name}, "hyper_parameters": {"config": config}}
+        else:
+            arguments = {key: value for key, value in self.settings.items() if key != "num_classes"}
+            module = (
+                ContrastiveModule(self.name)
+                if self.library == "open_clip"
+                else ClassificationModule(self.name, num_classes=5, model_args=arguments)
+            )
+            module.on_save_checkpoint(about := {})
+        state = {f"model.{key}": value for key, value in self.model.state_dict().items()}
+        path = self.folder / "last.ckpt"
+        torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": state, **about}, path)
+        return path
+
+    @cached_property
+    def exported(self):
+        export(str(self.checkpoint), str(self.folder / "exported"))
+        return self.folder / "exported"
 
 
-def exported(kind, model, folder):
-    export(str(trained(kind, model, folder)), str(folder / "out"))
-    return folder / "out"
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return cache(lambda kind: Shelf(kind, tmp_path_factory.mktemp("model")))
 
 
-def by_checkpoint(kind, model, folder):
-    return open_model(trained(kind, model, folder)).module
+def by_checkpoint(shelf, folder):
+    return open_model(shelf.checkpoint).module
 
 
-def by_export(kind, model, folder):
-    return open_model(exported(kind, model, folder)).module
+def by_export(shelf, folder):
+    return open_model(shelf.exported).module
 
 
-def by_the_library(kind, model, folder):
+def by_the_library(shelf, folder):
     """The library's own loader of what `export` wrote, without a name of ours."""
-    out = exported(kind, model, folder)
-    if kind.startswith("timm"):
-        return timm.create_model(f"local-dir:{out}", pretrained=True).eval()
-    if kind.startswith("open_clip"):
-        return open_clip.create_model(f"local-dir:{out}").eval()
-    return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(out)
+    if shelf.library == "timm":
+        return timm.create_model(f"local-dir:{shelf.exported}", pretrained=True).eval()
+    if shelf.library == "open_clip":
+        return open_clip.create_model(f"local-dir:{shelf.exported}").eval()
+    return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(shelf.exported)
 
 
-def by_the_library_s_saver(kind, model, folder):
-    timm.models.save_for_hf(model, folder / "out", safe_serialization=True)
+def by_the_library_s_saver(shelf, folder):
+    timm.models.save_for_hf(shelf.model, folder / "out", safe_serialization=True)
     return open_model(folder / "out").module
 
 
-def by_safetensors(kind, model, folder):
-    save_file(dict(model.state_dict()), folder / "x.safetensors")
-    return open_model(KINDS[kind][0], folder / "x.safetensors").module
+def by_safetensors(shelf, folder):
+    save_file(dict(shelf.model.state_dict()), folder / "x.safetensors")
+    return open_model(shelf.name, folder / "x.safetensors").module
 
 
-def by_saving(kind, model, folder):
-    language.save(model.bfloat16(), folder / "out")  # whose dtype stays
+def by_saving(shelf, folder):
+    language.save(shelf.model, folder / "out")
     return open_model(folder / "out").module
 
 
-def by_hugging_face(kind, model, folder):
-    return as_native(by_the_library(kind, model, folder))
+def by_hugging_face(shelf, folder):
+    return as_native(by_the_library(shelf, folder))
 
 
-def by_convert(kind, model, folder):
-    convert(str(exported(kind, model, folder)), str(folder / "again"), to="language")
+def by_convert(shelf, folder):
+    convert(str(shelf.exported), str(folder / "again"), to="language")
     return language.load(folder / "again")
 
 
@@ -144,16 +154,22 @@ WAYS = {
     by_hugging_face: (STOCK, 1e-5),
     by_convert: (STOCK, 1e-5),
 }
+CELLS = [(way, kind) for kind in KINDS for way, (kinds, _) in WAYS.items() if kind in kinds]
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [pytest.param(way, kind, id=f"{kind}-{way.__name__}") for way, (kinds, _) in WAYS.items() for kind in kinds],
-)
-def test_a_model_comes_back(way, kind, tmp_path):
-    model = build(kind)
-    back = way(kind, model, tmp_path)
-    torch.testing.assert_close(run(kind, back), run(kind, model), rtol=0, atol=WAYS[way][1])
+@pytest.mark.parametrize(("way", "kind"), CELLS, ids=[f"{kind}-{way.__name__}" for way, kind in CELLS])
+def test_a_model_comes_back(way, kind, shelf, tmp_path):
+    known = shelf(kind)
+    back = way(known, tmp_path)
+    torch.testing.assert_close(run(kind, back), known.numbers, rtol=0, atol=WAYS[way][1])
     if not hasattr(back, "generation_config"):  # of transformers, which has no record
-        assert architecture(back) == architecture(model)
-        assert {p.dtype for p in back.parameters()} == {p.dtype for p in model.parameters()}
+        assert architecture(back) == architecture(known.model)
+        assert {p.dtype for p in back.parameters()} == {p.dtype for p in known.model.parameters()}
+
+
+def test_half_precision_stays(tmp_path):
+    model = language.create("diff-debug", **TOKENS).bfloat16()
+    language.save(model, tmp_path / "out")
+    back = open_model(tmp_path / "out").module
+    assert {p.dtype for p in back.parameters()} == {torch.bfloat16}
+    assert torch.equal(run("language v1", back), run("language v1", model.eval()))

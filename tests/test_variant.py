@@ -18,7 +18,7 @@ from diffvision.comparison import compare
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, DifferentialLayer
+from diffvision.nn import ATTENTION, GRID_ATTENTION, AttentionLayer, DiffAttention
 from diffvision.ops import diff_attention
 
 PACKAGE = Path(diffvision.__file__).parent
@@ -147,23 +147,6 @@ def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
     assert len(comparison.models) == 2
 
 
-class ShapedAttention(DifferentialLayer):
-    """V1 without a norm, whose lambda 0.25 has any shape that `diff_attention` takes, by the test's choice."""
-
-    variant, key_maps, value_maps, shape = "shaped", 2, 2, ()
-    new_parameters = ("gate",)
-
-    def add_parameters(self, dim, factory_kwargs):
-        self.gate = nn.Parameter(torch.empty(1, **factory_kwargs))
-
-    def reset_parameters(self):
-        nn.init.constant_(self.gate, 0.25)
-
-    def compute_lambda(self, x=None):
-        sizes = {"H": self.num_heads, "B": 1 if x is None else x.shape[0], "N": 1 if x is None else x.shape[1]}
-        return self.gate[0].float().expand([sizes.get(axis, axis) for axis in self.shape])
-
-
 SHAPES = [
     (),
     (1,),
@@ -177,17 +160,16 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def shaped(monkeypatch, request):
-    monkeypatch.setitem(ATTENTION, "shaped", ShapedAttention)
-    monkeypatch.setattr(ShapedAttention, "shape", request.param)
-    monkeypatch.setattr(ShapedAttention, "lambda_by_token", "N" in request.param or "B" in request.param)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_lambda_of_any_shape_is_captured(shape, monkeypatch):
+    def compute_lambda(layer, x=None):
+        sizes = {"H": layer.num_heads, "B": 1 if x is None else x.shape[0], "N": 1 if x is None else x.shape[1]}
+        return torch.full([sizes.get(axis, axis) for axis in shape], 0.25)
 
-
-@pytest.mark.parametrize("shaped", SHAPES, indirect=True, ids=str)
-def test_a_lambda_of_any_shape_is_captured(shaped):
+    monkeypatch.setattr(DiffAttention, "compute_lambda", compute_lambda)
+    monkeypatch.setattr(DiffAttention, "lambda_by_token", "N" in shape or "B" in shape)
     torch.manual_seed(0)
-    model = timm.create_model("plain_vit_debug", variant_by_layer="4*shaped", num_classes=3).eval()
+    model = timm.create_model("diff_vit_debug", num_classes=3).eval()
     images = torch.randn(2, 3, 32, 32)
     assert set(layer_lambdas(model, {"image": images}).values()) == {0.25}
     for layer in layer_maps(model, images[0]):

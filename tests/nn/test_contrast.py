@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 from diffvision.nn import VisualContrastAttention, depth_lambda_init
 
@@ -78,16 +77,11 @@ def scattered(height, width, prefix, **settings):
 )
 def test_equals_the_equations(height, width, prefix, size, joint):
     layer = scattered(height, width, prefix, contrast_size=size, joint=joint)
-    x = torch.randn(2, prefix + height * width, 24, dtype=torch.float64)
+    x = torch.randn(2, prefix + height * width, 24, dtype=torch.float64, requires_grad=True)
     expected = torch.stack([transcribed(layer, image, height, width, prefix) for image in x])
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.quick("True")
-@pytest.mark.parametrize("joint", [True, False])
-def test_gradcheck_of_the_input(joint):
-    layer = scattered(2, 4, 1, contrast_size=2, joint=joint)
-    assert gradcheck(layer, torch.randn(1, 9, 24, dtype=torch.float64, requires_grad=True))
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (layer(x), expected)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)  # lambda is computed in float32
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -177,16 +177,6 @@ def test_x_as_its_context_is_self_attention_and_the_maps_of_analysis_are_the_lay
     torch.testing.assert_close(seen[0].compute_weights(), maps[0])
 
 
-@pytest.mark.parametrize("mask", [name for name in MASKS if name != "heads"])
-def test_rows_of_dint_sum_to_one_and_stay_within_the_mask(mask):
-    layer, maps = layer_of("v1_dint", context_dim=WIDE), []
-    x, context = torch.randn(2, N, DIM, dtype=torch.float64), torch.randn(2, L, WIDE, dtype=torch.float64)
-    layer(x, MASKS[mask], context=context, maps=maps)
-    torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 4, N, dtype=torch.float64))
-    if MASKS[mask] is not None:
-        assert not maps[0].masked_select(~MASKS[mask]).any()
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_query_that_may_attend_to_nothing_changes_no_other(variant):
     layer, mask = layer_of(variant, context_dim=WIDE), torch.ones(N, L, dtype=torch.bool)

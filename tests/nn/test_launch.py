@@ -70,7 +70,7 @@ def autocast(device, half):
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")  # of torch.autocast("cuda", enabled=False)
-@pytest.mark.quick("standard", "v1", "v2", "v1_dint", "dex", "gated", "sink")
+@pytest.mark.quick("standard", "v1", "v2", "v1_dint")
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_a_warm_layer_enters_few_functions(variant, monkeypatch):
     """On a CPU, and on fake tensors as on a GPU; rotary embedding takes the tables that a model computes once."""

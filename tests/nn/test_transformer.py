@@ -1,7 +1,6 @@
-import pytest
 import torch
 
-from diffvision.nn import ATTENTION, build_attention
+from diffvision.nn import build_attention
 from diffvision.nn.transformer import DecoderBlock, SwiGLU
 
 
@@ -16,9 +15,8 @@ def test_swiglu_by_hand():
     assert not [name for name, _ in layer.named_parameters() if "bias" in name]
 
 
-@pytest.mark.parametrize("variant", ATTENTION)
-def test_block_adds_its_two_branches(variant):
-    attn = build_attention(variant, 32, 2, proj_bias=False, rotary=1e4)
+def test_a_block_adds_its_two_branches():
+    attn = build_attention("v1", 32, 2, proj_bias=False, rotary=1e4)
     block = DecoderBlock(attn, 32, 48, norm_eps=1e-3)
     x = torch.randn(2, 5, 32)
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()

@@ -12,17 +12,14 @@ import torch
 import torch.nn.functional as F
 from oracle import PROBLEMS, Inputs, errors, rounding
 from oracle import tensors as tensors_of
-from torch.autograd import gradcheck
 
 from diffvision.ops import diff_attention
 from diffvision.ops.attention import BACKENDS
 from diffvision.ops.attention.problem import describe
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Queries, keys, causal. On a CPU in float32; in the half types, which are rounded at both ends only, the marked ones.
-LENGTHS = ((1, 1, False), (17, 17, True), (65, 65, False), (257, 257, True), (1025, 1025, True))
-UNEQUAL = ((3, 130, False), (65, 127, True), (129, 33, False))
-HALF = ((17, 17, True), (65, 65, False), (65, 127, True))
+# Queries, keys, causal.
+LENGTHS = ((257, 257, True), (1025, 1025, True), (3, 130, False), (65, 127, True), (129, 33, False))
 GPU = tuple((n, n, n % 2 == 1) for n in (1, 2, 3, 17, 31, 33, 63, 65, 127, 129, 197, 257, 577, 1023, 1025))
 GPU_UNEQUAL = ((1, 65, True), (3, 130, False), (63, 17, False), (65, 127, False), (129, 33, False))
 
@@ -80,7 +77,7 @@ def largest(a, b):
 def _lengths(backend, device, dtype):
     if device == "cuda":
         return (*GPU, *GPU_UNEQUAL)
-    return (*LENGTHS, *UNEQUAL) if dtype == FP32 else HALF
+    return LENGTHS if dtype == FP32 else LENGTHS[3:4]  # half types are rounded at both ends only
 
 
 ACCURACY = [
@@ -88,24 +85,6 @@ ACCURACY = [
 ]
 
 
-@pytest.mark.quick(
-    "eager-cpu-float32-1025-1025-True",
-    "sdpa-cpu-float32-1025-1025-True",
-    "blocked-cpu-float32-1025-1025-True",
-    "sdpa-cpu-float16-65-127-True",
-    "eager-cpu-float32-257-257-True",
-    "sdpa-cpu-float32-257-257-True",
-    "blocked-cpu-float32-257-257-True",
-    "sdpa-cpu-bfloat16-65-127-True",
-    "eager-cpu-float16-17-17-True",
-    "eager-cpu-float32-65-127-True",
-    "blocked-cpu-float32-65-127-True",
-    "eager-cpu-float32-3-130-False",
-    "eager-cpu-float32-129-33-False",
-    "sdpa-cpu-float16-65-65-False",
-    "sdpa-cpu-bfloat16-65-65-False",
-    "sdpa-cpu-float32-129-33-False",
-)
 @pytest.mark.parametrize(("backend", "device", "dtype", "m", "n", "causal"), ACCURACY)
 def test_errors_stay_near_plain_attention_s(backend, device, dtype, m, n, causal, record_property):
     """Output at most 2.5 times and gradients at most 3 times the error of plain SDPA at the same dtype."""
@@ -270,28 +249,6 @@ def test_compiles_whole_with_its_gradient(backend, device, dtype):
     grads = torch.autograd.grad(compiled(*inputs), inputs)
     for got, want in zip(grads, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         torch.testing.assert_close(got, want, **close)
-
-
-@pytest.mark.parametrize(("backend", "device", "dtype"), [p for p in ON_GPU if p.values[0] != "flex"])
-def test_exports_with_a_dynamic_batch(backend, device, dtype):
-    inputs = tensors(device, dtype, b=2, m=33, grad=False)
-    attend(backend, *inputs, causal=True)
-
-    class Call(torch.nn.Module):
-        def forward(self, q, k, v, lam):
-            return diff_attention(q, k, v, lam, causal=True, backend=backend)
-
-    batch = torch.export.Dim("batch", min=2, max=64)
-    exported = torch.export.export(Call(), tuple(inputs), dynamic_shapes=({0: batch}, {0: batch}, {0: batch}, None))
-    more = [torch.cat([t, t]) for t in inputs[:3]]
-    close = {"rtol": 0, "atol": 1e-6 if dtype == FP32 else 1e-3}
-    torch.testing.assert_close(exported.module()(*more, inputs[3]), attend(backend, *more, inputs[3], True), **close)
-
-
-def test_the_oracle_s_gradients_are_the_formula_s():
-    made = tensors("cpu", torch.float64, m=5, d=3, v=4, lam=(1, 2, 1, 1))
-    inputs = [t.detach().double().requires_grad_() for t in made]
-    assert gradcheck(lambda *t: diff_attention(*t, backend="eager"), inputs, eps=1e-6, atol=1e-5)
 
 
 def wrong_backward(out):
