@@ -8,7 +8,7 @@ from typing import Any
 from diffvision.data.conversations import read_conversation
 from diffvision.data.images.image_set import ImageFiles
 from diffvision.data.images.image_tables import check_path
-from diffvision.data.images.pack_images import image_suffix, pack_as
+from diffvision.data.images.pack_images import image_suffix, pack
 from diffvision.data.rows import read_rows
 from diffvision.data.shards.sample import BadSample, BadSource
 from diffvision.progress import track
@@ -45,12 +45,15 @@ def make_llava(
             f"{faults.total():,} of {len(records):,} rows of {source} cannot be used: give the folder of its images as "
             f"images, or a larger max_bad_fraction than {max_bad_fraction}\n{listed}"
         )
-    packed = pack_as(records, Path(directory), per_shard, num_workers, shuffle=True, members=_Records.members)
-    return packed.summary()
+    return pack(
+        records, directory, shuffle=True, per_shard=per_shard, num_workers=num_workers, read_members=_Records.members
+    ).summary()
 
 
 class _Records:
     """The records of a file, and the images that they name."""
+
+    classnames: tuple[str, ...] = ()
 
     def __init__(self, path: Path, root: Path) -> None:
         self.source, self.root = str(path), root.resolve()

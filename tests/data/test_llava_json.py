@@ -76,7 +76,7 @@ def test_missing_and_damaged_images_are_counted_and_too_many_refused(folder, tmp
     ("text", "error"),
     [
         ("[" + json.dumps(record(0, "b.png")) + ", {", "must be JSON"),
-        (json.dumps([record(0, "../rows.json")]), "not a path inside"),
+        (json.dumps([record(0, "../rows.json")]), "one path inside"),
         (json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),
         ("[]", "no images|no rows"),
         ("\ufeff" + json.dumps([3, record(0, "b.png")]), "1 of 2 rows"),

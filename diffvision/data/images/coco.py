@@ -1,16 +1,15 @@
-"""Captions in JSON: COCO's own files, Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`, and ShareGPT4V's.
+"""Captions in JSON: COCO's own files, and Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`.
 
-COCO's and ShareGPT4V's have one split each; Karpathy's have all of them, with five captions an image.
+A file of COCO has one split; Karpathy's have all of them, with five captions an image.
 """
 
 import json
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles
+from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles, Parts
 from diffvision.data.images.image_tables import check_path, read_captions
 from diffvision.files import decoded
 
@@ -19,30 +18,27 @@ _KARPATHY = {"val": "validation", "restval": "train"}
 """Our names of his splits. `restval` is what he left over of COCO's val2014; everyone trains on it."""
 
 
-def read_caption_file(table: Path) -> dict[str, Callable[[], ImageCollection]]:
-    """Return {split: its images} of a file of captions; only Karpathy's have others than "".
+def read_caption_file(table: Path) -> Parts:
+    """Return {split: reads its images} of a file of captions; only Karpathy's have other splits than "".
 
     Args:
         table: the file. Its images are looked for in the folders that are usual for it.
 
     Raises:
-        ValueError: it is neither COCO's nor Karpathy's nor ShareGPT4V's.
+        ValueError: it is neither COCO's nor Karpathy's.
     """
     text = decoded(table.read_bytes(), table)
     try:
         content = json.loads(text)
-        if isinstance(content, list):
-            return {"": partial(_collection, table, "", _read_conversations(content))}
-        if "annotations" in content:
-            return {"": partial(_collection, table, "", _read_coco(content))}
-        if not (splits := _read_karpathy(content)):
+        splits = {"": _read_coco(content)} if "annotations" in content else _read_karpathy(content)
+        if not splits:
             raise ValueError("no images")
-        return {split: partial(_collection, table, split, images) for split, images in splits.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{table} is neither COCO's, Karpathy's nor ShareGPT4V's captions ({type(error).__name__} {error}): give "
-            "one of these, or .csv, .tsv, .jsonl, .parquet"
+            f"{table} must have captions as COCO or Karpathy has them, got another JSON ({type(error).__name__} "
+            f"{error}): write a .csv with the columns image and caption"
         ) from None
+    return {split: partial(_collect, table, split, captions) for split, captions in splits.items()}
 
 
 def _read_coco(content: Any) -> dict[Any, Captions]:
@@ -52,22 +48,6 @@ def _read_coco(content: Any) -> dict[Any, Captions]:
     for annotation in content["annotations"]:
         captions[names[annotation["image_id"]]].append(annotation["caption"])
     return {name: read_captions(of_image) for name, of_image in captions.items()}
-
-
-def _read_conversations(content: list[Any]) -> dict[Any, Captions]:
-    """Return {path: captions} of ShareGPT4V's rows, whose first answer is the caption, on one line."""
-    captions: dict[Any, Captions] = {}
-    for number, row in enumerate(content):
-        try:
-            turns = row.get("conversations") or ()
-            answers = [turn["value"].split() for turn in turns if turn["from"] in ("gpt", "assistant")]
-            image = row.get("image")  # a row of text has none, and is counted when it is read
-            captions[image] = captions.get(image, ()) + tuple(map(" ".join, answers[:1]))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"row {number}: {type(error).__name__} {error}") from None
-    if not captions:
-        raise ValueError("no rows")
-    return captions
 
 
 def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
@@ -84,13 +64,12 @@ def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
     return splits
 
 
-def _collection(table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
+def _collect(table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
     folder = _find_folder(table, [name for name in islice(captions, _NAMES_TRIED) if isinstance(name, str)])
     resolved = folder.resolve()
     names = [check_path(resolved, name, f"{table}, image {number}") for number, name in enumerate(captions)]
     source = f"{table}, split {split}" if split else str(table)
-    read = ImageFiles(folder, names)
-    return ImageCollection(source, names, read, captions=list(captions.values()))
+    return ImageCollection(source, names, ImageFiles(folder, names), captions=list(captions.values()))
 
 
 def _find_folder(table: Path, names: list[str]) -> Path:
@@ -105,7 +84,4 @@ def _find_folder(table: Path, names: list[str]) -> Path:
     for folder in near:
         if any((folder / name).is_file() for name in names):
             return folder
-    raise ValueError(
-        f"{table}: its images, such as {names[:1]}, are neither in {root} nor in a folder in it: put the file next to "
-        "the folder of its images"
-    )
+    raise ValueError(f"{table}: its images, such as {names[:1]}, must be in {root}, or in a folder in or next to it")

@@ -251,8 +251,7 @@ class ShardEvaluationFolder(ImageEvaluationFolder):
     def _read(self, location: str, split: str, task: str | None) -> ImageCollection:
         source = f"{location}, split {split}" if split else location
         shards = ShardSet(self._shards[split or "test"])
-        names = packed_names(location)
-        images = read_shards(source, shards, names, wants_labels=task == "zero_shot" or bool(names))
+        images = read_shards(source, shards, packed_names(location))
         is_labelled = images.labels is not None and bool(images.classnames or images.captions is None)
         if task in ("zero_shot", "retrieval"):
             is_labelled = task == "zero_shot"
@@ -304,17 +303,12 @@ def find_folders(path: str | Path, task: str | None = None) -> list[EvaluationFo
 
 
 def _open_images(source: str, name: str | None, task: str | None) -> ImageEvaluationFolder:
-    """Return images for a task if they have what it needs; else for what they have, best with a split to evaluate."""
+    """Return images for a task if they have what it needs, else for what they have."""
     kind = ShardEvaluationFolder if is_shard_source(source) else ImageEvaluationFolder
     if task in ("zero_shot", "retrieval"):
         with suppress(ValueError):
             return kind(source, name, task=task)
-    folder = kind(source, name)
-    if "test" not in folder.splits:  # a table of captions for training may lie beside class folders
-        with suppress(ValueError):
-            classified = kind(source, name, task="zero_shot")
-            return classified if "test" in classified.splits else folder
-    return folder
+    return kind(source, name)
 
 
 def in_order(classes: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -19,7 +19,6 @@ from torchvision.transforms.functional import pil_to_tensor
 from diffvision.data.images.folders import (
     EvaluationFolder,
     ImageEvaluationFolder,
-    ShardEvaluationFolder,
     find_folders,
     packed_names,
 )
@@ -182,9 +181,7 @@ class ImageTextData(ImageData):
             _say("training", self.train, self._images, "train")
         for folder in self._folders:
             folder.check_split("test")
-            if isinstance(folder, ShardEvaluationFolder):
-                _say("evaluating", folder.path, None, "test")
-            elif isinstance(folder, ImageEvaluationFolder):
+            if isinstance(folder, ImageEvaluationFolder):
                 _say("evaluating", folder.path, folder.images("test"), "test")
 
     def train_dataloader(self) -> Any:
@@ -317,10 +314,7 @@ class ImageLabelData(ImageData):
                 f"{source} has {count} classes, taken for the first of the model's {outputs}: if they are not, name "
                 f"those of {self.train} in its classnames.txt"
             )
-        if self._images is not None and (images.source, {*images.names}) == (
-            self._images.source,
-            {*self._images.names},
-        ):
+        if self._images is not None and images.source == self._images.source:
             rank_zero_warn(
                 f"{source} is what the model is trained on, so its accuracy says nothing about other pictures: divide "
                 "it into train/ and val/"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -24,21 +23,15 @@ from diffvision.data.images.image_tables import (
     COLUMNS,
     are_numbers,
     check_path,
-    has_columns,
     has_labels,
     number_labels,
-    read_caption_cell,
-    read_csv,
-    read_json_lines,
+    read_captions,
     read_label,
+    read_table,
 )
-from diffvision.data.images.library_datasets import (
-    read_parquet,
-    read_saved,
-    unpack_archive,
-)
+from diffvision.data.images.library_datasets import read_parquet, read_saved, unpack_archive
 from diffvision.data.shards.remote import TAR, is_remote
-from diffvision.data.shards.sources import MANIFEST, SIZES, has_shards, is_shard
+from diffvision.data.shards.sources import has_shards, is_shard
 from diffvision.data.splits import SPLITS, by_split, file_split, named_splits, splits_in
 from diffvision.words import composed
 
@@ -90,34 +83,13 @@ class ImageSource:
 
 
 def is_image_source(source: Any) -> bool:
-    """Return whether a source is one of images rather than of shards: a folder, a table, a dataset.
-
-    Raises:
-        ValueError: a folder with both.
-    """
-    if not isinstance(source, str | Path):
+    """Return whether a source is one of images rather than of shards: a folder, a table, a dataset."""
+    if not isinstance(source, str | Path) or is_remote(str(source)) or not str(source).strip():
         return False
-    location = str(source)
-    path = Path(location)
-    if is_remote(location) or not location.strip() or not path.exists():
-        return False
+    path = Path(source)
     if path.is_file():
         return path.suffix.lower() in (*NAMED_TABLES, ARCHIVE)
-    if has_shards(path):
-        _refuse_images(path)
-        return False
-    return True
-
-
-def _refuse_images(path: Path) -> None:
-    """Refuse a folder of shards without a manifest that has samples as images too, such as one with a backup in it."""
-    if any((path / name).is_file() for name in (MANIFEST, SIZES)):
-        return
-    for image in walk(path, IMAGE_SUFFIXES):
-        if image.parent != path or image.with_suffix(".txt").is_file():
-            raise ValueError(
-                f"{path} must have shards or images, got both, such as {image.name}: move one of them away"
-            )
+    return path.is_dir() and not has_shards(path)
 
 
 def is_shard_source(source: Any) -> bool:
@@ -139,12 +111,11 @@ def find_images(
 
     Args:
         source: one of
-            a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with the folders image/ and
-            caption/ of Urban-1k, or with a folder for each class
+            a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
             (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
             or .parquet in it; splits are folders called train, val, test, ... above that, or tables that are called so;
             a table (.csv, .tsv, .jsonl, .parquet, Flickr8k's captions.txt, COCO's captions_*.json, Karpathy's
-            dataset_coco.json and dataset_flickr30k.json, ShareGPT4V's JSON), with paths relative to its folder;
+            dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders.
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
@@ -162,8 +133,15 @@ def open_source(source: str | Path, columns: dict[str, str] | None = None, reads
     """Return a source of images with its splits; the arguments are those of `find_images`."""
     location, columns = str(source), columns or {}
     if unknown := sorted(columns.keys() - COLUMNS.keys()):
-        raise ValueError(f"columns has {', '.join(unknown)}: it takes {', '.join(COLUMNS)}")
-    return ImageSource(location, _find_parts(location, columns, reads))
+        raise ValueError(f"columns must be among {', '.join(COLUMNS)}, got {', '.join(unknown)}")
+    path = Path(location)
+    if not location.strip() or not path.exists():
+        raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
+    if path.is_dir():
+        return ImageSource(location, _find_parts(path, columns, reads))
+    if path.suffix.lower() == ARCHIVE:
+        return ImageSource(location, _find_in_archive(path, columns, reads))
+    return ImageSource(location, _open_tables(location, path.parent, {"": [path]}, columns))
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
@@ -178,21 +156,14 @@ def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollec
     return replace(images, labels=np.array([known[name] for name in names]), classnames=tuple(classnames))
 
 
-def _find_parts(location: str, columns: dict[str, str], reads: Reads | None) -> Parts:
-    """Return {split: reads its images} of a source; of one that is not split, {"": reads them}."""
-    path = Path(location)
-    if not location.strip() or not path.exists():
-        raise ValueError(f"there is no {location!r}: give a folder of images, a table of them, or a dataset")
-    if path.suffix.lower() == ARCHIVE and path.is_file():
-        return _find_in_archive(path, columns, reads)
-    if path.is_file():
-        return _open_table(path, columns)
+def _find_parts(path: Path, columns: dict[str, str], reads: Reads | None) -> Parts:
+    """Return {split: reads its images} of a folder; of one that is not split, {"": reads them}."""
     if (path / "dataset_dict.json").is_file():
-        return _number_together(read_saved(path, columns))
+        return read_saved(path, columns)
     is_classes = reads == "labels" and _has_classes(path, columns)
     tables = [p.name for p in path.iterdir() if p.suffix.lower() in _ROWS and not p.name.startswith(".")]
     if any(map(file_split, tables)) and not is_classes:
-        return _open_tables(path, by_split(tables, path), columns)
+        return _open_tables(str(path), path, by_split(tables, path), columns)
     folders, index = [p.name for p in _class_folders(path)], None if is_classes else _find_index_table(path)
     if all(_class_folders(path / name) for name in filter(splits_in, folders)):
         # Next to splits with classes there may be folders without samples, such as annotations.
@@ -206,60 +177,61 @@ def _find_parts(location: str, columns: dict[str, str], reads: Reads | None) -> 
             split: partial(_read_folder, path / name, columns, reads, classes) for split, name in named.items()
         }
         return _number_together(parts, classes)
-    if index is not None:
-        return _open_table(index, columns)
-    nested = [] if any(walk(path, IMAGE_SUFFIXES)) else [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
-    if splits := by_split(nested, path):
-        return _open_tables(path, splits, columns)
+    if index is None and not any(walk(path, IMAGE_SUFFIXES)):
+        nested = [p.relative_to(path).as_posix() for p in walk(path, _ROWS)]
+        if splits := by_split(nested, path):
+            return _open_tables(str(path), path, splits, columns)
     return {"": partial(_read_folder, path, columns, reads)}
 
 
 def _find_in_archive(archive: Path, columns: dict[str, str], reads: Reads | None) -> Parts:
     """Return {split: reads its images} of an archive; messages name it, and not the folder of the cache."""
-    folder = str(unpack_archive(archive))
+    folder = unpack_archive(archive)
+
+    def rename(text: str) -> str:
+        return text.replace(str(folder), str(archive))
 
     def read(find: Callable[[], Any]) -> Any:
-        try:
-            return find()
-        except ValueError as error:
-            raise ValueError(str(error).replace(folder, str(archive))) from None
-
-    def images(part: Callable[[], ImageCollection]) -> ImageCollection:
-        found = read(part)
-        return replace(found, source=found.source.replace(folder, str(archive)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = find()
+            except ValueError as error:
+                raise ValueError(rename(str(error))) from None
+        for warning in caught:
+            warnings.warn(rename(str(warning.message)), warning.category, stacklevel=2)
+        return replace(found, source=rename(found.source)) if isinstance(found, ImageCollection) else found
 
     parts = read(partial(_find_parts, folder, columns, reads))
-    return {split: partial(images, part) for split, part in parts.items()}
+    return {split: partial(read, part) for split, part in parts.items()}
 
 
 def _has_classes(path: Path, columns: dict[str, str]) -> bool:
     """Return whether a folder has one for each class, and no table of labels beside them."""
-    folders = (folder for folder in _class_folders(path) if any(walk(folder, IMAGE_SUFFIXES)))
-    if len(list(islice(folders, 2))) < 2:
-        return False
-    return not any(has_labels(p, columns) for p in path.iterdir() if p.suffix.lower() in TABLES)
+    folders = [folder for folder in _class_folders(path) if any(walk(folder, IMAGE_SUFFIXES))]
+    return len(folders) > 1 and not any(has_labels(p, columns) for p in path.iterdir() if p.suffix.lower() in _ROWS)
 
 
-def _open_table(table: Path, columns: dict[str, str]) -> Parts:
-    """Return split -> reader for a table of captions or labels, whose paths are relative to its folder."""
-    root = table.parent
-    if table.suffix.lower() == ".json":
-        return read_caption_file(table)
-    if table.suffix.lower() == ".parquet":
-        return read_parquet(table, {"": [table]}, columns, root)
-    return {"": partial(_read_tables, str(table), root, [table], columns)}
+def _open_tables(location: str, root: Path, tables: Mapping[str, Sequence[Any]], columns: dict[str, str]) -> Parts:
+    """Return {split: reads its images} of tables of captions or labels in one format, whose paths are relative to root.
 
-
-def _open_tables(path: Path, splits: Mapping[str, list[str]], columns: dict[str, str]) -> Parts:
-    """Return the reader of each split's tables, whose paths are relative to one folder."""
-    tables = {split: [path / name for name in names] for split, names in splits.items()}
-    if all(table.suffix.lower() == ".parquet" for of_split in tables.values() for table in of_split):
-        return read_parquet(path, tables, columns, path)
+    Args:
+        location: in messages.
+        root: the folder of the tables.
+        tables: {split: tables}, by their paths in the root.
+        columns: as `find_images` takes them.
+    """
+    paths = {split: [root / table for table in of_split] for split, of_split in tables.items()}
+    suffixes = {path.suffix.lower() for of_split in paths.values() for path in of_split}
+    if len(suffixes) > 1:
+        raise ValueError(f"tables of {location} must have one format, got {', '.join(sorted(suffixes))}")
+    if suffixes == {".json"}:
+        return read_caption_file(paths[""][0])
+    if suffixes == {".parquet"}:
+        return read_parquet(location, paths, columns, root)
+    sources = {split: f"{location}, split {split}" if split else location for split in paths}
     return _number_together(
-        {
-            split: partial(_read_tables, f"{path}, split {split}", path, of_split, columns)
-            for split, of_split in tables.items()
-        }
+        {split: partial(_read_tables, sources[split], root, paths[split], columns) for split in paths}
     )
 
 
@@ -269,12 +241,12 @@ def _number_together(parts: Parts, classes: tuple[str, ...] = ()) -> Parts:
     def read(split: str) -> ImageCollection:
         """Read one split with labels that are numbered over the classes of all splits."""
         images = parts[split]()
-        if images.labels is None or (classes and images.classnames == classes):
+        if images.labels is None or len(parts) == 1 or (classes and images.classnames == classes):
             return images
-        known = set(images.label_names) | set(images.classnames)
+        known = {*images.label_names, *images.classnames}
         for part in (part for other, part in parts.items() if other != split):
             with suppress(ValueError):  # it is refused when it is read itself: a test split may have no labels
-                known |= set((others := part()).label_names) | set(others.classnames)
+                known |= {*(others := part()).label_names, *others.classnames}
         labels, classnames = number_labels(images.label_names, known)
         return replace(images, labels=labels, classnames=classnames)
 
@@ -298,22 +270,16 @@ def _read_folder(
         return read_saved(path, columns)[""]()
     is_classes = reads == "labels" and _has_classes(path, columns)
     if not is_classes and (index := _find_index_table(path)) is not None:
-        return _open_table(index, columns)[""]()
-    has_captions = any(walk(path / "caption", (".txt",))) and not any(walk(path / "image", (".txt",)))
-    if not is_classes and has_captions and (path / "image").is_dir():
-        return _read_texts(path, path / "image", path / "caption")
+        return _open_tables(str(index), path, {"": [index]}, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))
-    has_texts = any(image.with_suffix(".txt").is_file() for image in images) or (
-        not images and any(walk(path, (".txt",)))
-    )
-    if has_texts and not is_classes:
+    has_texts = any(image.with_suffix(".txt").is_file() for image in images)
+    if not is_classes and (has_texts or (not images and any(walk(path, (".txt",))))):
         return _read_texts(path)
     if images:
-        texts = [f"{stem}.txt" for stem in _INDEX_TABLES if has_columns(path / f"{stem}.txt", columns)]
-        others = sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES or p.name in texts)
-        if others and not is_classes:
+        tables = sorted(p.name for p in path.iterdir() if p.suffix.lower() in TABLES or p.name == "captions.txt")
+        if tables and not is_classes:
             raise ValueError(
-                f"{path} must have no table next to its images: give {others[0]} as the source, in the folder "
+                f"{path} must have no table next to its images: give {tables[0]} as the source, in the folder "
                 "that its paths begin at"
             )
         return _read_classes(path, images, classes)
@@ -326,18 +292,16 @@ def _read_folder(
 
 def _check_undivided(path: Path, names: Sequence[str]) -> None:
     """Check that the folders of images, which are read together, do not tell of several splits."""
-    folders = {folder for name in names if (folder := PurePosixPath(name).parent).parts}
-    nested = {folder.parts[0] for folder in folders if len(folder.parts) > 1}
-    direct = {folder.parts[0] for folder in folders if len(folder.parts) == 1}
+    folders = {PurePosixPath(name).parts[:-1] for name in names}
+    splits = splits_in(*(part for folder in folders for part in folder))
+    nested = {folder[0] for folder in folders if len(folder) > 1}
+    direct = {folder[0] for folder in folders if len(folder) == 1}
     is_only = len(nested | direct) == 1
     outer = {name for name in nested - direct if name.lower() in _SPLIT_NAMES or (is_only and splits_in(name))}
-    splits = sorted(set().union(*(splits_in(*folder.parts) for folder in folders)))
-    if len(splits) < 2 and all(of_files := [file_split(PurePosixPath(name).name) for name in names]):
-        splits = sorted(set().union(*of_files))
     if outer or len(splits) > 1:
         raise ValueError(
-            f"folders of {path} must be classes, or each a split, got images of {' and '.join(splits)} among others: "
-            "put each split's folder directly into it"
+            f"folders of {path} must be classes, or each a split, got images of {' and '.join(sorted(splits))} among "
+            "others: put each split's folder directly into it"
         )
 
 
@@ -358,18 +322,12 @@ def _read_classes(path: Path, images: list[Path], classes: Sequence[str] = ()) -
             f"{path} has images without class or caption, first {loose[0]}: use a folder per class, .txt captions "
             "or a table of captions"
         )
-    names, folders = [file.as_posix() for file in files], _class_folders(path)
+    names, folders = [file.as_posix() for file in files], [folder.name for folder in _class_folders(path)]
     _check_undivided(path, names)
-    if lost := sorted(p for p in path.iterdir() if p.is_symlink() and not p.exists()):
-        raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")
-    used = {file.parts[0] for file in files}
-    if empty := [folder for folder in folders if folder.name not in used]:
-        for folder in empty:
-            if other := next(walk(folder, ("",)), None):
-                raise ValueError(f"{folder} must have images of a class, got {other.name}: remove or move the folder")
-        found = ", ".join(folder.name for folder in empty[:5])
-        warnings.warn(f"{path} has no images of {found}: if it is not a class, remove the empty folder", stacklevel=2)
-    classnames = tuple(sorted({composed(folder.name) for folder in folders} | {*classes}))
+    if empty := sorted({*folders} - {file.parts[0] for file in files}):
+        found = ", ".join(empty[:5])
+        warnings.warn(f"{path} has no images of {found}: if it is not a class, remove the folder", stacklevel=2)
+    classnames = tuple(sorted({*map(composed, folders), *classes}))
     number = {name: label for label, name in enumerate(classnames)}
     labels = np.array([number[composed(file.parts[0])] for file in files], dtype=np.int64)
     return ImageCollection(str(path), names, ImageFiles(path, names), labels=labels, classnames=classnames)
@@ -379,53 +337,37 @@ def _class_folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _read_texts(path: Path, images: Path | None = None, texts: Path | None = None) -> ImageCollection:
-    """Read `x.txt` next to `x.jpg`; every other file is taken for an image, so that what is none is counted.
-
-    Urban-1k has them in the folders `image` and `caption`, and a caption is the first line of its file.
-    """
+def _read_texts(path: Path) -> ImageCollection:
+    """Read `x.txt` next to `x.jpg`; every other file is taken for an image, so that what is none is counted."""
     root = path.resolve()
     names: list[str] = []
     captions: list[Captions] = []
-    for file in sorted((images or path).rglob("*")):
+    for file in sorted(path.rglob("*")):
         if not file.is_file() or file.suffix.lower() in (".txt", *TABLES):
             continue
         text = file.with_suffix(".txt")
-        if images is not None and texts is not None:
-            text = texts / text.relative_to(images)
-        for link in (file, text):
-            if link.is_symlink():
-                check_path(root, str(link.relative_to(path)), f"{link}, a link")
+        for link in filter(Path.is_symlink, (file, text)):
+            check_path(root, str(link.relative_to(path)), f"{link}, a link")
         names.append(file.relative_to(path).as_posix())
-        caption = _text(text) if text.is_file() else None
-        captions.append(() if caption is None else (caption if texts is None else caption.partition("\n")[0],))
+        # Bytes that are not UTF-8 become half surrogates, which training counts as bad.
+        captions.append((text.read_bytes().decode("utf-8-sig", "surrogateescape"),) if text.is_file() else ())
     _check_undivided(path, names)
     return ImageCollection(str(path), names, ImageFiles(path, names), captions=captions)
 
 
-def _text(path: Path) -> str:
-    """Return the caption in a file; bytes that are not UTF-8 become half surrogates, which training counts as bad."""
-    return path.read_bytes().decode("utf-8-sig", "surrogateescape")
-
-
 def _read_tables(source: str, root: Path, tables: Sequence[Path], columns: dict[str, str]) -> ImageCollection:
-    """Read tables of one format as one, with paths relative to `root`."""
-    suffixes = {table.suffix.lower() for table in tables}
-    if len(suffixes) > 1:
-        raise ValueError(f"tables of {source} must have one format, got {', '.join(sorted(suffixes))}")
-    if suffixes == {".parquet"}:
-        return read_parquet(source, {"": tables}, columns, root)[""]()
+    """Read .csv, .tsv or .jsonl tables as one, with paths relative to `root`."""
     resolved = root.resolve()
     images: list[str] = []
     captions: list[Captions] = []
     labels: list[str] = []
     for table in tables:
-        for line, row in read_json_lines(table, columns) if suffixes == {".jsonl"} else read_csv(table, columns):
-            images.append(check_path(resolved, row["image"], f"{table}, line {line}"))
+        for where, row in read_table(table, columns):
+            images.append(check_path(resolved, row["image"], where))
             if "caption" in row:
-                captions.append(read_caption_cell(row["caption"]))
+                captions.append(read_captions(row["caption"]))
             if "label" in row:
-                labels.append(read_label(row["label"], f"{table}, line {line}"))
+                labels.append(read_label(row["label"], where))
     if not images:
         raise ValueError(f"{source} has no rows: give a table of images")
     if any(len(column) not in (0, len(images)) for column in (captions, labels)):

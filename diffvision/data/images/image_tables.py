@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +18,7 @@ import numpy as np
 from diffvision.data.images.decode import is_blank, is_caption
 from diffvision.data.images.image_set import Captions
 from diffvision.data.images.samples import CAPTION_NAMES, LABEL_NAMES
+from diffvision.data.rows import read_rows
 from diffvision.files import decoded
 from diffvision.words import composed
 
@@ -30,34 +30,19 @@ COLUMNS = {
 """The usual names of the columns of tables and datasets."""
 _MISSING_VALUES = ("nan", "-nan", "nat", "null", "none", "na", "<na>", "n/a", "#na", "#n/a", "#n/a n/a", "\\n", "[]")
 """As JSON, Python, pandas, R, Excel and databases write it."""
-_QUOTED = r"""(?:[uU]?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"))"""
-_ITEM = rf"(?:{_QUOTED}|None|nan|null|[-+]?\d[\d.e+-]*)"
-_LIST = re.compile(
-    rf"\[\s*{_ITEM}(?:(?:\s*,\s*|\s+){_ITEM})*\s*,?\s*\]|\(\s*{_ITEM}\s*,(?:\s*{_ITEM}\s*,?)*\s*\)", re.DOTALL
-)
-"""A list of texts or numbers as JSON, Python (a tuple too) or NumPy, which has no commas, print it."""
+_ITEM = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|nan|null|[-+]?\d[\d.e+-]*)"""
+_LIST = re.compile(rf"\[\s*{_ITEM}(?:(?:\s*,\s*|\s+){_ITEM})*\s*,?\s*\]", re.DOTALL)
+"""A list of texts or numbers as JSON, Python or NumPy, which has no commas, print it."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
 _MAX_LABEL = 10**16
 _LISTED, _NAME = 8, 40  # columns in a message, and characters of their names
-_DELIMITERS = ",\t|"
 _MAX_CELL = 1 << 24  # characters; the csv module's limit of 128 Ki refuses what `clean_caption` would cut
 
 
 def read_captions(cell: Any) -> Captions:
-    """Return the captions in a cell: a text, or a list of texts.
+    """Return the captions in a cell, each on one line: a text, or a list of texts, also one that is written as a text.
 
-    Of anything else there are none, as in shards: such a sample is counted when it is read.
-    """
-    captions = list(cell) if isinstance(cell, tuple | np.ndarray) else cell
-    if not is_caption(captions):
-        return ()
-    return (captions,) if isinstance(captions, str) else tuple(captions)
-
-
-def read_caption_cell(cell: Any) -> Captions:
-    """Return the captions in a cell of a table, each on one line; none where it is missing.
-
-    A text may be a list of captions as JSON, Python or NumPy write it.
+    There are none in a missing cell or anything else, as in shards: such a sample is counted when it is read.
     """
     if isinstance(cell, str):
         if is_missing(cell):
@@ -65,8 +50,11 @@ def read_caption_cell(cell: Any) -> Captions:
         listed = _parse_list(cell.strip())
         if listed and not all(isinstance(one, int | float) for one in listed):  # [1] may be all that a caption says
             cell = listed
+    if not is_caption(cell):
+        return ()
+    captions = [cell] if isinstance(cell, str) else cell
     # What reads the lines of a text takes each for a caption.
-    return tuple(" ".join(one.split()) if len(one.splitlines()) > 1 else one for one in read_captions(cell))
+    return tuple(" ".join(one.split()) if len(one.splitlines()) > 1 else one for one in captions)
 
 
 def _parse_list(text: str) -> list[Any] | None:
@@ -93,11 +81,9 @@ def read_label(cell: Any, where: str) -> str:
     Raises:
         ValueError: it is missing, or neither a text nor a number.
     """
-    value = cell.item() if isinstance(cell, np.generic) else cell
-    text = composed(str(value).strip())
-    if not isinstance(value, str | int | float) or is_blank(text) or is_missing(text) or _parse_list(text):
-        rename = "" if is_blank(text) else ", or rename the class"
-        raise ValueError(f"{where} must have a label, got {cell!r:.40}: write one, remove the row{rename}")
+    text = composed(str(cell).strip())
+    if not isinstance(cell, str | int | float) or is_blank(text) or is_missing(text) or _parse_list(text):
+        raise ValueError(f"{where} must have a label, got {cell!r:.40}: write one, or remove the row")
     return text
 
 
@@ -147,119 +133,71 @@ def resolve_columns(header: Sequence[str], given: dict[str, str], table: Any) ->
 
 
 def has_labels(table: Path, columns: dict[str, str]) -> bool:
-    """Return whether a table has a column of labels."""
-    names = _header(table, columns)
-    return any(name.strip().lower() in LABEL_NAMES or name == columns.get("label") for name in names)
-
-
-def has_columns(table: Path, columns: dict[str, str]) -> bool:
-    """Return whether there is a table with a column of images, and one of captions or labels."""
-    with suppress(OSError):
-        return _resolves(_header(table, columns), columns)
-    return False
-
-
-def _resolves(header: Sequence[str], columns: dict[str, str]) -> bool:
-    with suppress(ValueError):
-        resolve_columns(header, columns, "")
-        return True
-    return False
-
-
-def _header(table: Path, columns: dict[str, str]) -> list[str]:
-    """Return the names of a table's columns; a damaged one has none, and is refused when it is read."""
-    suffix, names = table.suffix.lower(), []
-    with suppress(ValueError, csv.Error, RecursionError):
-        if suffix == ".parquet":
+    """Return whether a table has a column of labels; a damaged one has none, and is refused when it is read."""
+    with suppress(ValueError, StopIteration, ImportError):
+        if table.suffix.lower() == ".parquet":
             from pyarrow.parquet import read_schema
 
-            names = read_schema(table).names
-        elif suffix != ".json":  # which has COCO's captions
-            with _open_text(table) as file:
-                first = file.readline()
-            names = list(json.loads(first)) if suffix == ".jsonl" else next(_rows(table, [first], columns), [])
-    return names
+            return "label" in resolve_columns(read_schema(table).names, columns, table)
+        return "label" in next(read_table(table, columns))[1]
+    return False
 
 
-def read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line, row) of a table; a missing cell is an empty one.
+def read_table(table: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (table and line, {"image": cell, "caption": cell, ...}) of each row; a missing cell is an empty one."""
+    if table.suffix.lower() != ".jsonl":
+        yield from _read_csv(table, columns)
+        return
+    resolved: dict[str, str] = {}
+    for line, row in read_rows(table):
+        if not isinstance(row, dict):
+            raise ValueError(f"{table}, line {line}, must be a JSON object, got {type(row).__name__}: correct the line")
+        resolved = resolved or resolve_columns(list(row), columns, table)
+        yield f"{table}, line {line}", {what: row.get(name, "") for what, name in resolved.items()}
 
-    The columns of a .csv may also be separated by tabs or `|`, as its first line tells.
+
+def _read_csv(table: Path, columns: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a .tsv, in which one line is one row and a quote is a quote, or of a .csv.
+
+    The columns of a .csv may also be separated by tabs or `|`, whichever is the most frequent in its first line.
     """
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
     line = 0
-    try:
-        with _open_text(table) as file:
-            reader = _rows(table, file, columns)
-            header: list[str] = next(reader, [])
+    with _open_text(table) as file:
+        first = file.readline()
+        file.seek(0)
+        if table.suffix.lower() == ".tsv":
+            rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        else:  # strict: a quote that never ends must not eat the rest
+            rows = csv.reader(file, delimiter=max(",\t|", key=first.count), strict=True)
+        try:
+            header: list[str] = next(rows, [])
             position = {what: header.index(name) for what, name in resolve_columns(header, columns, table).items()}
-            line = reader.line_num
-            for row in filter(None, reader):
-                line = reader.line_num
+            line = rows.line_num
+            for row in filter(None, rows):
+                line = rows.line_num
                 if any(row[len(header) :]):
                     raise ValueError(
                         f"{table}, line {line}, must have {len(header)} cells, got {len(row)}: write a cell with a "
                         "separator in it in quotes, or in a .tsv without the tab"
                     )
-                yield line, {what: row[at] if at < len(row) else "" for what, at in position.items()}
-    except csv.Error as error:
-        raise ValueError(
-            f"{table}, after line {line}: {error}: correct the row (a quote in a quoted cell is written twice)"
-        ) from None
-
-
-def _rows(table: Path, lines: Iterable[str], columns: dict[str, str]) -> Any:
-    """Return a reader of the cells of lines.
-
-    In a .tsv one line is one row and a quote is a quote; in a .csv a quote that never ends must not eat the rest. Its
-    separator is the one that gives the columns that are needed, else the most frequent in the first line.
-    """
-    if table.suffix.lower() == ".tsv":
-        return csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    rest = iter(lines)
-    first = next(rest, "")
-    ordered = sorted(_DELIMITERS, key=first.count, reverse=True)
-    headers = {between: next(csv.reader([first], delimiter=between), []) for between in ordered}
-    found = next((between for between in ordered if _resolves(headers[between], columns)), ordered[0])
-    return csv.reader(chain([first], rest), strict=True, delimiter=found)
+                yield f"{table}, line {line}", {what: row[at] if at < len(row) else "" for what, at in position.items()}
+        except csv.Error as error:
+            raise ValueError(
+                f"{table}, after line {line}: {error}: correct the row (a quote in a quoted cell is written twice)"
+            ) from None
 
 
 @contextmanager
-def _open_text(table: Path, newline: str = "") -> Iterator[TextIO]:
+def _open_text(table: Path) -> Iterator[TextIO]:
     """Open a table of any size to read it line by line; ValueError with the line where it is not UTF-8."""
     try:
-        with open(table, newline=newline, encoding="utf-8-sig") as file:
-            if "\0" in file.readline():  # UTF-16, whose letters are ASCII with zeros between them
-                decoded(table.read_bytes(), table)
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            decoded(file.readline().encode(), table)  # UTF-16 has zeros
             file.seek(0)
             yield file
     except UnicodeDecodeError:
         decoded(table.read_bytes(), table)
-        raise
-
-
-def read_json_lines(table: Path, columns: dict[str, str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line, row) of a file with a JSON object in each line."""
-    resolved: dict[str, str] | None = None
-    with _open_text(table, newline="\n") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text, object_pairs_hook=_check_object)
-                if not isinstance(row, dict):
-                    raise ValueError(f"got {type(row).__name__}")
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{table}, line {line}, must be a JSON object ({error}): correct the line") from None
-            resolved = resolved or resolve_columns(list(row), columns, table)
-            yield line, {what: row.get(name, "") for what, name in resolved.items()}
-
-
-def _check_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(row := dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two values of {next(name for name in names if names.count(name) > 1)!r}")
-    return row
 
 
 def check_path(root: Path, image: Any, where: str) -> str:
@@ -268,16 +206,11 @@ def check_path(root: Path, image: Any, where: str) -> str:
     A table, which may come from others, cannot put other files of this machine into a dataset. A row without an image
     has an empty path, and is counted when it is read.
     """
-    if isinstance(image, list | dict) or (isinstance(image, str) and _parse_list(image)):
-        raise ValueError(f"{where}: the image must be one path, got {image!r:.40}: write a row for each image")
     image = "" if image is None else image
     try:
         inside = (root / image).resolve().is_relative_to(root)
     except (OSError, ValueError, RuntimeError, TypeError):  # a null character, a circle of links, no text
         inside = False
     if not inside:
-        raise ValueError(
-            f"{where}: {image!r:.80} is not a path inside {root}: correct the row, copy what is linked, or "
-            "choose another source"
-        )
+        raise ValueError(f"{where}: the image must be one path inside {root}, got {image!r:.80}: correct the row")
     return image

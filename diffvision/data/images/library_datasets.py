@@ -12,19 +12,13 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from diffvision.data.images.image_set import ImageCollection, Parts, Reader
-from diffvision.data.images.image_tables import (
-    check_path,
-    number_labels,
-    read_caption_cell,
-    read_label,
-    resolve_columns,
-)
+from diffvision.data.images.image_tables import check_path, number_labels, read_captions, read_label, resolve_columns
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sidecars import stamp
 from diffvision.data.splits import named_splits, splits_in
@@ -47,23 +41,14 @@ def _datasets() -> Any:
 def unpack_archive(path: Path) -> Path:
     """Unpack a .zip into the user's cache, once for all ranks and runs, and return the folder with its content."""
     name = hashlib.sha256(f"{path.absolute()} {stamp(path)}".encode()).hexdigest()[:16]
-    folder = user_cache("datasets").resolve() / "unpacked" / f"{name} {path.name[-50:]}"  # a name has 255 bytes at most
+    folder = user_cache("datasets").resolve() / "unpacked" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock_of(folder)):
         if not folder.is_dir():
             sweep(folder.parent)
-            with scratch(folder.parent) as part:
-                try:
-                    with zipfile.ZipFile(path) as archive:
-                        members = [PurePosixPath(name) for name in archive.namelist()]
-                        if any(member.is_absolute() or ".." in member.parts for member in members):
-                            raise ValueError("a path leads out of it")
-                        archive.extractall(part)
-                except Exception as error:  # those of zipfile, its decompressors and the disk
-                    raise ValueError(
-                        f"{path} must be a whole .zip that fits into {folder.parent}, got an error "
-                        f"({_first_sentence(error)}): get it again, or free space"
-                    ) from None
+            with scratch(folder.parent) as part, _naming(path):
+                with zipfile.ZipFile(path) as archive:
+                    archive.extractall(part)  # which leaves out what would lead out of the folder
                 part.rename(folder)
     inside = [part for part in folder.iterdir() if part.name != "__MACOSX" and not part.name.startswith(".")]
     if len(inside) == 1 and inside[0].is_dir() and not splits_in(inside[0].name):  # the archive of one folder
@@ -72,16 +57,13 @@ def unpack_archive(path: Path) -> Path:
 
 
 def read_saved(path: Path, columns: dict[str, str]) -> Parts:
-    """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone.
-
-    The classes of each split are numbered on their own.
-    """
+    """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone."""
     with _naming(path):
         loaded = _datasets().load_from_disk(str(path))
     rows: dict[str, Any] = {"": loaded}
     if isinstance(loaded, dict):
         rows = {split: loaded[name] for split, name in named_splits(loaded, path).items()}
-    return {split: _read_datasets(path, {split: partial(rows.get, split)}, columns)[split] for split in rows}
+    return _read_datasets(path, {split: partial(rows.get, split) for split in rows}, columns)
 
 
 def read_parquet(
@@ -95,30 +77,18 @@ def read_parquet(
 def _open_parquet(location: str | Path, files: Sequence[Path]) -> Any:
     """Return the `datasets.Dataset` of some files."""
     load = _datasets().Dataset.from_parquet
-    from pyarrow.parquet import read_schema
-
-    names: set[str] = set()
-    for file in files:  # before `datasets`, which logs an error of its own and does not name the file
-        with _naming(file):
-            found = set(read_schema(file).names)
-        if found != (names := names or found):
-            raise ValueError(f"{location} must have tables with the same columns, got others in {file}: give one")
-    with _naming(location):
+    with _naming(location):  # `datasets` logs which file is damaged, and refuses files with other columns
         return load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
 
 
 @contextmanager
 def _naming(source: str | Path) -> Iterator[None]:
-    """Raise what `datasets` and pyarrow raise on damaged files as a ValueError that names the source."""
+    """Raise what `datasets`, pyarrow and zipfile raise on damaged files as a ValueError that names the source."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{source} cannot be read ({_first_sentence(error)}): get the file again") from None
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Return the first sentence of the cause of an error."""
-    return re.split(r"\. |\n", str(error.__cause__ or error) or type(error).__name__)[0][:_REASON]
+        reason = re.split(r"\. |\n", str(error.__cause__ or error) or type(error).__name__)[0][:_REASON]
+        raise ValueError(f"{source} cannot be read ({reason}): get the file again, or free space") from None
 
 
 def _read_datasets(
@@ -142,7 +112,7 @@ def _read_dataset(
     columns: dict[str, str],
     root: Path | None,
 ) -> ImageCollection:
-    datasets, rows = _datasets(), splits[split]()
+    datasets, rows = _datasets(), splits[split]().with_format(None)
     source = f"{location}, split {split}" if split else str(location)
     resolved = resolve_columns(rows.column_names, columns, source)
     image = resolved["image"]
@@ -151,7 +121,7 @@ def _read_dataset(
     for row, path in enumerate(read.paths if root is not None else []):
         if not read.embedded[row].is_valid:
             check_path(cast(Path, root).resolve(), path, f"{source}, row {row}")
-    captions = [read_caption_cell(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
+    captions = [read_captions(cell) for cell in rows[resolved["caption"]]] if "caption" in resolved else None
     labels: np.ndarray | None = None
     classnames: tuple[str, ...] = ()
     if "label" in resolved:
@@ -164,18 +134,16 @@ def _read_dataset(
         else:
             names = [read_label(cell, f"{source}, row {row}") for row, cell in enumerate(cells)]
             others = [read() for other, read in splits.items() if other != split]
-            cells = [cell for other in others if column in other.column_names for cell in other.unique(column)]
-            labels, classnames = number_labels(names, _readable(cells))
+            labels, classnames = number_labels(names, _read_others(others, column))
     return ImageCollection(source, [f"row {row}" for row in range(len(rows))], read, captions, labels, classnames)
 
 
-def _readable(cells: Sequence[Any]) -> list[str]:
-    """Return the labels in cells; a missing one is refused when its split is read: a test split may have none."""
-    labels = []
-    for cell in cells:
-        with suppress(ValueError):
-            labels.append(read_label(cell, ""))
-    return labels
+def _read_others(others: Sequence[Any], column: str) -> Iterator[str]:
+    """Yield the labels of other splits; a missing one is refused when its split is read: a test split has none."""
+    for other in others:
+        for cell in other.with_format(None).unique(column) if column in other.column_names else ():
+            with suppress(ValueError):
+                yield read_label(cell, "")
 
 
 class _Rows(Reader):

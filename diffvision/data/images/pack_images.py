@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from diffvision.data.images.decode import clean_caption, decode_image, decode_text, open_image
 from diffvision.data.images.image_set import ImageCollection
 from diffvision.data.images.image_sources import find_images, is_shard_source
-from diffvision.data.shards.index import scan
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.sources import MANIFEST
 from diffvision.data.shards.writer import (
@@ -58,38 +57,6 @@ class Packed:
         return "\n".join(lines)
 
 
-def pack(
-    images: ImageCollection,
-    directory: str | Path,
-    *,
-    per_shard: int = 10_000,
-    num_workers: int = 2,
-    shuffle: bool = False,
-) -> Packed:
-    """Pack images into shards, in parallel, with a progress bar; image files are copied as they are.
-
-    Images that cannot be decoded, and missing or empty captions, are left out and counted by reason. A sample has its
-    image, and what its source says of it: `txt` (one caption a line), `json` (several captions, of which training draws
-    one), `cls` (the class number). `classnames.txt` has the classes, one a line, where the source names them.
-
-    Args:
-        images: what to pack.
-        directory: the folder to write; it must have no shards yet.
-        per_shard: samples in each shard.
-        num_workers: processes that read and check images.
-        shuffle: write the images in random order. Training mixes only a few shards at a time, so images that come in
-            order of their classes should be shuffled here.
-
-    Raises:
-        ValueError: no images, or none that can be used; the directory has shards.
-    """
-    directory = Path(directory)
-    total = pack_as(images, directory, per_shard, num_workers, shuffle)
-    if images.classnames:
-        write_lines(directory / "classnames.txt", images.classnames)
-    return total
-
-
 def make_folder(
     directory: str | Path,
     source: str | Path,
@@ -122,13 +89,22 @@ def make_folder(
     return summary
 
 
-def _members(images: ImageCollection, row: int) -> dict[str, bytes]:
+def _read_members(images: ImageCollection, row: int) -> dict[str, bytes]:
     """Return the image and the texts of a sample; raise BadSample where one cannot be used."""
     texts = images.texts(row)
     if images.captions is not None:
         _check_captions(texts)
     image = images.read(row)
     return {image_suffix(image): image, **texts}
+
+
+def _check_captions(texts: Mapping[str, bytes]) -> None:
+    """Raise BadSample where a caption is missing or cannot be trained on."""
+    if "txt" not in texts:
+        raise BadSample("missing caption")
+    text = decode_text(texts["txt"])
+    for caption in text.split("\n") if "json" in texts else [text]:
+        clean_caption(caption)
 
 
 def image_suffix(data: bytes) -> str:
@@ -138,46 +114,72 @@ def image_suffix(data: bytes) -> str:
     return suffix
 
 
-def pack_as(
+def pack(
     images: Any,
-    directory: Path,
-    per_shard: int,
-    num_workers: int,
-    shuffle: bool,
-    members: Callable[[Any, int], dict[str, bytes]] = _members,
+    directory: str | Path,
+    *,
+    per_shard: int = 10_000,
+    num_workers: int = 2,
+    shuffle: bool = False,
+    read_members: Callable[[Any, int], dict[str, bytes]] = _read_members,
 ) -> Packed:
-    """Write the usable images of a collection to shards, with a manifest; shards without a usable image are removed.
+    """Pack images into shards, in parallel, with a progress bar; image files are copied as they are.
 
-    `images` have a length, `source` and `names`; `members` returns a row's sample, or raises BadSample.
+    Images that cannot be decoded, and missing or empty captions, are left out and counted by reason. A sample has its
+    image, and what its source says of it: `txt` (one caption a line), `json` (several captions, of which training draws
+    one), `cls` (the class number). `classnames.txt` has the classes, one a line, where the source names them.
+
+    Args:
+        images: what to pack: an `ImageCollection`, or what has a length, `source`, `names` and `classnames`.
+        directory: the folder to write; it must have no shards yet.
+        per_shard: samples in each shard.
+        num_workers: processes that read and check images.
+        shuffle: write the images in random order. Training mixes only a few shards at a time, so images that come in
+            order of their classes should be shuffled here.
+        read_members: returns the sample of a row of `images`, or raises BadSample.
+
+    Raises:
+        ValueError: no images, or none that can be used; the directory has shards.
     """
+    directory = Path(directory)
     refuse_existing(directory)
     check_per_shard(per_shard)
     if not len(images):
         raise ValueError(f"no images in {images.source}: give a folder, table or archive with images")
     begin_manifest(directory)
     rows = np.random.default_rng(0).permutation(len(images)) if shuffle else np.arange(len(images))
-    shards = _Shards(images, rows, directory, per_shard, members)
-    total = shards.write(num_workers)
-    targets = [shards.target(number) for number in range(len(shards))]
-    if not total.samples:
-        for target in (*targets, directory / MANIFEST):
-            target.unlink()
+    shards = _Shards(images, rows, directory, per_shard, read_members)
+    loader: Iterable[Packed] = DataLoader(
+        shards,
+        batch_size=None,
+        num_workers=max(1, min(num_workers, len(shards))),
+        generator=torch.Generator(),  # else it would draw from the process's generator
+    )
+    total, filled = Packed(), 0
+    with bar(f"packing {directory.name}", len(rows)) as advance:
+        for number, packed in enumerate(loader):
+            if packed.samples:
+                shards.target(number).rename(shards.target(filled))
+                filled += 1
+            else:  # all of its images were left out
+                shards.target(number).unlink()
+            total.add(packed)
+            advance(packed.samples + packed.skipped.total())
+    if not filled:
+        (directory / MANIFEST).unlink()
         raise ValueError(f"none of the {len(rows)} images of {images.source} can be used: {dict(total.skipped)}")
-    filled = [target for target in targets if len(scan(target))]
-    for target in set(targets) - set(filled):
-        target.unlink()  # all of its images were left out
-    for number, target in enumerate(filled):
-        target.rename(shards.target(number))
     write_manifest(directory)
+    if images.classnames:
+        write_lines(directory / "classnames.txt", images.classnames)
     return total
 
 
 class _Shards(Dataset):
     """The number of a shard -> what became of its images, once the shard is written."""
 
-    def __init__(self, images: Any, rows: np.ndarray, directory: Path, per_shard: int, members: Callable) -> None:
+    def __init__(self, images: Any, rows: np.ndarray, directory: Path, per_shard: int, read_members: Callable) -> None:
         self.images, self.rows, self.directory = images, rows, directory
-        self.per_shard, self.members = per_shard, members
+        self.per_shard, self.read_members = per_shard, read_members
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.per_shard)
@@ -190,27 +192,12 @@ class _Shards(Dataset):
     def target(self, number: int) -> Path:
         return self.directory / f"{number:06d}.tar"
 
-    def write(self, num_workers: int) -> Packed:
-        """Write all shards in worker processes, each of which gets the images once."""
-        loader: Iterable[Packed] = DataLoader(
-            self,
-            batch_size=None,
-            num_workers=max(1, min(num_workers, len(self))),
-            generator=torch.Generator(),  # else it would draw from the process's generator
-        )
-        total = Packed()
-        with bar(f"packing {self.directory.name}", len(self.rows)) as advance:
-            for packed in loader:
-                total.add(packed)
-                advance(packed.samples + packed.skipped.total())
-        return total
-
     def _samples(self, number: int, packed: Packed) -> Iterator[Sample]:
         """Yield the samples of one shard, and count what is left out."""
         images, first = self.images, number * self.per_shard
         for key, row in enumerate(self.rows[first : first + self.per_shard].tolist(), start=first):
             try:
-                members = self.members(images, row)
+                members = self.read_members(images, row)
             except BadSample as reason:
                 packed.skipped[str(reason)] += 1
                 packed.examples.setdefault(str(reason), f"{images.source}: {images.names[row]}")
@@ -219,11 +206,3 @@ class _Shards(Dataset):
             packed.several += "json" in members
             # Keys are numbers: a path may hold dots, which would end the key, or may not be UTF-8.
             yield {"__key__": f"{key:09d}", **members}
-
-
-def _check_captions(texts: Mapping[str, bytes]) -> None:
-    """Raise BadSample where a caption is missing or cannot be trained on."""
-    if "txt" not in texts:
-        raise BadSample("missing caption")
-    for line in decode_text(texts["txt"]).split("\n") if "json" in texts else [decode_text(texts["txt"])]:
-        clean_caption(line)

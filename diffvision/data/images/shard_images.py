@@ -41,16 +41,10 @@ class ShardImages(Reader):
         return number, row - int(self.ends[number] - self.shards.counts[number])
 
 
-def read_shards(
-    source: Any,
-    shards: ShardSet,
-    classnames: Sequence[str],
-    wants_labels: bool = False,
-) -> ImageCollection:
-    """Return the images in shards with what the first samples have: captions, class numbers in `cls`, else in JSON.
+def read_shards(source: str, shards: ShardSet, classnames: Sequence[str]) -> ImageCollection:
+    """Return the images in shards with what the first samples have: captions, and class numbers in `cls` or JSON.
 
-    Numbers in JSON are read where there are no captions, or where `wants_labels` is set. A sample without any of these
-    raises BadSample when it is read.
+    A sample without any of these raises BadSample when it is read.
 
     Raises:
         ValueError: the first samples have neither.
@@ -60,13 +54,13 @@ def read_shards(
     labels: Any = None
     if any(map(caption_key, first)):
         captions = _Values(images, CaptionMember(find_caption_key(shards)).all)
-    if any("cls" in members or ((captions is None or wants_labels) and label_key(members)) for members in first):
+    if any(map(label_key, first)):
         labels = _Values(images, ImageLabel(cast(Any, None), find_label_key(shards)).label)
     if captions is None and labels is None:
         having = ", ".join(sorted({name for members in first for name in members})) or "none"
         raise ValueError(f"samples of {source} must have captions or class numbers, got the members {having}")
     rows: Any = range(int(images.ends[-1]))
-    return ImageCollection(str(source), rows, images, captions, labels, tuple(classnames))
+    return ImageCollection(source, rows, images, captions, labels, tuple(classnames))
 
 
 class _Values(Sequence):

@@ -1,6 +1,7 @@
 """Tables of images: what a cell may hold, and what becomes of a row that holds something else."""
 
 import json
+import shutil
 
 import pytest
 
@@ -47,7 +48,6 @@ def test_a_caption_that_is_no_text_is_counted(table, cell):
         ('["a dog"]', ("a dog",)),
         ("['a dog', \"a cat's tail\"]", ("a dog", "a cat's tail")),
         ("['a dog' 'a cat']", ("a dog", "a cat")),
-        ("('a dog', 'a cat')", ("a dog", "a cat")),
         ('["a dog", null]', ()),
         ("[]", ()),
         ("nan", ()),
@@ -60,7 +60,7 @@ def test_a_caption_that_is_no_text_is_counted(table, cell):
         ("a dog\nand a cat", ("a dog and a cat",)),
     ],
 )
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_a_caption_that_is_a_list_or_missing_as_text(table, ending, cell, captions):
     quoted = cell.replace('"', '""')
     rows = [{"file": "1.png", "caption": f'"{quoted}"' if ending == "csv" else cell}]
@@ -79,20 +79,18 @@ NO_LABELS = [None, float("nan"), "", " ", "\u200b", "null", "None", "NaN", "\\N"
 
 
 @pytest.mark.parametrize("cell", [*NO_LABELS, ["cat"], {"a": 1}], ids=repr)
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_missing_label_is_refused(table, cell, ending):
-    if ending == "parquet" and isinstance(cell, float | list | dict):
-        pytest.skip("a column has one type")
-    path = table([{"file": "1.png", "label": "cat"}, {"file": "2.png", "label": cell}], ending)
-    with pytest.raises(ValueError, match="must have a label"):
+def test_a_missing_label_is_refused(table, cell):
+    path = table([{"file": "1.png", "label": "cat"}, {"file": "2.png", "label": cell}], "jsonl")
+    with pytest.raises(ValueError, match="line 2 must have a label"):
         find_images(path)
 
 
-def test_a_missing_label_in_a_csv_or_of_a_number_is_refused(table):
+def test_a_missing_label_in_a_csv_or_parquet_is_refused(table):
     with pytest.raises(ValueError, match="line 3 must have a label"):
         find_images(table("file,label\n1.png,0\n2.png,nan\n"))
-    with pytest.raises(ValueError, match="row 1 must have a label"):
-        find_images(table([{"file": "1.png", "label": 1.0}, {"file": "2.png", "label": None}], "parquet"))
+    for cell, other in ((1.0, None), ("cat", "NaN")):
+        with pytest.raises(ValueError, match="row 1 must have a label"):
+            find_images(table([{"file": "1.png", "label": cell}, {"file": "2.png", "label": other}], "parquet"))
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"file": datasets.Value("string"), "label": datasets.ClassLabel(names=["cat", "dog"])})
     rows = datasets.Dataset.from_dict({"file": ["1.png", "2.png"], "label": [1, -1]}, features=features)
@@ -136,17 +134,12 @@ def test_separators_of_a_csv(table, separator):
     assert (images.names, images.captions) == (["1.png", "2.png"], [('a "big" cat, | asleep',), ("dog",)])
 
 
-def test_the_separator_is_the_one_that_gives_the_columns(table):
-    images = find_images(table("file|caption, as written, by hand|text\n1.png|a, b|c\n"), columns={"caption": "text"})
-    assert images.captions == [("c",)]
-
-
 def test_a_row_without_an_image_is_counted(table):
     rows = [{"file": name, "caption": "a"} for name in ("1.png", None)]
     assert find_images(table(rows, "jsonl")).names == ["1.png", ""]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json"])
 def test_a_table_in_utf_16_is_named_and_not_printed(table, encoding, ending):
     path = table("", "csv").with_suffix(f".{ending}")
@@ -154,24 +147,26 @@ def test_a_table_in_utf_16_is_named_and_not_printed(table, encoding, ending):
     path.write_bytes(lines.get(ending, "file,caption\n1.png,a dog\n").replace("a dog", "a dog" * 99).encode(encoding))
     with pytest.raises(ValueError, match=f"{ending}.* is not UTF-8") as error:
         find_images(path)
-    assert len(str(error.value)) < len(str(path)) + 80
+    assert "dog" not in str(error.value)
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut", "columns"])
 def test_a_parquet_that_cannot_be_read_is_named(table, damage, caplog):
     rows = [{"file": "1.png", "caption": "a"}] * 50
-    other = table(rows, "parquet").rename(table("").with_name("a.parquet"))
+    other = table(rows, "parquet").rename(table("").with_name("train.parquet"))
     path = table([{"path": "1.png", "label": 1}] if damage == "columns" else rows, "parquet")
     if damage != "columns":
         path.write_bytes(b"PAR1 garbage" if damage == "garbage" else path.read_bytes()[:-100])
     (path.parent / "t.csv").unlink()
-    with pytest.raises(ValueError, match=str(path.parent if damage == "columns" else path)) as error:
-        find_images(path.parent)
-    assert len(str(error.value).replace(str(path.parent), "")) < 120
-    assert caplog.messages == []
-    train, test = other.rename(other.with_name("train.parquet")), path.rename(path.with_name("test.parquet"))
+    (path.parent / "all").mkdir()
+    for file in (other, path):
+        shutil.copy(file, path.parent / "all" / f"part-{file.stat().st_size}.parquet")
+    with pytest.raises(ValueError, match=f"{path.parent}/all cannot be read"):
+        find_images(path.parent / "all")
+    assert "part-" in caplog.text  # datasets names the file
+    test = path.rename(path.with_name("test.parquet"))
     if damage != "columns":
-        with pytest.raises(ValueError, match=test.name):
+        with pytest.raises(ValueError, match=f"{test} cannot be read"):
             find_images(test)
-        with pytest.raises(ValueError, match=test.name):  # whose classes are numbered together with train's
-            find_images(train.parent, columns={"label": "caption"})
+        with pytest.raises(ValueError, match="cannot be read"):  # whose classes are numbered together with train's
+            find_images(other.parent, columns={"label": "caption"})
