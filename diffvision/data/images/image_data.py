@@ -96,7 +96,7 @@ class ImageData(LoaderData):
         if decoder not in get_args(Decoder):
             raise ValueError(f"decoder must be one of {', '.join(get_args(Decoder))}, got {decoder!r}")
         self.decoder, self._pixels = decoder, cast(Pixels | None, None)
-        self.train, self.cache_bytes = _check_named(train, "train"), cache_bytes
+        self.train, self.cache_bytes = train, cache_bytes
         self.image_key, self.columns = image_key, columns
         self.transform, self.eval_transform = transform, eval_transform
 
@@ -241,8 +241,7 @@ class ImageLabelData(ImageData):
         **settings: Any,
     ) -> None:
         super().__init__(train, batch_size, **settings)
-        self.eval_batch_size = eval_batch_size
-        self.evaluation = None if evaluation is None else _check_named(evaluation, "evaluation")
+        self.evaluation, self.eval_batch_size = evaluation, eval_batch_size
         self.split, self.label_key, self.num_classes = split, label_key, num_classes
 
     def setup(self, stage: str | None = None) -> None:
@@ -366,10 +365,3 @@ def _say(purpose: str, source: Any, images: ImageCollection | None, split: str) 
         rank_zero_info(f"{purpose} on {images.described}")
     elif (shards := split_shards(source, split)) is not source:
         rank_zero_info(f"{purpose} on {source}: shards {shards[0].name} to {shards[-1].name}, {len(shards)} in all")
-
-
-def _check_named(source: Any, setting: str) -> Any:
-    """Return a source; raise ValueError where it is empty, which would be the current folder."""
-    if not str(source).strip():
-        raise ValueError(f"{setting} is {source!r}: name the data; the current folder is written as .")
-    return source

@@ -37,11 +37,11 @@ from diffvision.words import composed
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """What counts as an image in a folder. Those that are not JPEG, PNG or WebP are counted as bad samples."""
-TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+_ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
+TABLES = (*_ROWS, ".json")
 NAMED_TABLES = (*TABLES, ".txt")
 """The suffixes of a table that is named. In a folder a .txt is the caption of the image beside it."""
 ARCHIVE = ".zip"
-_ROWS = (".csv", ".tsv", ".jsonl", ".parquet")
 Reads = Literal["labels", "captions"]
 _SAMPLE_SUFFIXES = (*IMAGE_SUFFIXES, ".parquet", ".arrow")
 _SPLIT_NAMES = {name for names in SPLITS.values() for name in names}
@@ -255,7 +255,7 @@ def _number_together(parts: Parts, classes: tuple[str, ...] = ()) -> Parts:
 
 def _find_index_table(path: Path) -> Path | None:
     """Return the table in a folder of images that describes them."""
-    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in TABLES]
+    tables = [path / f"{stem}{suffix}" for stem in _INDEX_TABLES for suffix in _ROWS]
     return next(filter(Path.is_file, tables), None)
 
 

@@ -151,12 +151,9 @@ def test_opening_reads_the_header_only():
     assert (image.format, image.size, image.mode) == ("PNG", (5, 6), "L")
 
 
-def test_captions_are_stripped_cut_and_never_empty():
+def test_captions_are_stripped_and_cut():
     assert clean_caption("  a cat \n") == "a cat"
     assert clean_caption("x" * 1_000_000) == "x" * 1000
-    for blank in ("", " \t\n", "\u3000"):
-        with pytest.raises(BadSample, match="empty caption"):
-            clean_caption(blank)
 
 
 @pytest.mark.parametrize("caption", ["a <end_of_text> b", "a <START_OF_TEXT> b", "<end_of_text>"])

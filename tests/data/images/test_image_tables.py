@@ -67,14 +67,6 @@ def test_a_caption_that_is_a_list_or_missing_as_text(table, ending, cell, captio
     assert find_images(table(rows, ending)).captions == [captions]
 
 
-def test_captions_of_coco_that_are_no_text_are_counted(tmp_path):
-    (tmp_path / "1.png").touch()
-    content = {"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "caption": None}]}
-    (tmp_path / "c.json").write_text(json.dumps(content))
-    with pytest.raises(BadSample, match="missing caption"):
-        CaptionMember().one(ImageSet(find_images(tmp_path / "c.json")).members((0, 0)))
-
-
 NO_LABELS = [None, float("nan"), "", " ", "\u200b", "null", "None", "NaN", "\\N", "[]", '["cat", "dog"]', "[1 2]"]
 
 
@@ -132,11 +124,6 @@ def test_separators_of_a_csv(table, separator):
     rows = [("filepath", "title"), ("1.png", '"a ""big"" cat, | asleep"'), ("2.png", "dog")]
     images = find_images(table("\n".join(separator.join(row) for row in rows)))
     assert (images.names, images.captions) == (["1.png", "2.png"], [('a "big" cat, | asleep',), ("dog",)])
-
-
-def test_a_row_without_an_image_is_counted(table):
-    rows = [{"file": name, "caption": "a"} for name in ("1.png", None)]
-    assert find_images(table(rows, "jsonl")).names == ["1.png", ""]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])

@@ -1,6 +1,5 @@
 """Image files packed into shards: what is copied, what is left out, what is refused."""
 
-import io
 import json
 import random
 import re
@@ -57,19 +56,13 @@ def test_captions_next_to_the_images(images, tmp_path, corpus):
     assert sum(sizes.values()) == 8
 
 
-@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_captions_from_a_table(images, tmp_path, corpus, ending, separator):
-    table = images / f"captions.{ending}"
-    rows = [f"{n}{separator}image.{n:02d}.png{separator}sample {n}" for n in (0, 2, 4, 8)]
-    table.write_text("\n".join([f"id{separator}filepath{separator}title", *rows, f"9{separator}gone.png{separator}x"]))
-    packed = pack_folder(table, tmp_path / "out", num_workers=1)
-    assert packed.samples == 3
-    assert packed.skipped == {"missing image": 1, "not a JPEG, PNG or WebP image": 1}
-    assert read(corpus, tmp_path / "out", 3) == [0, 2, 4]
-
-
 TABLES = {
     # what is in the table, the samples that are packed, what is left out
+    "other columns": (
+        "t.csv\nid,filepath,title\n0,image.00.png,sample 0\n1,image.08.png,x\n2,gone.png,x\n3,image.02.png,sample 2\n",
+        [0, 2],
+        {"missing image": 1, "not a JPEG, PNG or WebP image": 1},
+    ),
     "a quote in a .tsv is text": (
         't.tsv\nfile\tcaption\nimage.00.png\t"quoted sample 0\nimage.02.png\t"a" sample 2\nimage.04.png\tsample 4\n',
         [0, 2, 4],
@@ -85,25 +78,15 @@ TABLES = {
 
 
 @pytest.mark.parametrize("case", TABLES)
-def test_cells_of_tables(images, tmp_path, corpus, case):
+def test_tables_are_packed_as_they_are_and_shards_without_samples_are_removed(images, tmp_path, corpus, case):
     content, numbers, skipped = TABLES[case]
     name, _, rows = content.partition("\n")
     (images / name).write_text(rows)
-    packed = pack_folder(images / name, tmp_path / "out", num_workers=1)
+    packed = pack_folder(images / name, tmp_path / "out", num_workers=2, per_shard=1)
     assert (packed.samples, packed.skipped) == (len(numbers), skipped)
-    first = ShardSet(tmp_path / "out")
-    assert [first.members((0, row))["png"] for row in range(len(numbers))] == [corpus.png(n) for n in numbers]
-
-
-def test_image_files_are_copied_as_they_are(tmp_path, corpus):
-    source = tmp_path / "s"
-    source.mkdir()
-    data = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(data, "JPEG")
-    (source / "a.jpeg").write_bytes(data.getvalue())
-    (source / "a.txt").write_text("a cat")
-    pack_folder(source, tmp_path / "out")
-    assert data.getvalue() in (tmp_path / "out" / "000000.tar").read_bytes()
+    shards = ShardSet(tmp_path / "out")
+    assert [shard.name for shard in shards.shards] == [f"{number:06d}.tar" for number in range(len(numbers))]
+    assert [shards.members((row, 0))["png"] for row in range(len(numbers))] == [corpus.png(n) for n in numbers]
 
 
 def test_folders_that_cannot_be_packed(images, tmp_path, corpus):
@@ -113,6 +96,7 @@ def test_folders_that_cannot_be_packed(images, tmp_path, corpus):
     (empty / "a.txt").write_text("x")
     with pytest.raises(ValueError, match="none of the 1 images"):
         pack_folder(empty, tmp_path / "out")
+    assert not [*(tmp_path / "out").iterdir()]
     whole = corpus.write(tmp_path / "whole", 10)
     with pytest.raises(ValueError, match="has shards already"):
         pack_folder(images, whole)
@@ -159,8 +143,8 @@ def test_links_in_a_folder_do_not_lead_out_of_it(images, tmp_path):
         pack_folder(images, tmp_path / "out", num_workers=1)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path, corpus):
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path):
     """Its header does not show what is missing after it."""
     source = tmp_path / "images"
     source.mkdir()
@@ -176,7 +160,3 @@ def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path, c
     assert next(iter(packed.skipped)) in ("truncated image", "damaged image")
     (checked,) = check_shards(tmp_path / "out", 0)
     assert (checked.good, checked.bad) == (2, {})
-    loader = corpus.loader(tmp_path / "out", batch_size=2)
-    for _ in loader:
-        pass
-    assert loader.report.skipped == {}
