@@ -141,7 +141,8 @@ class ImageCollection:
         members = {}
         if self.captions is not None and (captions := self.captions[row]):
             lines = [" ".join(caption.split()) for caption in captions] if len(captions) > 1 else list(captions)
-            members["txt"] = _encode("\n".join(lines))
+            # Half surrogates, of bytes that were not UTF-8, are counted when the sample is read.
+            members["txt"] = "\n".join(lines).encode("utf-8", "surrogatepass")
             if len(captions) > 1:
                 members["json"] = json.dumps({"caption": lines}).encode()
         if self.labels is not None:
@@ -151,14 +152,6 @@ class ImageCollection:
 
 Parts = dict[str, Callable[[], ImageCollection]]
 """The splits of a source, and what reads each; of one that is not split, one called ""."""
-
-
-def _encode(text: str) -> bytes:
-    """Return UTF-8, where bytes that were not UTF-8 are as they were, to be counted when the sample is read."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
 
 
 def _is_usable(captions: Sequence[Captions], row: int) -> bool:

@@ -66,10 +66,14 @@ class ImageSource:
         return [split for split in self.parts if split]
 
     def images(self, split: str | None = None, classnames: Sequence[str] = ()) -> ImageCollection:
-        """Return the images of a split, "train" by default, with their classes numbered as `find_images` does.
+        """Return the images of a split, "train" by default.
+
+        Args:
+            split: one that it has.
+            classnames: number the classes as these are, such as those that a model was trained on.
 
         Raises:
-            ValueError: it has no such split; as `find_images`.
+            ValueError: it has no such split, or a class that is not among `classnames`; as `find_images`.
         """
         split = split or ("train" if self.splits else "")
         if split not in self.parts:
@@ -102,7 +106,6 @@ def find_images(
     split: str | None = None,
     *,
     columns: dict[str, str] | None = None,
-    classnames: Sequence[str] = (),
     reads: Reads | None = None,
 ) -> ImageCollection:
     """Return the images of a source.
@@ -119,14 +122,13 @@ def find_images(
             a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders.
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
-        classnames: number the classes as these are, such as those that a model was trained on.
         reads: what is wanted, where a folder has both: the labels of class folders, or the captions beside them.
 
     Raises:
-        ValueError: no such source, split or column; a table that is damaged or names files outside of its folder; a
-            class that is not among `classnames`; names of which it is not clear what split they are of.
+        ValueError: no such source, split or column; a table that is damaged or names files outside of its folder;
+            names of which it is not clear what split they are of.
     """
-    return open_source(source, columns, reads).images(split, classnames)
+    return open_source(source, columns, reads).images(split)
 
 
 def open_source(source: str | Path, columns: dict[str, str] | None = None, reads: Reads | None = None) -> ImageSource:

@@ -60,10 +60,9 @@ def read_saved(path: Path, columns: dict[str, str]) -> Parts:
     """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone."""
     with _naming(path):
         loaded = _datasets().load_from_disk(str(path))
-    rows: dict[str, Any] = {"": loaded}
-    if isinstance(loaded, dict):
-        rows = {split: loaded[name] for split, name in named_splits(loaded, path).items()}
-    return _read_datasets(path, {split: partial(rows.get, split) for split in rows}, columns)
+    names = named_splits(loaded, path) if isinstance(loaded, dict) else {}
+    splits = {split: partial(loaded.get, name) for split, name in names.items()} or {"": lambda: loaded}
+    return {split: partial(_read_dataset, path, split, splits, columns) for split in splits}
 
 
 def read_parquet(
@@ -71,7 +70,7 @@ def read_parquet(
 ) -> Parts:
     """Return {split: reads its images} of .parquet files, in which paths are relative to a root."""
     opened = {split: partial(_open_parquet, location, files) for split, files in splits.items()}
-    return _read_datasets(location, opened, columns, root)
+    return {split: partial(_read_dataset, location, split, opened, columns, root) for split in splits}
 
 
 def _open_parquet(location: str | Path, files: Sequence[Path]) -> Any:
@@ -91,27 +90,22 @@ def _naming(source: str | Path) -> Iterator[None]:
         raise ValueError(f"{source} cannot be read ({reason}): get the file again, or free space") from None
 
 
-def _read_datasets(
-    location: str | Path, splits: Mapping[str, Callable[[], Any]], columns: dict[str, str], root: Path | None = None
-) -> Parts:
-    """Return {split: reads its images} of `datasets.Dataset`s, whose names of classes are numbered together.
-
-    Args:
-        location: in messages.
-        splits: return the datasets.
-        columns: as `image_sources.find_images` takes them.
-        root: the folder that image paths must be in; None does not check paths.
-    """
-    return {split: partial(_read_dataset, location, split, splits, columns, root) for split in splits}
-
-
 def _read_dataset(
     location: str | Path,
     split: str,
     splits: Mapping[str, Callable[[], Any]],
     columns: dict[str, str],
-    root: Path | None,
+    root: Path | None = None,
 ) -> ImageCollection:
+    """Return the images of a `datasets.Dataset`, whose names of classes are numbered with those of the other splits.
+
+    Args:
+        location: in messages.
+        split: its split.
+        splits: return the datasets of all splits.
+        columns: as `image_sources.find_images` takes them.
+        root: the folder that image paths must be in; None does not check paths.
+    """
     datasets, rows = _datasets(), splits[split]().with_format(None)
     source = f"{location}, split {split}" if split else str(location)
     resolved = resolve_columns(rows.column_names, columns, source)

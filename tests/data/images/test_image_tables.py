@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from diffvision.data.images.image_set import ImageSet
-from diffvision.data.images.image_sources import find_images
+from diffvision.data.images.image_sources import find_images, open_source
 from diffvision.data.images.samples import CaptionMember
 from diffvision.data.shards.sample import BadSample
 
@@ -112,11 +112,11 @@ def test_numbers_keep_their_order(table, ending, cells, labels, classnames):
 
 
 def test_numbers_of_another_source_are_matched_by_value(table):
-    images = find_images(table("file,label\n1.png,10\n2.png,0\n"), classnames=("-1", "0", "10"))
+    images = open_source(table("file,label\n1.png,10\n2.png,0\n")).images(classnames=("-1", "0", "10"))
     assert images.labels.tolist() == [2, 1]
     for classnames in (("1", "2", "3"), ("001", "002", "010")):  # a number that is none of these is no index
         with pytest.raises(ValueError, match="training data"):
-            find_images(table("file,label\n1.png,1\n2.png,0\n"), classnames=classnames)
+            open_source(table("file,label\n1.png,1\n2.png,0\n")).images(classnames=classnames)
 
 
 @pytest.mark.parametrize("separator", [",", "\t", "|"])
