@@ -60,8 +60,9 @@ def read_saved(path: Path, columns: dict[str, str]) -> Parts:
     """Return {split: reads its images} of a folder that `datasets` saved; {"": reads them} of a dataset alone."""
     with _naming(path):
         loaded = _datasets().load_from_disk(str(path))
-    names = named_splits(loaded, path) if isinstance(loaded, dict) else {}
-    splits = {split: partial(loaded.get, name) for split, name in names.items()} or {"": lambda: loaded}
+    splits: dict[str, Callable[[], Any]] = {"": lambda: loaded}
+    if isinstance(loaded, dict):
+        splits = {split: partial(loaded.get, name) for split, name in named_splits(loaded, path).items()}
     return {split: partial(_read_dataset, path, split, splits, columns) for split in splits}
 
 
