@@ -51,7 +51,7 @@ def test_help_names_every_command_and_dataset(answers, capsys):
     _, printed, _ = answers["--help"]
     assert all(name in printed for name in [*cli.COMMANDS, *cli.TRAINER_COMMANDS, "run"])
     assert max(map(len, printed.splitlines())) <= 80
-    assert all(f"\n  {name} " in answers["data make --help"][1] for name in ("digits", "folder", "pope"))
+    assert all(f"\n  {name} " in answers["data make --help"][1] for name in ("digits", "folder", "mmvp"))
     assert "--copies" in answers["data make digits --help"][1]
     assert cli.main([]) == 0
     assert capsys.readouterr().out == printed

@@ -139,8 +139,8 @@ def tokenize(
             Of conversations: jsonl (by default) with a row in each line, or json.
         chat: how rows of conversations are written: chatml; question ("Question: ...", a line "Answer:" and the answer)
             or plain (one content directly after another), both with the end of a document after each answer; tokenizer,
-            the template that came with it; or a file of Jinja. Rows have messages, conversations, prompt and response,
-            or OpenThoughts' columns.
+            the template that came with it; or a file of Jinja. Rows have messages, conversations, or prompt and
+            response.
         max_bad_fraction: documents that cannot be used are left out and counted; a larger share of them is an error.
         num_workers: processes.
     """

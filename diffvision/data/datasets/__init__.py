@@ -27,7 +27,6 @@ DATASETS = {
     "mmvp": "diffvision.data.datasets.mmvp:make_mmvp",
     "sugarcrepe": "diffvision.data.datasets.sugarcrepe:make_sugarcrepe",
     "winoground": "diffvision.data.datasets.winoground:make_winoground",
-    "pope": "diffvision.data.datasets.pope:make_pope",
 }
 """name -> module:function. The function takes the directory to write and the dataset's options, which are the options
 of `diffvision data make NAME`, and returns what it wrote as a text or None. Its docstring is the help."""

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from filecmp import cmp
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,7 +28,7 @@ class Case:
     Attributes:
         images: files or encoded bytes, by the name of the member without its suffix ("" where there is one image).
         captions: by the name of their member.
-        facts: its JSON; a kind becomes part of the names of metrics.
+        facts: its JSON; its kind becomes part of the names of metrics.
     """
 
     images: Mapping[str, Path | bytes]
@@ -38,11 +37,11 @@ class Case:
 
     @property
     def fault(self) -> str:
-        """Why it says nothing; "" where it says something."""
-        captions = [caption for of_member in self.captions.values() for caption in of_member]
+        """Why it cannot be used; "" if it can."""
+        captions = [one_line(caption) for of_member in self.captions.values() for caption in of_member]
         if any(map(is_blank, captions)):
             return "with a blank caption"
-        return "whose captions are the same" if captions and len({*map(one_line, captions)}) == 1 else ""
+        return "whose captions are the same" if len(set(captions)) == 1 else ""
 
     def members(self) -> dict[str, str | bytes]:
         """Return the members of its sample."""
@@ -51,11 +50,10 @@ class Case:
             data = _read_image(image)
             suffix = SUFFIXES[open_image(data).format or ""]
             members[f"{name}.{suffix}" if name else suffix] = data
-        texts = {name: "\n".join(map(one_line, captions)) for name, captions in self.captions.items()}
-        facts = dict(self.facts)
-        if "kind" in facts:
-            facts["kind"] = one_line(facts["kind"]).replace("/", "-")[:MAX_KIND].strip()
-        return {**members, **texts, "json": json.dumps(facts, ensure_ascii=False)}
+        for name, captions in self.captions.items():
+            members[name] = "\n".join(map(one_line, captions))
+        kind = one_line(self.facts["kind"]).replace("/", "-")[:MAX_KIND].strip()
+        return {**members, "json": json.dumps({**self.facts, "kind": kind}, ensure_ascii=False)}
 
 
 def pair(images: Sequence[Path | bytes], captions: Sequence[str], **facts: object) -> Case:
@@ -65,7 +63,7 @@ def pair(images: Sequence[Path | bytes], captions: Sequence[str], **facts: objec
 
 
 def one_line(text: str) -> str:
-    """Return a text in one line, for captions are the lines of a member; a tokenizer reads the same words."""
+    """Return a text in one line, because a member has a caption in each line."""
     return " ".join(text.split())
 
 
@@ -120,91 +118,66 @@ class Images:
     ) -> None:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}: {remedy}")
-        self.folder, self._remedy, self._other = folder, remedy, other
-        self._inside = [child for child in sorted(folder.iterdir()) if child.is_dir()]
-        self._known: dict[str, Path | None] = {}
+        self._folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
+        self._remedy, self._other = remedy, other
+        self._found: dict[str, Path | None] = {}
 
     def __call__(self, name: str) -> Path:
         """Return the path of an image; one that is missing is remembered.
 
         Raises:
-            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
+            ValueError: the name is a path that leads out of the folder.
         """
-        if name not in self._known:
+        if name not in self._found:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
-                raise ValueError(f"{name!r} is not a path inside {self.folder}: correct the row")
-            named: list[PurePosixPath | str] = [path, self._other(path)]
-            found = [self.folder / one for one in named if (self.folder / one).is_file()]
-            if not found:
-                found = [folder / one for one in named for folder in self._inside if (folder / one).is_file()]
-                if other := next((one for one in found[1:] if not cmp(one, found[0], shallow=False)), None):
-                    raise ValueError(f"{name} must be one image, got {found[0]} and {other}: give the folder of one")
-            self._known[name] = found[0] if found else None
-        return self._known[name] or self.folder / name
+                raise ValueError(f"{name!r} is not a path inside {self._folders[0]}: correct the row")
+            places = [folder / one for one in (path, self._other(path)) for folder in self._folders]
+            self._found[name] = next(filter(Path.is_file, places), None)
+        return self._found[name] or self._folders[0] / name
 
     def check(self) -> None:
         """Raise ValueError if images are missing: how many, the first, and what to do."""
-        if missing := [name for name, path in self._known.items() if path is None]:
+        if missing := [name for name, path in self._found.items() if path is None]:
             raise ValueError(
-                f"{len(missing):,} of {len(self._known):,} images are not in {self.folder}, first {missing[0]}: "
+                f"{len(missing):,} of {len(self._found):,} images are not in {self._folders[0]}, first {missing[0]}: "
                 f"{self._remedy}"
             )
 
 
-def write_folders(
-    directory: str | Path,
-    task: str,
-    folders: Mapping[str, Sequence[Case]],
-    images: Images,
-    *,
-    templates: Sequence[str] = (),
-    left_out: Mapping[str, Mapping[str, int]] | None = None,
-    **about: str,
-) -> str:
-    """Write evaluation folders with a split `test`, and about.json; return what was written and what was left out.
+def write_cases(directory: str | Path, task: str, cases: Sequence[Case], images: Images, **about: str) -> str:
+    """Write an evaluation folder named after its task, with a split `test`, and about.json; return what was written.
 
-    Left out are samples that say nothing: a caption is blank, or all captions are the same.
+    Cases without information are left out: a caption is blank, or all captions are the same.
 
     Args:
-        directory: what is to hold the folders.
+        directory: the folder to write it in.
         task: of all samples.
-        folders: {name: samples}, in this order.
+        cases: the samples, in order.
         images: the finder of the images of all cases.
-        templates: prompts, where the task has some.
-        left_out: {name: how many of the set's rows were left out, by reason}.
         about: source and licence of the set and its images.
 
     Raises:
-        ValueError: an image is missing or damaged, nothing is left of a folder, or one has shards already; nothing is
+        ValueError: an image is missing or damaged, no case can be used, or the folder has shards already; nothing is
             written.
     """
-    for name in folders:
-        refuse_existing(Path(directory, name, "test"))
+    folder = Path(directory, task, "test")
+    refuse_existing(folder)
     images.check()
-    _decode_all(image for cases in folders.values() for case in cases for image in case.images.values())
-    kept = {name: [case for case in cases if not case.fault] for name, cases in folders.items()}
-    faults = {name: Counter(filter(None, (case.fault for case in cases))) for name, cases in folders.items()}
-    lost = {name: counts | Counter((left_out or {}).get(name, {})) for name, counts in faults.items()}
-    lost = {name: counts for name, counts in lost.items() if counts}
-    listed = {
-        name: ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) for name, counts in lost.items()
-    }
-    for name, cases in kept.items():
-        if not cases:
-            raise BadSource(f"no row of the set can be used for {name} ({listed.get(name, 'it has none')})")
-    for name, cases in kept.items():
-        samples = _samples(track(cases, f"writing {name}"))
-        texts = {"dataset_type": [task], "templates": templates}
-        write_evaluation_split(Path(directory, name, "test"), samples, _PER_SHARD, **texts)
-    counts = {name: len(cases) for name, cases in kept.items()}
-    write_about(directory, samples=counts, left_out=lost, **about)
-    written = ", ".join(f"{count:,} samples in {name}" for name, count in counts.items())
-    return "\n".join([written, *(f"left out of {name}: {reasons}" for name, reasons in listed.items())])
+    _decode_all(image for case in cases for image in case.images.values())
+    usable = [case for case in cases if not case.fault]
+    faults = Counter(case.fault for case in cases if case.fault)
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in faults.items())
+    if not usable:
+        raise BadSource(f"no row of the set can be used for {task} ({left_out})")
+    write_evaluation_split(folder, _samples(track(usable, f"writing {task}")), _PER_SHARD, dataset_type=[task])
+    write_about(directory, samples={task: len(usable)}, left_out={task: faults} if faults else {}, **about)
+    written = f"{len(usable):,} samples in {task}"
+    return f"{written}\nleft out of {task}: {left_out}" if faults else written
 
 
 def _decode_all(images: Iterable[Path | bytes]) -> None:
-    """Decode each image once; raise ValueError at the first that cannot be."""
+    """Decode each image once; raise ValueError at the first that cannot be decoded."""
     for image in track(list(dict.fromkeys(images)), "checking images"):
         try:
             decode_image(_read_image(image))

@@ -1,6 +1,6 @@
 """Contexts that give words of a kind a made-up name: "pear: dax", "wolf: wug", "plum: dax", ...
 
-The names of the kinds are drawn anew for every context, so the mapping can only be learned from it. The synthetic form
+The names of the kinds are drawn again for every context, so the mapping can only be learned from it. The synthetic form
 of many-shot learning, in evaluation and in the training text of small models alike.
 """
 
@@ -33,18 +33,15 @@ def draw_word(draw: random.Random, kind: str) -> str:
     return draw.choice(KINDS[kind].split())
 
 
-def training_documents(
-    count: int, *, classes: tuple[int, int] = (2, 8), shots: tuple[int, int] = (8, 64), seed: int = 0
-) -> Iterator[str]:
-    """Yield contexts with a mapping each, to mix into training text.
+def training_documents(count: int, *, seed: int = 0) -> Iterator[str]:
+    """Yield contexts with a mapping each, of two to eight kinds and 8 to 64 words, to mix into training text.
 
     Args:
         count: the number of contexts.
-        classes, shots: least and most in a document.
         seed: other seeds give other documents; the evaluation draws its mappings and words separately.
     """
     for number in range(count):
         draw = random.Random(f"mapping training {seed} {number}")
-        names = draw_mapping(draw, draw.randint(*classes))
-        kinds = draw.choices(list(names), k=draw.randint(*shots))
+        names = draw_mapping(draw, draw.randint(2, 8))
+        kinds = draw.choices(list(names), k=draw.randint(8, 64))
         yield "".join(TEMPLATE.format(text=draw_word(draw, kind), label=names[kind]) for kind in kinds)

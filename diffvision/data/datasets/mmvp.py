@@ -14,7 +14,7 @@ import csv
 from io import StringIO
 from pathlib import Path
 
-from diffvision.data.datasets.cases import Case, Images, file_in, folder_of, pair, write_folders
+from diffvision.data.datasets.cases import Case, Images, file_in, folder_of, pair, write_cases
 from diffvision.files import decoded
 
 PATTERNS = {
@@ -55,7 +55,7 @@ def make_mmvp(directory: str | Path, source: str | Path, images: str | Path | No
     )
     finder = Images(given, remedy, lambda path: str(path).replace(" ", "_"))
     cases = _pairs(file_in(root, "Questions.csv", _LAYOUT), finder)
-    return write_folders(directory, "pairs", {"pairs": cases}, finder, source="MMVP-VLM, tsb0601/MMVP", licence="MIT")
+    return write_cases(directory, "pairs", cases, finder, source="MMVP-VLM, tsb0601/MMVP", licence="MIT")
 
 
 def _pairs(table: Path, images: Images) -> list[Case]:
@@ -65,15 +65,13 @@ def _pairs(table: Path, images: Images) -> list[Case]:
     for line in range(0, len(rows), 2):
         two = [row for row in rows[line : line + 2] if len(row) == 3 and row[0].isdecimal() and row[2].strip()]
         numbers, kinds = [int(row[0]) for row in two], {row[1].strip().replace("_", " ") for row in two}
-        kind = next(iter(kinds), "")
+        where = f"rows {line + 1} and {line + 2} of {table}"
         if len(numbers) != 2 or numbers[0] % 2 == 0 or numbers[1] != numbers[0] + 1 or len(kinds) != 1:
-            raise ValueError(
-                f"rows {line + 1} and {line + 2} of {table} must be an odd and an even number of one type: {_LAYOUT}"
-            )
+            raise ValueError(f"{where} must be an odd and an even number of one type: {_LAYOUT}")
+        kind = kinds.pop()
         if kind not in PATTERNS or (kind, *numbers) in seen:
             raise ValueError(
-                f"the type in row {line + 1} of {table} must be one of {', '.join(PATTERNS)}, each number once, got "
-                f"{kind!r}, {numbers[0]}"
+                f"{where} must have a type of {', '.join(PATTERNS)}, each number once, got {kind!r}, {numbers[0]}"
             )
         seen.add((kind, *numbers))
         files = [images(f"{kind}/{number}.jpg") for number in numbers]

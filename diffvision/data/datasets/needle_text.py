@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -50,21 +49,6 @@ def _random_sentences(draw: random.Random) -> Iterator[str]:
 def _random_words(draw: random.Random) -> Iterator[str]:
     while True:
         yield f"{' '.join(draw.choices(_WORDS.split(), k=3))};"
-
-
-def sentences_of(text: str) -> Callable[[random.Random], Iterator[str]]:
-    """Return a haystack of a given text: its sentences in order, from a random one on, repeated without end."""
-    sentences = [sentence for sentence in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if sentence]
-    if not sentences:
-        raise ValueError("the haystack's text is empty: give one of at least a sentence")
-
-    def stream(draw: random.Random) -> Iterator[str]:
-        index = draw.randrange(len(sentences))
-        while True:
-            yield sentences[index % len(sentences)]
-            index += 1
-
-    return stream
 
 
 @dataclass(frozen=True)
@@ -110,23 +94,23 @@ class NeedleText:
     answers: tuple[tuple[int, int], ...]  # the numbers at the end, each with the space before it
 
 
-def compose(
+def compose_to_length(
     form: Form,
-    filler: Sequence[str],
     draw: random.Random,
     measure: Callable[[str], int],
     *,
+    length: int,
     needles: int,
     queries: int,
     depth: float,
 ) -> NeedleText:
-    """Write needles between the sentences of a filler.
+    """Write needles between the sentences of as much of the form's haystack as fits.
 
     Args:
-        form: how needles and questions are written.
-        filler: the haystack's sentences.
-        draw: cities, numbers, and where the distracting needles go.
+        form: how needles, haystack and questions are written.
+        draw: cities, numbers, the haystack, and where the distracting needles go.
         measure: length of a text, in tokens for instance.
+        length: the most that the whole may measure.
         needles: N, pairs of city and number.
         queries: R of them that are asked for, in the question's order next to each other at `depth`; the others lie
             anywhere.
@@ -134,32 +118,58 @@ def compose(
             border of two sentences.
 
     Raises:
-        ValueError: counts or depth out of range.
+        ValueError: counts or depth out of range; the needles and questions alone are longer.
     """
-    if not 1 <= queries <= needles <= len(form.cities):
-        raise ValueError(
-            f"{needles} needles and {queries} queries: give 1 <= queries <= needles <= {len(form.cities)} (cities)"
-        )
+    most = len(form.cities)
+    if not 1 <= queries <= needles <= most:
+        raise ValueError(f"queries and needles must be 1 <= queries <= needles <= {most}, got {queries} and {needles}")
     if not 0 <= depth <= 1:
-        raise ValueError(f"depth is {depth}: give a share of the context, 0 to 1")
+        raise ValueError(f"depth must be a share of the context, 0 to 1, got {depth}")
     cities = draw.sample(list(form.cities), needles)
     numbers = draw.sample(range(form.lowest, form.highest + 1), needles)  # no two alike: only one answer is right
     pairs = [{"city": city, "number": str(number)} for city, number in zip(cities, numbers, strict=True)]
-    written = [form.needle.format(**pair) for pair in pairs]
-    context = list(filler)
-    for distraction in written[queries:]:
-        context.insert(_border(context, measure, draw.random()), distraction)
-    index = _border(context, measure, depth)
-    context[index:index] = written[:queries]
+    depths = [draw.random() for _ in pairs[queries:]]
+    stream = form.haystack(random.Random(draw.random()))
+    length_of = functools.cache(measure)
+
+    def write(filler: Sequence[str]) -> NeedleText:
+        written = [form.needle.format(**pair) for pair in pairs]
+        context = list(filler)
+        for distraction, share in zip(written[queries:], depths, strict=True):
+            context.insert(_border(context, length_of, share), distraction)
+        index = _border(context, length_of, depth)
+        context[index:index] = written[:queries]
+        return _ask(form, context, index, len(written[0]), pairs[:queries])
+
+    bare = measure(write([]).text)
+    if bare > length:
+        raise ValueError(
+            f"a context of {length} is too short for {needles} needles and {queries} questions, which alone take "
+            f"{bare}: give a longer one or fewer needles"
+        )
+    filler: list[str] = []
+    total = bare
+    while total <= length:  # sentence by sentence, which is near enough; the whole is measured below
+        filler.append(sentence := next(stream))
+        total += length_of(f" {sentence}")
+    text = write(filler)
+    while filler and measure(text.text) > length:
+        filler.pop()
+        text = write(filler)
+    return text
+
+
+def _ask(form: Form, context: Sequence[str], index: int, size: int, pairs: Sequence[dict[str, str]]) -> NeedleText:
+    """Return the context with the question for some pairs, whose first needle is sentence `index`, and the answers."""
     start = len(" ".join(context[:index]))
-    needle = (start, start + len(written[0]) + (index > 0))
+    needle = (start, start + size + (index > 0))
     text = " ".join(context)
     question = len(text)
-    asked = cities[:queries]
-    listed = asked[0] if queries == 1 else f"{', '.join(asked[:-1])} and {asked[-1]}"
-    text += f"\n{form.question.format(cities=listed)}" if form.question else ""
+    *first, last = [pair["city"] for pair in pairs]
+    cities = f"{', '.join(first)} and {last}" if first else last
+    text += f"\n{form.question.format(cities=cities)}" if form.question else ""
     answers = []
-    for pair in pairs[:queries]:
+    for pair in pairs:
         before, _, after = form.answer.partition(" {number}")
         text += f"\n{before.format(**pair)}"
         answers.append((len(text), len(text) + 1 + len(pair["number"])))
@@ -171,58 +181,3 @@ def _border(sentences: Sequence[str], measure: Callable[[str], int], depth: floa
     """Return the number of sentences before the border that is nearest to a share of their length."""
     ends = [0, *itertools.accumulate(measure(f" {sentence}") for sentence in sentences)]
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
-
-
-def compose_to_length(
-    form: Form,
-    draw: random.Random,
-    measure: Callable[[str], int],
-    *,
-    length: int,
-    needles: int,
-    queries: int,
-    depth: float,
-) -> NeedleText:
-    """Compose a text with as much of the form's haystack as fits.
-
-    Args:
-        form, draw, needles, queries, depth: as `compose` takes them.
-        measure: length of a text, in tokens for instance.
-        length: the most that the whole may measure.
-
-    Raises:
-        ValueError: the needles and questions alone are longer.
-    """
-    state = draw.getstate()
-    length_of = functools.cache(measure)
-
-    def written(filler: list[str]) -> NeedleText:
-        draw.setstate(state)  # the same needles, however much filler there is
-        return compose(form, filler, draw, length_of, needles=needles, queries=queries, depth=depth)
-
-    bare = measure(written([]).text)
-    if bare > length:
-        raise ValueError(
-            f"a context of {length} is too short for {needles} needles and {queries} questions, which alone take "
-            f"{bare}: give a longer one or fewer needles"
-        )
-    stream = form.haystack(random.Random(draw.random()))
-    filler: list[str] = []
-    total = bare
-    while total <= length:  # sentence by sentence, which is near enough; the whole is measured below
-        filler.append(sentence := next(stream))
-        total += length_of(f" {sentence}")
-    text = written(filler)
-    while filler and measure(text.text) > length:
-        filler.pop()
-        text = written(filler)
-    return text
-
-
-def as_form(form: str | Form) -> Form:
-    """Return the form of a name in `FORMS`, or the form that is given; raise ValueError for an unknown name."""
-    if isinstance(form, Form):
-        return form
-    if form not in FORMS:
-        raise ValueError(f"unknown form {form!r} of needle texts: choose one of {', '.join(FORMS)}")
-    return FORMS[form]

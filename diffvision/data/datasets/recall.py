@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffvision.data.datasets import mapping_text, needle_documents
-from diffvision.data.shards.writer import Sample, refuse_existing, write_shards
+from diffvision.data.shards.writer import refuse_existing, write_shards
 
-LEAST_WORDS = 12
 _PER_SHARD = 4000
 
 
@@ -30,25 +29,16 @@ def make_recall(directory: str | Path, documents: int = 60_000, words: int = 140
         ValueError: the directory has shards already, fewer than 4 documents, or fewer than 12 words.
     """
     if documents < 4:
-        raise ValueError(f"documents is {documents}: it must be at least 4, three with needles and one with a mapping")
-    if words < LEAST_WORDS:
-        raise ValueError(f"words is {words}: it must be at least {LEAST_WORDS}, a needle's and its question's")
+        raise ValueError(f"documents must be at least 4, three with needles and one with a mapping, got {documents}")
     refuse_existing(Path(directory))
-    characters = 0
-
-    def samples() -> Iterator[Sample]:
-        nonlocal characters
-        for number, text in enumerate(recall_documents(documents, words, seed)):
-            characters += len(text)
-            yield {"__key__": f"{number:07d}", "txt": text}
-
-    write_shards(directory, samples(), _PER_SHARD)
-    return f"{characters:,} characters"
+    texts = list(recall_documents(documents, words, seed))
+    write_shards(directory, ({"__key__": f"{n:07d}", "txt": text} for n, text in enumerate(texts)), _PER_SHARD)
+    return f"{sum(map(len, texts)):,} characters"
 
 
 def recall_documents(count: int, words: int = 140, seed: int = 0) -> Iterator[str]:
     """Yield the documents, every fourth with a mapping; arguments as `make_recall`."""
     mappings = mapping_text.training_documents(count // 4, seed=seed)
-    needles = needle_documents.training_documents(count=count - count // 4, lengths=(LEAST_WORDS, words), seed=seed)
+    needles = needle_documents.training_documents(count - count // 4, words, seed=seed)
     for number in range(count):
         yield next(mappings if number % 4 == 3 else needles)

@@ -9,7 +9,7 @@ here.
 
 from pathlib import Path
 
-from diffvision.data.datasets.cases import Case, Images, file_in, folder_of, read_rows, write_folders
+from diffvision.data.datasets.cases import Case, Images, file_in, folder_of, read_rows, write_cases
 
 KINDS = ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
 _LAYOUT = f"SugarCrepe's folder data has {', '.join(f'{kind}.json' for kind in KINDS)}"
@@ -36,11 +36,6 @@ def make_sugarcrepe(directory: str | Path, source: str | Path, images: str | Pat
         for row in read_rows(file_in(root, f"{kind}.json", _LAYOUT), filename=str, caption=str, negative_caption=str):
             captions = {"txt": [row["caption"], row["negative_caption"]]}
             cases.append(Case({"": finder(row["filename"])}, captions, {"kind": kind}))
-    return write_folders(
-        directory,
-        "composition",
-        {"composition": cases},
-        finder,
-        source="SugarCrepe, RAIVNLab/sugar-crepe, on images of COCO val2017",
-        licence="MIT; COCO's captions CC BY 4.0, its images under Flickr's terms",
-    )
+    source = "SugarCrepe, RAIVNLab/sugar-crepe, on images of COCO val2017"
+    licence = "MIT; COCO's captions CC BY 4.0, its images under Flickr's terms"
+    return write_cases(directory, "composition", cases, finder, source=source, licence=licence)

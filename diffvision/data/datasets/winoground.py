@@ -11,7 +11,7 @@ with the images in them.
 
 from pathlib import Path
 
-from diffvision.data.datasets.cases import Images, folder_of, pair, read_rows, write_folders
+from diffvision.data.datasets.cases import Images, folder_of, pair, read_rows, write_cases
 from diffvision.data.shards.sample import BadSource
 
 _FIELDS = {"caption_0": str, "caption_1": str, "collapsed_tag": str}
@@ -46,11 +46,6 @@ def make_winoground(directory: str | Path, source: str | Path) -> str:
         for table in tables
         for row in read_rows(table, image_0=dict, image_1=dict, **_FIELDS)
     ]
-    return write_folders(
-        directory,
-        "pairs",
-        {"pairs": cases},
-        Images(root, "ask for the set"),
-        source="Winoground, facebook/winoground",
-        licence="Winoground's, for research only; images of Getty Images",
-    )
+    images = Images(root, "ask for the set")
+    licence = "Winoground's, for research only; images of Getty Images"
+    return write_cases(directory, "pairs", cases, images, source="Winoground, facebook/winoground", licence=licence)

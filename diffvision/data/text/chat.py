@@ -5,7 +5,6 @@ Rows are read by `documents`, and written as token files by `tokenize`.
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,16 @@ and the answer, or contents one directly after another."""
 
 ASSISTANT = "assistant"
 _ROLES = {"human": "user", "gpt": ASSISTANT}
-_LAYOUTS = (
-    "messages, conversations, prompt and response (or completion), problem, deepseek_reasoning and deepseek_solution"
-)
+_LAYOUTS = "messages, conversations, or prompt and response (or completion)"
 _NOT_READ = ("tools", "documents", "functions", "chat_template_kwargs")
 """The keys of a row that other trainers give to templates."""
 _OF_ANSWERS = ("reasoning_content", "reasoning", "thinking", "tool_calls")
 _OF_PROMPTS = ("input", "instruction", "context", "history")  # which may be parts of the prompt
 _LINKS = ("name", "tool_call_id")  # of a tool's message, which a template may leave out
 _NO_SPACE = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}  # as tokenizer.json says it
+_NOT_TEXT = "a message whose role or content is not text"
 _NO_ANSWER = "no learned token: the row has no answer of the assistant's"
-_ANSWER = "It is 2."
+_QUESTION, _ANSWER = "1 + 1?", "It is 2."
 _MARK = "\ufdd0"  # Unicode's noncharacter: put into names of special tokens that a row has written out
 
 Messages = list[dict[str, Any]]
@@ -84,24 +82,20 @@ class Chat:
         tokens = sorted(tokenizer.special_tokens().items(), key=lambda item: -len(item[1].content))
         self._special = {token.content: number for number, token in tokens}
         self._names = re.compile("|".join(re.escape(token.content) for _, token in tokens))
-        spaced = [
-            (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
-            for _, token in tokens
-        ]
+        spaced = [r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip for _, token in tokens]
         self._pattern = re.compile(f"({'|'.join(spaced)})")
-        self._after_special = _without_space(tokenizer, ["first"])
-        self._after_text = _without_space(tokenizer, ["first", "always"])
+        self._after_special = _without_space(tokenizer, "first")
+        self._after_text = _without_space(tokenizer, "first", "always")
 
-    def check_training(self, question: Any = "1 + 1?", answer: Any = _ANSWER) -> list[int]:
+    def check_training(self, question: Any = _QUESTION, answer: Any = _ANSWER) -> list[int]:
         """Return the ids of a question with its answer, the contents of two messages.
 
         Raises:
             ValueError: the template does not extend its prefix, so that no token is known to be learned.
         """
+        messages = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
         try:
-            return self.encode_messages(
-                [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
-            )[0]
+            return self.encode_messages(messages)[0]
         except BadSample as reason:
             raise ValueError(
                 f"chat template {self.name} cannot be used ({reason}): give {', '.join(TEMPLATES)} or a file of Jinja"
@@ -109,9 +103,9 @@ class Chat:
 
     def turn_end(self) -> int | None:
         """Return the special token that the template writes after an answer; None if it fails or writes other text."""
-        messages = [{"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": _ANSWER}]
+        messages = [{"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": _ANSWER}]
         try:
-            written = render(self.template, {**self._variables, "messages": messages, "add_generation_prompt": False})
+            written = self._render(messages, prompt=False)
         except BadSample:
             return None
         name = self._pattern.match(written.rpartition(_ANSWER)[2].lstrip())
@@ -129,21 +123,16 @@ class Chat:
 
     def encode_messages(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Return what `encode` does, of a conversation in messages."""
-        ids: list[int] = []
-        learned: list[bool] = []
         answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not answers:
             raise BadSample(_NO_ANSWER)
-        messages = messages[: answers[-1] + 1]
-        marked = self._mark(messages)
+        marked = self._mark(messages[: answers[-1] + 1])
+        ids: list[int] = []
+        learned: list[bool] = []
         written = ""
         for number in answers:
-            prompt, whole = (
-                render(
-                    self.template, {**self._variables, "messages": marked[:end], "add_generation_prompt": end == number}
-                )
-                for end in (number, number + 1)
-            )
+            prompt = self._render(marked[:number], prompt=True)
+            whole = self._render(marked[: number + 1], prompt=False)
             if not (prompt.startswith(written) and whole.startswith(prompt)):
                 raise BadSample(f"the chat template does not extend its prefix at message {number + 1}")
             turn = whole[len(prompt) :].rstrip()
@@ -155,6 +144,9 @@ class Chat:
         if not any(learned[1:]):
             raise BadSample(_NO_ANSWER)
         return ids, learned
+
+    def _render(self, messages: Messages, *, prompt: bool) -> str:
+        return render(self.template, {**self._variables, "messages": messages, "add_generation_prompt": prompt})
 
     def _mark(self, value: Any) -> Any:
         """Return messages, or a part of them, with `_mark_names` of each text."""
@@ -199,17 +191,9 @@ class Chat:
 class MessageMember(RowMember):
     """Reads the texts of a row's messages as one document, a line for each: text to train a tokenizer on."""
 
-    def _document(self, data: bytes) -> str | BadSample:
-        row = super()._document(data)
-        try:
-            if isinstance(row, BadSample):
-                return row
-            texts = [
-                text for message in read_messages(read_json(row)) for key, text in message.items() if key != "role"
-            ]
-            return "\n".join(text for text in texts if isinstance(text, str))
-        except BadSample as reason:
-            return reason
+    def _document(self, text: str) -> str:
+        messages = read_messages(read_json(text))
+        return "\n".join(value for message in messages for key, value in message.items() if key != "role")
 
 
 def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
@@ -224,20 +208,19 @@ def open_chat(chosen: str, tokenizer: Tokenizer, source: str | Path) -> Chat:
         ValueError: there is no such template; see `Chat`.
     """
     folder = Path(source).parent if Path(source).is_file() else Path(source)
-    config, name = read_config(folder), chosen
-    template = TEMPLATES.get(chosen)
-    if chosen == "tokenizer":
-        template = _find_template(folder, config)
-        if template is None:
-            raise ValueError(
-                f"the tokenizer {source} has no chat template: give {', '.join(TEMPLATES)} or a Jinja file"
-            )
-    elif template is None:
-        if not Path(chosen).is_file():
-            names = ", ".join(TEMPLATES)
-            raise ValueError(f"chat must be {names}, tokenizer (the one next to it) or a file of Jinja, got {chosen!r}")
-        template, name = decoded(Path(chosen).read_bytes(), chosen), Path(chosen).name
-    return Chat(tokenizer, template, name, read_special_token(config, "bos_token") or "")
+    config, names = read_config(folder), ", ".join(TEMPLATES)
+    if chosen in TEMPLATES:
+        template = TEMPLATES[chosen]
+    elif chosen == "tokenizer":
+        own = _find_template(folder, config)
+        if own is None:
+            raise ValueError(f"the tokenizer {source} has no chat template: give {names} or a Jinja file")
+        template = own
+    elif Path(chosen).is_file():
+        template = decoded(Path(chosen).read_bytes(), chosen)
+    else:
+        raise ValueError(f"chat must be {names}, tokenizer (the one next to it) or a file of Jinja, got {chosen!r}")
+    return Chat(tokenizer, template, Path(chosen).name, read_special_token(config, "bos_token") or "")
 
 
 def find_turn_end(tokenizer: Tokenizer) -> int | None:
@@ -253,22 +236,21 @@ def find_turn_end(tokenizer: Tokenizer) -> int | None:
 def read_messages(record: Any) -> Messages:
     """Return the messages of a row: the first of the layouts that it has.
 
-    These are `messages` of role and content (TRL, axolotl); `conversations` of from and value, and `system`
-    (ShareGPT, OpenThoughts); OpenThoughts' problem, deepseek_reasoning and deepseek_solution, where the reasoning
-    is text of the answer within `<think>`; and `prompt` with `response` or `completion`. A `system` or
-    `system_prompt` next to them is the first message.
+    The layouts are `messages` of role and content (TRL, axolotl); `conversations` of from and value (ShareGPT,
+    OpenThoughts); and `prompt` with `response` or `completion`. A `system` or `system_prompt` next to them is the first
+    message.
 
     Raises:
         BadSample: it has none of them, or a message is not text.
     """
     turns = read_turns(record)
     if not all(isinstance(value, str) for turn in turns for value in turn.values()):
-        raise BadSample("a message whose role or content is not text")
+        raise BadSample(_NOT_TEXT)
     return turns
 
 
 def read_turns(record: Any) -> Messages:
-    """Return the messages of a row as `read_messages` does, with roles and contents of any kind.
+    """Return the messages of a row as `read_messages` does, with contents of any kind.
 
     Raises:
         BadSample: it has none of the layouts, or more than roles and contents for a template.
@@ -276,16 +258,12 @@ def read_turns(record: Any) -> Messages:
     row = record if isinstance(record, dict) else {}
     if unread := next((key for key in _NOT_READ if row.get(key) not in (None, "", "[]", [], {})), None):
         raise BadSample(f"{unread!r} in a row, which is not read: write it into the messages")
+    answer_key = next((key for key in ("response", "completion") if key in row), None)
     if isinstance(row.get("messages"), list):
         turns = [_turn(message, "role", "content") for message in row["messages"]]
     elif isinstance(row.get("conversations"), list):
         turns = [_turn(message, "from", "value") for message in row["conversations"]]
-    elif {"problem", "deepseek_reasoning", "deepseek_solution"} <= row.keys():
-        parts = row["deepseek_reasoning"], row["deepseek_solution"]
-        whole = all(isinstance(part, str) for part in parts)
-        answer = "<think>\n{}\n</think>\n\n{}".format(*parts) if whole else None
-        turns = [{"role": "user", "content": row["problem"]}, {"role": ASSISTANT, "content": answer}]
-    elif "prompt" in row and (answer_key := next((key for key in ("response", "completion") if key in row), None)):
+    elif "prompt" in row and answer_key is not None:
         if unread := next((key for key in (*_OF_PROMPTS, *_OF_ANSWERS) if row.get(key)), None):
             raise BadSample(f"{unread!r} next to a prompt, which is not read: write the row as messages")
         turns = [{"role": "user", "content": row["prompt"]}, {"role": ASSISTANT, "content": row[answer_key]}]
@@ -297,17 +275,14 @@ def read_turns(record: Any) -> Messages:
 
 def _turn(message: Any, role: str, content: str) -> dict[str, Any]:
     """Return a message of role and content; raise BadSample where it has something else that is not empty."""
-    if not isinstance(message, dict):
-        return {"role": None, "content": None}
-    speaker = message.get(role)
-    turn = {"role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else None, "content": message.get(content)}
-    for key, value in message.items():
-        if key in (role, content) or value in (None, "", [], {}) or turn["role"] is None:
-            continue
-        if speaker != "tool" or key not in _LINKS:
-            raise BadSample(f"{key[:40]!r} in a message, which is not read: write it into the content")
-        turn[key] = value
-    return turn
+    if not (isinstance(message, dict) and isinstance(message.get(role), str)):
+        raise BadSample(_NOT_TEXT)
+    speaker = message[role]
+    own = (role, content)
+    others = {key: value for key, value in message.items() if key not in own and value not in (None, "", [], {})}
+    if unread := next((key for key in others if speaker != "tool" or key not in _LINKS), None):
+        raise BadSample(f"{unread[:40]!r} in a message, which is not read: write it into the content")
+    return {"role": _ROLES.get(speaker, speaker), "content": message.get(content), **others}
 
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
@@ -319,7 +294,7 @@ def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _without_space(tokenizer: Tokenizer, schemes: Sequence[str]) -> Tokenizer:
+def _without_space(tokenizer: Tokenizer, *schemes: str) -> Tokenizer:
     """Return the tokenizer without the space that it puts before a text, where it does so by one of the schemes."""
 
     def changed(part: dict[str, Any]) -> dict[str, Any]:

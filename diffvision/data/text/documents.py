@@ -42,7 +42,8 @@ class DocumentAccount:
 
     def add(self, other: "DocumentAccount") -> None:
         """Count the documents of another account, too."""
-        self.documents, self.empty = self.documents + other.documents, self.empty + other.empty
+        self.documents += other.documents
+        self.empty += other.empty
         for reason, count in other.skipped.items():
             self.skipped[reason] = self.skipped.get(reason, 0) + count
             self.examples[reason] = [*self.examples.get(reason, []), *other.examples.get(reason, [])][:3]
@@ -72,14 +73,13 @@ class TextMember:
         ValueError: another type of member, or a field missing or too many.
     """
 
+    whole_types: tuple[str, ...] = ("txt",)  # of members that are documents without a field
+
     def __init__(self, key: str = "txt") -> None:
         self.key = key
         self._member, _, self._field = key.partition(":")
-        self._check()
+        check_key(self._member, ("json", "jsonl") if self._field else self.whole_types)
         self.lines = self._member.rpartition(".")[2] == "jsonl"
-
-    def _check(self) -> None:
-        check_key(self._member, ("json", "jsonl") if self._field else ("txt",))
 
     def documents(self, members: Members) -> Iterator[str | BadSample]:
         """Yield each document, or why it cannot be used; an empty one is an empty text."""
@@ -88,42 +88,40 @@ class TextMember:
         elif len(data) > MEMBER_TYPES["jsonl" if self.lines else "txt"]:
             yield BadSample("document too large")
         else:
-            parts = [line for line in data.split(b"\n") if line.strip()] if self.lines else [data]
-            yield from map(self._document, parts)
+            for part in [line for line in data.split(b"\n") if line.strip()] if self.lines else [data]:
+                try:
+                    yield self._document(part.decode("utf-8-sig"))
+                except UnicodeError:
+                    yield BadSample("text not UTF-8")
+                except BadSample as reason:
+                    yield reason
 
-    def _document(self, data: bytes) -> str | BadSample:
-        """Decode a document, or take it from its JSON field."""
-        try:
-            text = data.decode("utf-8-sig")
-            if not self._field:
-                return text
-            record = read_json(text)
-            document = record.get(self._field) if isinstance(record, dict) else None
-            if not isinstance(document, str):
-                return BadSample(f"no text in JSON field {self._field!r}")
-            document.encode()  # JSON can write half of a surrogate pair
-            return document
-        except UnicodeError:
-            return BadSample("text not UTF-8")
-        except BadSample as reason:
-            return reason
+    def _document(self, text: str) -> str:
+        """Return the document in a text: all of it, or the text in its JSON field."""
+        if not self._field:
+            return text
+        record = read_json(text)
+        document = record.get(self._field) if isinstance(record, dict) else None
+        if not isinstance(document, str):
+            raise BadSample(f"no text in JSON field {self._field!r}")
+        document.encode()  # JSON can write half of a surrogate pair
+        return document
 
 
 class RowMember(TextMember):
     """Reads rows of a sample, each the text of a JSON object: key "json" for one row, "jsonl" for one in each line."""
 
+    whole_types = ("json", "jsonl")
+
     def __init__(self, key: str = "json") -> None:
         super().__init__(key)
 
-    def _check(self) -> None:
-        check_key(self.key, ("json", "jsonl"))
-
 
 class JsonLines:
-    """Lines of a .jsonl file as samples of one member `json`, in the manner of a `ShardSet` of one shard.
+    """Lines of a .jsonl file as samples of one member `json`, with the interface of a `ShardSet` of one shard.
 
     Args:
-        path: the file; its empty lines are passed over.
+        path: the file; its empty lines are skipped.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -132,31 +130,30 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        starts, lines, offset = [], [], 0
+        offset, rows = 0, []
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    starts.append(offset)
-                    lines.append(number)
+                    rows.append((number, offset, len(line)))
                 offset += len(line)
-        if not lines:
+        if not rows:
             raise ValueError(f"{path} has no rows: it needs a JSON object in each line")
-        self._starts, self._lines = np.array([*starts, offset], dtype=np.int64), np.array(lines, dtype=np.int64)
-        self.counts = np.array([len(lines)], dtype=np.int64)
+        self._rows = np.array(rows, dtype=np.int64)
+        self.counts = np.array([len(rows)], dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._rows)
 
     def members(self, sample: SampleId) -> Members:
         """Return one line as the member `json`."""
-        start, stop = self._starts[sample[1] : sample[1] + 2].tolist()
+        _, start, size = self._rows[sample[1]].tolist()
         with self.path.open("rb") as file:
             file.seek(start)
-            return {"json": file.read(min(stop - start, MEMBER_TYPES["txt"] + 1))}
+            return {"json": file.read(min(size, MEMBER_TYPES["txt"] + 1))}
 
     def describe(self, sample: SampleId) -> str:
         """Return "file: line N" of a sample, for reports."""
-        return f"{self.path.name}: line {self._lines[sample[1]]}"
+        return f"{self.path.name}: line {self._rows[sample[1], 0]}"
 
 
 def read_json(text: str) -> Any:

@@ -4,6 +4,7 @@ The files are those of `tokens`; nothing in them depends on the windows' length.
 """
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,25 +76,21 @@ class PackedWindows(TokenWindows):
         """Pack every block, and return how many windows each fills."""
         self._blocks: list[Block] = []  # of conversations
         self._packed: list[_Windows] = []
-        longest = 0
         for file in self.files:
             lengths = file.array(LENGTHS).astype(np.int64)
-            if (total := int(lengths.sum())) != file.account.count:
+            if (total := int(lengths.sum())) != (count := file.account.count):
                 raise ValueError(
-                    f"lengths in {file.folder / LENGTHS} must add up to {file.account.count:,} tokens, got {total:,}: "
-                    "run `diffvision data tokenize` again"
+                    f"lengths in {file.folder / LENGTHS} must add up to {count:,} tokens, got {total:,}: run "
+                    "`diffvision data tokenize` again"
                 )
             starts = np.cumsum(lengths) - lengths
-            edges = np.searchsorted(starts, range(0, file.account.count, block)).tolist()
-            for number, (first, stop) in enumerate(zip(edges, [*edges[1:], len(lengths)], strict=True)):
+            edges = [*np.searchsorted(starts, range(0, count, block)).tolist(), len(lengths)]
+            for number, (first, stop) in enumerate(pairwise(edges)):
                 self._blocks.append(Block(file, number, first, stop))
                 self._packed.append(self._pack(self._blocks[-1], starts[first:stop], lengths[first:stop]))
-            longest = max(longest, int(lengths.max()))
         counts = [len(windows.stops) for windows in self._packed]
         if not any(counts):
-            raise ValueError(
-                f"data.length must hold a conversation, got {self.length:,}: the longest has {longest:,} tokens"
-            )
+            raise ValueError(f"data.length must hold a conversation, got {self.length:,}: all are longer")
         return counts
 
     @property
@@ -111,17 +108,13 @@ class PackedWindows(TokenWindows):
 
     def members(self, sample: SampleId) -> Members:
         """Return the conversations of a window: ids in uint32, which are learned, and the tokens of each."""
-        file, (starts, sizes) = self._blocks[sample[0]].file, self._packed[sample[0]].pieces(sample[1])
-        pieces = [slice(*piece) for piece in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
-        ids, learned = file.array(IDS), file.array(LEARNED)
-        return {
-            IDS: np.concatenate([ids[piece] for piece in pieces]).astype(MEMBER_DTYPE).tobytes(),
-            LEARNED: np.concatenate([learned[piece] for piece in pieces]).tobytes(),
-            LENGTHS: sizes.tobytes(),
-        }
+        file, (starts, sizes) = self._blocks[sample[0]].file, self._packed[sample[0]].conversations(sample[1])
+        pieces = [slice(start, start + size) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+        ids, learned = (np.concatenate([file.array(name)[piece] for piece in pieces]) for name in (IDS, LEARNED))
+        return {IDS: ids.astype(MEMBER_DTYPE).tobytes(), LEARNED: learned.tobytes(), LENGTHS: sizes.tobytes()}
 
     def _first_token(self, sample: SampleId) -> int:
-        return int(self._packed[sample[0]].pieces(sample[1])[0][0])
+        return int(self._packed[sample[0]].conversations(sample[1])[0][0])
 
     def _pack(self, block: Block, starts: np.ndarray, lengths: np.ndarray) -> "_Windows":
         """Pack a block's conversations into windows; longer ones are left out."""
@@ -142,15 +135,15 @@ class PackedWindows(TokenWindows):
 
 
 class _Windows(NamedTuple):
-    """The windows of a block: each conversation's first token and its tokens, and where each window ends in these."""
+    """The windows of a block: each conversation's first token and number of tokens, and where each window ends."""
 
     starts: np.ndarray
     sizes: np.ndarray
     stops: np.ndarray
 
-    def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first token of each conversation of a window, and its tokens."""
-        part = slice(int(self.stops[row - 1]) if row else 0, int(self.stops[row]))
+    def conversations(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first token of each conversation of a window, and its number of tokens."""
+        part = slice(int(self.stops[window - 1]) if window else 0, int(self.stops[window]))
         return self.starts[part], self.sizes[part]
 
 
@@ -171,21 +164,16 @@ class PackedSequence(TokenSequence):
     def decode(self, members: Members) -> Any:
         """Return tokens, the number of their conversations and whether they are learned, each [L + 1]."""
         tokens = super().decode(members)
-        learned = np.frombuffer(members[LEARNED], np.uint8) != 0
         lengths = np.frombuffer(members[LENGTHS], np.int64)
-        padding = (0, self._size - len(tokens))
         documents = np.repeat(np.arange(len(lengths)), lengths)
+        padding = (0, self._size - len(tokens))
         return (
-            np.pad(tokens, padding, constant_values=self._eos_id),
+            np.pad(tokens.astype(np.int64), padding, constant_values=self._eos_id),
             np.pad(documents, padding, constant_values=len(lengths)),
-            np.pad(learned, padding),
+            np.pad(np.frombuffer(members[LEARNED], bool), padding),
         )
 
     def collate(self, items: list[Any]) -> TokenBatch:
         """Join windows into a batch."""
-        tokens, documents, learned = (np.stack(part) for part in zip(*items, strict=True))
-        return {
-            "tokens": torch.from_numpy(tokens.astype(np.int64)),
-            "documents": torch.from_numpy(documents),
-            "learned": torch.from_numpy(learned),
-        }
+        tokens, documents, learned = (torch.from_numpy(np.stack(part)) for part in zip(*items, strict=True))
+        return {"tokens": tokens, "documents": documents, "learned": learned}

@@ -17,7 +17,7 @@ from diffvision.data.text.documents import TextMember
 from diffvision.data.text.packing import PackedSequence, PackedWindows
 from diffvision.data.text.tokenize import cached_tokens, check_limits
 from diffvision.data.text.tokenizers import Tokenizer, load_tokenizer
-from diffvision.data.text.tokens import TokenSequence, TokenWindows, are_conversations, find_token_folders, read_account
+from diffvision.data.text.tokens import TokenSequence, TokenWindows, find_token_folders, read_account
 from diffvision.data.trainer import LoaderData
 
 Source = str | Sequence[str]
@@ -67,13 +67,10 @@ class TextData(LoaderData):
         Raises:
             ValueError: there is none of these.
         """
-        tokenizer = self.setting_or_model("tokenizer")
-        if tokenizer is not None:
-            return load_tokenizer(tokenizer)
-        folders = find_token_folders(self.train)
-        if not folders:
+        source = self.setting_or_model("tokenizer") or next(iter(find_token_folders(self.train)), None)
+        if source is None:
             raise ValueError(f"{self.train} holds text: set tokenizer, a tokenizer.json or a directory that holds one")
-        return load_tokenizer(folders[0])
+        return load_tokenizer(source)
 
     @property
     def tokenizer_source(self) -> str | None:
@@ -91,14 +88,17 @@ class TextData(LoaderData):
 
     def prepare_data(self) -> None:
         """Tokenise the text shards; Lightning calls this on one process of each machine while the others wait."""
-        self._check_vocabulary()
+        self.setup()
         self._token_folders(self.train, "train")
         if self.evaluation is not None:
             self._token_folders(self.evaluation, "test")
 
     def setup(self, stage: str | None = None) -> None:
-        """Check that the model has an embedding for every id."""
-        self._check_vocabulary()
+        """Check, before any work, that the model has an embedding for every id."""
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        size = _vocabulary_of(module)
+        if size is not None and size < self.vocab_size:
+            raise ValueError(f"vocab_size of the model must be at least its tokenizer's {self.vocab_size}, got {size}")
 
     def train_dataloader(self) -> ShardLoader:
         """Return the training batches, `TokenBatch`es."""
@@ -115,19 +115,24 @@ class TextData(LoaderData):
     def token_windows(self, source: Source, split: str) -> TokenWindows:
         """Return the windows of `length` tokens of a split, "train" or "test", tokenised if need be.
 
+        It warns of conversations that do not fit into a window.
+
         Raises:
             ValueError: token files of another tokenizer than the one that is set; see `TokenWindows`.
         """
         folders = self._token_folders(source, split)
-        if are_conversations(folders):
-            windows: TokenWindows = _pack_chats(folders, self.length)
-        else:
-            windows = TokenWindows(folders, self.length)
+        kind = TokenWindows if read_account(folders[0]).chat is None else PackedWindows
+        windows = kind(folders, self.length)
         check_limits(windows.account, self.limits)
         if self.text_tokenizer.identity != windows.account.tokenizer:
             raise ValueError(
                 f"{source} must be of the tokenizer of {self.tokenizer or self.train}: set the one next to the token "
                 "files, or tokenise the text again"
+            )
+        if isinstance(windows, PackedWindows) and windows.long:
+            rank_zero_warn(
+                f"{windows.long:,} of {windows.account.documents:,} conversations are longer than {self.length + 1:,} "
+                f"tokens and left out, the first is {windows.first_long}: raise data.length to hold them"
             )
         return windows
 
@@ -142,24 +147,6 @@ class TextData(LoaderData):
         if isinstance(windows, PackedWindows):
             return PackedSequence(windows.account, self.length)
         return TokenSequence(windows.account, documents=self.documents)
-
-    def _check_vocabulary(self) -> None:
-        """Raise ValueError, before any work, if there are ids that the model has no embedding for."""
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        size = _vocabulary_of(module)
-        if size is not None and size < self.vocab_size:
-            raise ValueError(f"vocab_size of the model must be at least its tokenizer's {self.vocab_size}, got {size}")
-
-
-def _pack_chats(folders: list[Path], length: int) -> PackedWindows:
-    """Return conversations in windows, and warn of those that do not fit into one."""
-    windows = PackedWindows(folders, length)
-    if windows.long:
-        rank_zero_warn(
-            f"{windows.long:,} of {windows.account.documents:,} conversations are longer than {length + 1:,} tokens "
-            f"and left out, the first is {windows.first_long}: raise data.length to hold them"
-        )
-    return windows
 
 
 def _vocabulary_of(module: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Text shards to token files: ahead of training by `diffvision data tokenize`, else once, into the user's cache.
 
-Either way training reads token files (`tokens`), so that the order of an epoch is the same function of seed and epoch,
-its length is true, and a text is not tokenised again every epoch.
+Either way training reads token files (`tokens`): the order of an epoch is a function of seed and epoch, its length is
+known, and a text is tokenised once.
 """
 
 import hashlib
@@ -23,26 +23,19 @@ from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.chat import Chat
 from diffvision.data.text.documents import DocumentAccount, JsonLines, TextMember
 from diffvision.data.text.tokenizers import BadText, Tokenizer
-from diffvision.data.text.tokens import (
-    IDS,
-    LEARNED,
-    LENGTHS,
-    TOKENS,
-    TOKENS_FORMAT,
-    TokenAccount,
-    TokenFiles,
-    read_account,
-    token_dtype,
-)
+from diffvision.data.text.tokens import IDS, LEARNED, LENGTHS, TOKENS, TOKENS_FORMAT, TokenAccount, TokenFiles
 from diffvision.files import locked, scratch, sweep, user_cache
 from diffvision.progress import bar
 from diffvision.tokenizer_settings import CHAT_TEMPLATE
 
 _ROWS = 256  # samples in one piece of a worker's work; one where a sample has many documents
 
+Part = tuple[DocumentAccount, dict[str, np.ndarray]]
+"""What became of some documents, and their share of each token file."""
+
 
 class _Parts(Dataset):
-    """(shard, first row, the one after the last) -> the account of their documents, and each token file's share."""
+    """(shard, first row, the one after the last) -> `Part`."""
 
     def __init__(
         self,
@@ -54,28 +47,28 @@ class _Parts(Dataset):
     ) -> None:
         self.source, self.text, self.tokenizer, self.chat, self.dtypes = source, text, tokenizer, chat, dtypes
 
-    def __getitem__(self, part: tuple[int, int, int]) -> tuple[DocumentAccount, dict[str, np.ndarray]]:
+    def __getitem__(self, part: tuple[int, int, int]) -> Part:
         number, first, stop = part
         account = DocumentAccount()
-        arrays: dict[str, list] = {name: [] for name in (IDS, LEARNED, LENGTHS)}
+        arrays: dict[str, list] = {IDS: [], LEARNED: [], LENGTHS: []}
         for row in range(first, stop):
             for document in _read_sample(self.source, (number, row), self.text, account):
+                if not document.strip():
+                    account.empty += 1
+                    continue
                 try:
-                    ids, learned = self._encoded(document)
+                    ids, learned = self._encode(document)
                 except (BadSample, BadText) as reason:
                     account.skip(getattr(reason, "reason", str(reason)), self.source.describe((number, row)))
                     continue
-                account.documents += bool(ids)
-                account.empty += not ids
+                account.documents += 1
                 arrays[IDS] += ids
                 arrays[LEARNED] += learned
-                arrays[LENGTHS] += [len(ids)] if ids else []
+                arrays[LENGTHS].append(len(ids))
         return account, {name: np.array(arrays[name], dtype) for name, dtype in self.dtypes.items()}
 
-    def _encoded(self, document: str) -> tuple[list[int], list[bool]]:
-        """Return a document's ids with the end after them, none of an empty one; and which are learned, of a row."""
-        if not document.strip():
-            return [], []
+    def _encode(self, document: str) -> tuple[list[int], list[bool]]:
+        """Return a document's ids with the end after them; of a conversation, also which are learned."""
         if self.chat is not None:
             return self.chat.encode(document)
         return [*self.tokenizer.encode(document), self.tokenizer.eos_id], []
@@ -112,10 +105,8 @@ def tokenize_shards(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: remove what is in it, or choose another directory")
-    account = TokenAccount(
-        tokenizer.vocab_size, tokenizer.eos_id, tokenizer.fingerprint, token_dtype(tokenizer.vocab_size)
-    )
-    account.chat = None if chat is None else chat.name
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    account = TokenAccount(*tokenizer.identity, dtype, chat=None if chat is None else chat.name)
     parts = _Parts(source, text or TextMember(), tokenizer, chat, account.dtypes)
     with scratch(directory.parent, prefix := f".{directory.name}.") as folder:
         sweep(directory.parent, prefix)  # what a killed process left
@@ -136,35 +127,35 @@ def cached_tokens(
     num_workers: int = 2,
     limits: Limits | None = None,
 ) -> Path:
-    """Return the token files of text shards in the user's cache (`~/.cache/diffvision/tokens`), made if need be.
+    """Return the token files of text shards in the user's cache (`~/.cache/diffvision/tokens`), written if need be.
 
-    They are identified by the text shards' locations and versions, the tokenizer and the text member; a change of any
-    of these makes new ones, and so does damage. Any number of processes may ask at once; one makes them.
+    They are identified by the text shards' locations and versions, the tokenizer and the text member; if any of these
+    changes, or a file is damaged, they are written again. Any number of processes may ask at once; one writes them.
 
     Raises:
         BadDataError, ValueError: as `tokenize_shards`.
     """
     text, limits = text or TextMember(), limits or Limits()
-    identities = [identity(shard) for shard in source.shards]
-    identity_of_all = json.dumps([TOKENS_FORMAT, identities, tokenizer.fingerprint, text.key])
+    shards = [identity(shard) for shard in source.shards]
+    identified = json.dumps([TOKENS_FORMAT, shards, tokenizer.fingerprint, text.key])
     root = user_cache("tokens")
-    directory = root / hashlib.sha256(identity_of_all.encode()).hexdigest()[:24]
+    directory = root / hashlib.sha256(identified.encode()).hexdigest()[:24]
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f"{directory.name}.lock"):
         try:
-            TokenFiles(directory)
+            account = TokenFiles(directory).account
         except (OSError, ValueError):  # there are none, or they are damaged
             shutil.rmtree(directory, ignore_errors=True)
-            tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
-    check_limits(read_account(directory), limits)  # they may have been made with other limits
+            account = tokenize_shards(source, directory, tokenizer, text, num_workers=num_workers, limits=limits)
+    check_limits(account, limits)  # they may have been written with other limits
     return directory
 
 
 def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) -> None:
-    """Check that not too many documents were skipped, of those seen or of as many as are expected.
+    """Raise BadDataError, with a summary, if too many documents were skipped.
 
-    Raises:
-        BadDataError: too many were; the message has a summary.
+    Args:
+        expected: an estimate of the number of all documents, where not all were seen yet.
     """
     total = max(expected, account.seen)
     if account.bad > limits.max_bad_fraction * total:
@@ -191,17 +182,15 @@ def documents_of(
     """
     text, limits = text or TextMember(), limits or Limits()
     account = DocumentAccount() if account is None else account
-    before, read = account.seen, 0
-    for number, count in enumerate(source.counts):
-        for row in range(int(count)):
-            for document in _read_sample(source, (number, row), text, account):
-                account.documents += bool(document.strip())
-                account.empty += not document.strip()
-                yield document
-            read += 1
-            # A sample may have one document or many, so their number is estimated from those read.
-            expected = (account.seen - before) * len(source) // read
-            check_limits(account, limits, expected=before + expected)
+    before = account.seen
+    samples = ((shard, row) for shard, count in enumerate(source.counts) for row in range(int(count)))
+    for read, sample in enumerate(samples, start=1):
+        for document in _read_sample(source, sample, text, account):
+            account.documents += bool(document.strip())
+            account.empty += not document.strip()
+            yield document
+        # A sample may have one document or many, so their number is estimated from those read.
+        check_limits(account, limits, expected=before + (account.seen - before) * len(source) // read)
 
 
 def _read_sample(
@@ -219,11 +208,11 @@ def _read_sample(
 
 
 def _write(parts: _Parts, folder: Path, account: TokenAccount, num_workers: int, limits: Limits) -> None:
-    """Tokenize a source, part by part, into the token files of a folder; fill in the account."""
+    """Tokenise a source, part by part, into the token files of a folder; fill in the account."""
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in account.dtypes}
         digests = {name: hashlib.sha256() for name in files}
-        for read, part, arrays in _read(parts, num_workers):
+        for read, (part, arrays) in _read(parts, num_workers):
             account.add(part)
             account.count += len(arrays[IDS])
             account.learned += int(arrays[LEARNED].sum()) if LEARNED in arrays else 0
@@ -231,14 +220,13 @@ def _write(parts: _Parts, folder: Path, account: TokenAccount, num_workers: int,
             for name, array in arrays.items():
                 digests[name].update(array.data)
                 files[name].write(array.data)
-    check_limits(account, limits)
     if not account.documents:
         raise ValueError(f"no documents to tokenise: {account.summary()}")
     account.sha256 = {name: digest.hexdigest() for name, digest in digests.items()}
 
 
-def _read(parts: _Parts, num_workers: int) -> Iterator[tuple[int, DocumentAccount, dict[str, np.ndarray]]]:
-    """Yield each part of a source in order, with the samples read until its end, under a progress bar."""
+def _read(parts: _Parts, num_workers: int) -> Iterator[tuple[int, Part]]:
+    """Yield each part of a source in order, with the number of samples read so far, under a progress bar."""
     rows = 1 if parts.text.lines else _ROWS
     ranges = [
         (shard, first, min(first + rows, int(count)))
@@ -257,4 +245,5 @@ def _read(parts: _Parts, num_workers: int) -> Iterator[tuple[int, DocumentAccoun
     with bar("tokenising", len(parts.source)) as advance:
         for (_, first, stop), part in zip(ranges, loader, strict=True):
             advance(stop - first)
-            yield (read := read + stop - first), *part
+            read += stop - first
+            yield read, part

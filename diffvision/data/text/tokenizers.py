@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ END = "<|endoftext|>"
 """The end of a document in tokenizers trained here and in GPT-2's."""
 
 FILE = "tokenizer.json"
-_BYTES = 256
-_MAX_VOCABULARY = 1 << 24
+_LEAST = 257  # tokens: the bytes and the end
 
 
 class BadText(ValueError):
@@ -67,9 +65,8 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, eos: str | None = None, bos: str | None = None) -> None:
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        if eos is None:
-            eos = find_end(vocabulary, {})
-        if eos is None or eos not in vocabulary:
+        eos = find_end(vocabulary, {}) if eos is None else eos
+        if eos not in vocabulary:
             usual = ", ".join(USUAL_ENDS)
             raise ValueError(f"eos of the tokenizer must be a token of it, such as {usual}, got {eos!r}")
         if bos is not None and bos not in vocabulary:
@@ -136,15 +133,13 @@ class Tokenizer:
         return hashlib.sha256(f"{canonical} {self.eos}".encode()).hexdigest()[:16]
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write tokenizer.json: at this path, or in it where it is a directory."""
-        path = Path(path)
-        if path.is_dir():
-            path = path / FILE
+        """Write tokenizer.json: at this path, or in it if it is a directory."""
+        path = Path(path, FILE) if Path(path).is_dir() else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, json.loads(self._backend.to_str()))
+        _write_json(path, json.loads(self._backend.to_str()))
         begins = {} if self.bos is None else {"bos_token": self.bos, "add_bos_token": True}
-        if begins or Tokenizer(tokenizers.Tokenizer.from_file(str(path))).eos != self.eos:
-            _write(path.with_name(CONFIG), {"eos_token": self.eos, **begins})
+        if begins or find_end(self.vocabulary(), {}) != self.eos:
+            _write_json(path.with_name(CONFIG), {"eos_token": self.eos, **begins})
 
     def _encode_eos_name(self, text: str) -> list[int]:
         """Encode a text that has the name of the end token in it, as characters.
@@ -160,11 +155,16 @@ class Tokenizer:
         return ids
 
 
+def _write_json(path: Path, content: Any) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
+
+
 def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     """Load a tokenizer.json, or that of a directory.
 
     Raises:
-        ValueError: no such file, or a file that is no tokenizer.
+        ValueError: there is no such file, or it is not a tokenizer.
     """
     path = Path(source, FILE) if Path(source).is_dir() else Path(source)
     if not path.is_file():
@@ -178,46 +178,36 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
         raise ValueError(f"{path} is not a file of the tokenizers library: {error}") from None
     config = read_config(path.parent)
     eos, bos = (read_special_token(config, name) for name in ("eos_token", "bos_token"))
-    # Where the settings do not say whether the beginning is added, the tokenizer adds it to every text or not.
     adds = config.get("add_bos_token")
-    if adds is None and bos is not None:
+    if adds is None and bos is not None:  # then the tokenizer adds it to every text, or does not
         adds = backend.encode("").tokens[:1] == [bos]
     tokenizer = Tokenizer(backend, eos, bos if adds is True else None)
     tokenizer.source = path
     return tokenizer
 
 
-def _write(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    with replacing(path) as file:
-        file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | None = None) -> Tokenizer:
     r"""Train byte-level byte-pair encoding (Sennrich et al. 2016, as in GPT-2); the same texts give the same tokenizer.
 
-    Any text can be encoded, for every byte is a token. The end of a document is id 0. A small corpus may have fewer
-    pairs to merge than asked for: see `vocab_size` of the result.
+    Any text can be encoded, because every byte is a token. The end of a document is id 0. A small corpus may have fewer
+    pairs to merge than requested: see `vocab_size` of the result.
 
     Args:
         texts: to train on.
         vocab_size: the most tokens.
-        pattern: a regular expression; what it matches is divided from the text around it before pairs are merged, such
+        pattern: a regular expression; what it matches is split from the text around it before pairs are merged, such
             as r"\d" for tokens that have one digit each.
 
     Raises:
         ValueError: a vocabulary too small for the bytes and the end of a document; no text; one that is not UTF-8.
     """
-    least = _BYTES + 1
-    if not least <= vocab_size <= _MAX_VOCABULARY:
-        raise ValueError(f"vocab_size is {vocab_size}: it must be {least} (all bytes and {END}) to {_MAX_VOCABULARY:,}")
+    if vocab_size < _LEAST:
+        raise ValueError(f"vocab_size must be at least {_LEAST} (all bytes and {END}), got {vocab_size}")
     backend = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pattern is None:
-        backend.pre_tokenizer = words
-    else:
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern is not None:
         split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, words])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -226,15 +216,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | Non
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = iter(texts)
-    first = next(filter(None, texts), None)
-    if first is None:
-        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
+    is_empty = True
 
     def checked() -> Iterator[str]:
-        for text in chain([first], texts):
+        nonlocal is_empty
+        for text in filter(None, texts):
             check_text(text)
+            is_empty = False
             yield text
 
     backend.train_from_iterator(checked(), trainer)
+    if is_empty:
+        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
     return Tokenizer(backend, END)

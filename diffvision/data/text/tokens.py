@@ -24,7 +24,7 @@ import torch
 
 from diffvision.data.batches import TokenBatch
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
-from diffvision.data.shards.sidecars import sha256_of, stamp
+from diffvision.data.shards.sidecars import sha256_of
 from diffvision.data.shards.sources import read_small_file
 from diffvision.data.splits import named_splits
 from diffvision.data.text.documents import DocumentAccount
@@ -39,19 +39,18 @@ BLOCK = 1 << 24  # tokens
 
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _REMEDY = "run `diffvision data tokenize` again"
-_READ_TOKENS = 1 << 20  # at a time, where a file is read from end to end
+_PIECE = 1 << 20  # tokens at a time, where a file is read from end to end
 
 
 @dataclass
 class TokenAccount(DocumentAccount):
-    """The content of a `tokens.json`: the tokenizer, and counts of documents and tokens, of the files next to it.
+    """The content of a `tokens.json`: the tokenizer, and counts of the documents and tokens in the files next to it.
 
     Attributes:
-        vocab_size, eos_id: of the tokenizer.
-        fingerprint: of the tokenizer.
+        vocab_size, eos_id, fingerprint: of the tokenizer.
         dtype: "uint16" or "uint32".
         count: tokens.
-        chat: the name of the template of conversations; None for text.
+        chat: the name of the chat template of conversations; None for text.
         learned: tokens of conversations that are learned.
         sha256: {file: digest}.
         others: as `DocumentAccount`, of the text.
@@ -68,7 +67,7 @@ class TokenAccount(DocumentAccount):
 
     @property
     def dtypes(self) -> dict[str, np.dtype]:
-        """The integers that each file holds, little-endian."""
+        """The type of the little-endian numbers in each file."""
         ids = {IDS: _DTYPES[self.dtype]}
         return ids if self.chat is None else ids | {LEARNED: np.dtype(bool), LENGTHS: np.dtype("<u4")}
 
@@ -87,44 +86,32 @@ class TokenAccount(DocumentAccount):
         return f"{self.documents:,} documents, {self.count:,} tokens"
 
 
-def token_dtype(vocab_size: int) -> str:
-    """Return the integers of 2 bytes where these hold every id, else those of 4."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
 def find_token_folders(source: Any, split: str = "train") -> list[Path]:
-    """Return the folders of token files that a source names; none where it is of text.
+    """Return the folders of token files that a source names, or none if it is text.
 
     Args:
         source: a folder with a tokens.json, a folder with one such folder for each split, or a list of these.
-        split: which split to take of the latter, "train" or "test"; "validation" stands for a missing "test".
+        split: "train" or "test"; "validation" stands in for a missing "test".
 
     Raises:
-        ValueError: a list joins token files and text, or there is no such split.
+        ValueError: a list mixes token files and text, or there is no such split.
     """
-    if not isinstance(source, (str, Path)):
-        parts = [find_token_folders(part, split) for part in source] if isinstance(source, (list, tuple)) else []
+    if isinstance(source, (list, tuple)):
+        parts = [find_token_folders(part, split) for part in source]
         if any(parts) and not all(parts):
             raise ValueError(f"train must be token files or text, got both: {source}")
         return [folder for folders in parts for folder in folders]
     path = Path(source)
-    folder = path if path.is_dir() else path.parent
-    if (folder / TOKENS).is_file():
-        read_account(folder)  # even of other files there: tar shards of the first format are refused
-        return [folder] if path.is_dir() or path.name in (IDS, TOKENS) else []
-    within = [p.name for p in sorted(path.iterdir()) if (p / TOKENS).is_file()] if path.is_dir() else []
-    if not within:
+    if (path / TOKENS).is_file():
+        return [path]
+    names = [p.name for p in sorted(path.iterdir()) if (p / TOKENS).is_file()] if path.is_dir() else []
+    if not names:
         return []
-    splits = named_splits(within, source)
+    splits = named_splits(names, source)
     name = splits.get(split) or (splits.get("validation") if split == "test" else None)
     if name is None:
         raise ValueError(f"{source} has no token files of {split}: choose one of {', '.join(splits)}")
     return [path / name]
-
-
-def are_conversations(source: Any) -> bool:
-    """Return whether a source is of token files that hold conversations, some of whose tokens are learned."""
-    return any(read_account(folder).chat is not None for folder in find_token_folders(source, "test"))
 
 
 def read_account(folder: Path) -> TokenAccount:
@@ -151,10 +138,9 @@ def read_account(folder: Path) -> TokenAccount:
 
 
 class TokenFiles:
-    """The token files of one folder, mapped into memory where they are first read.
+    """The token files of one folder, mapped into memory when they are first read.
 
-    Each file is compared with its sha256 now, unless it is as it was at an earlier comparison; and again when it has
-    been changed since.
+    Each file's sha256 is verified here, once for each version of the file.
 
     Args:
         folder: holds tokens.json.
@@ -163,77 +149,70 @@ class TokenFiles:
         account: the content of tokens.json.
 
     Raises:
-        ValueError: as `read_account`; a file that is cut, changed or missing.
+        ValueError: as `read_account`; a file is truncated, changed or missing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.account = folder, read_account(folder)
-        self._paths = {name: str(folder / name) for name in self.account.dtypes}
-        self._stamps = {name: self._verify(name) for name in self.account.dtypes}
         self._arrays: dict[str, np.ndarray] = {}
+        for name in self.account.dtypes:
+            self._verify(name, sha256_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_arrays": {}}  # a memory map would be sent to another process as its content
+        return self.__dict__ | {"_arrays": {}}  # a memory map would be pickled with its content
 
     def array(self, name: str) -> np.ndarray:
-        """Return the content of a file, read-only.
-
-        Raises:
-            ValueError: the file was changed.
-        """
-        if self._stamp(name) != self._stamps[name]:
-            self._stamps[name] = self._verify(name)
-            self._arrays.pop(name, None)
+        """Return the content of a file, read-only."""
         if name not in self._arrays:
-            mapped = np.memmap(self._paths[name], self.account.dtypes[name], "r")
-            self._arrays[name] = mapped.view(np.ndarray)  # whose slices cost less
+            mapped = np.memmap(self.folder / name, self.account.dtypes[name], "r")
+            self._arrays[name] = mapped.view(np.ndarray)  # slices cost less than a memmap's
         return self._arrays[name]
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each document in order, without the end token; of a conversation all its tokens."""
+        ids, begin = self.array(IDS), 0
         if self.account.chat is not None:
-            stops = np.cumsum(self.array(LENGTHS), dtype=np.int64).tolist()
-            yield from (self.array(IDS)[start:stop] for start, stop in zip([0, *stops], stops, strict=False))
+            yield from np.split(ids, np.cumsum(self.array(LENGTHS), dtype=np.int64)[:-1])
             return
-        begin = 0
-        for start in range(0, self.account.count, _READ_TOKENS):
-            piece = self.array(IDS)[start : start + _READ_TOKENS]
-            for end in (start + np.flatnonzero(piece == self.account.eos_id)).tolist():
-                yield self.array(IDS)[begin:end]
+        for start in range(0, len(ids), _PIECE):
+            for end in (start + np.flatnonzero(ids[start : start + _PIECE] == self.account.eos_id)).tolist():
+                yield ids[begin:end]
                 begin = end + 1
 
     def check(self) -> None:
         """Read every file from end to end.
 
         Raises:
-            ValueError: a file is not that of its sha256, or a token is outside of the vocabulary.
+            ValueError: a file does not have its sha256, or a token is outside of the vocabulary.
         """
         for name in self.account.dtypes:
             self._verify(name, sha256)
-        for start in range(0, self.account.count, _READ_TOKENS):
-            largest = int(self.array(IDS)[start : start + _READ_TOKENS].max())
-            if largest >= self.account.vocab_size:
-                path, size = self.folder / IDS, self.account.vocab_size
-                raise ValueError(f"tokens in {path} must be below {size:,}, got {largest:,}: {_REMEDY}")
+        size = self.account.vocab_size
+        for start in range(0, self.account.count, _PIECE):
+            largest = int(self.array(IDS)[start : start + _PIECE].max())
+            if largest >= size:
+                raise ValueError(f"tokens in {self.folder / IDS} must be below {size:,}, got {largest:,}: {_REMEDY}")
 
-    def _verify(self, name: str, digest_of: Callable[[Path, Callable], str] = sha256_of) -> str:
-        """Return the stamp of a file whose size and sha256 are those of tokens.json."""
+    def _verify(self, name: str, digest_of: Callable[[Path, Callable], str]) -> None:
+        """Raise ValueError if a file does not have the size and sha256 of tokens.json."""
         account, path = self.account, self.folder / name
         size = (account.documents if name == LENGTHS else account.count) * account.dtypes[name].itemsize
-        since, found = self._stamp(name), path.stat().st_size
+        found = path.stat().st_size if path.is_file() else 0
         if found != size:
             raise ValueError(f"{path} must have {size:,} bytes, got {found:,}: copy it again, or {_REMEDY}")
         with bar("verifying", size >> 20) as advance:
             digest = digest_of(path, lambda: advance(1))
         if digest != account.sha256[name]:
-            raise ValueError(f"{path} was changed since it was written, by its sha256: copy it again, or {_REMEDY}")
-        return since
+            raise ValueError(f"the sha256 of {path} must be that in {TOKENS}: copy it again, or {_REMEDY}")
 
-    def _stamp(self, name: str) -> str:
-        try:
-            return stamp(self._paths[name])
-        except OSError as error:
-            raise ValueError(f"{self.folder / name} cannot be read ({error.strerror}): {_REMEDY}") from None
+
+class Block(NamedTuple):
+    """A part of a file whose windows are shuffled together: from token (or conversation) `start` to `stop`."""
+
+    file: TokenFiles
+    number: int
+    start: int
+    stop: int
 
 
 class TokenWindows(SampleSource):
@@ -314,15 +293,6 @@ class TokenWindows(SampleSource):
 
     def _first_token(self, sample: SampleId) -> int:
         return self._blocks[sample[0]].start + sample[1] * self.length
-
-
-class Block(NamedTuple):
-    """A part of a file whose windows are shuffled together: of its tokens, or of its conversations."""
-
-    file: TokenFiles
-    number: int
-    start: int
-    stop: int
 
 
 class TokenSequence:

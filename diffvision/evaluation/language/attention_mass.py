@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured
-from diffvision.data.datasets.needle_text import Form
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, get_device, silent
 from diffvision.models.modes import evaluating
@@ -25,39 +24,21 @@ SPANS = ("start", "answer", "noise", "question")
 
 
 def attention_mass(
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    length: int = 512,
-    depths: Sequence[float] = DEPTHS,
-    needles: int = 6,
-    queries: int = 1,
-    samples: int = 50,
-    form: str | Form = "text",
-    seed: int = 0,
-    progress: Progress = silent,
+    model: nn.Module, tokenizer: Any, *, depths: Sequence[float] = DEPTHS, progress: Progress = silent, **drawing: Any
 ) -> dict[str, float]:
     """Return the normalised attention of each span at each depth.
 
     Args:
         model: as `analysis.capture.captured`.
-        tokenizer, length, needles, queries, samples, form, seed: as `needle.needle_samples`.
+        tokenizer, depths: as `needle.needle_samples`.
+        **drawing: the other arguments of `needle.needle_samples`.
 
     Returns:
         {"answer/<depth>": ..., "noise/<depth>": ..., "start/<depth>": ..., "question/<depth>": ...}.
     """
     metrics: dict[str, float] = {}
     for depth in progress(list(depths), "attention on the answer"):
-        drawn = needle_samples(
-            tokenizer,
-            length=length,
-            depth=depth,
-            needles=needles,
-            queries=queries,
-            samples=samples,
-            form=form,
-            seed=seed,
-        )
+        drawn = needle_samples(tokenizer, depth=depth, **drawing)
         masses = torch.stack([span_masses(model, sample) for sample in drawn]).mean(dim=0)
         shares = masses / masses.abs().sum().clamp(min=torch.finfo(masses.dtype).tiny)
         metrics |= {f"{span}/{depth:g}": share for span, share in zip(SPANS, shares.tolist(), strict=True)}

@@ -17,8 +17,6 @@ def run(
     checkpoint: str | None = None,
     output: str | None = None,
     tokenizer: str | None = None,
-    demonstrations: str | None = None,
-    queries: str | None = None,
     device: str = "auto",
     options: LanguageOptions = LanguageOptions(),  # noqa: B008  frozen
 ) -> dict[str, dict[str, float]]:
@@ -27,7 +25,7 @@ def run(
     Args:
         models: directories of training runs, .ckpt files or folders of language models, or hf:PATH for transformers'
             (one after the other, or separated by commas), each with LABEL= before it if wanted.
-        tasks: perplexity, position_nll, needle, associative_recall, recall_errors, math, attention_mass, many_shot,
+        tasks: perplexity, position_nll, needle, recall_errors, math, attention_mass, many_shot,
             outliers, low_bit, cache_pruning, and tasks of plugins (a list, or separated by commas).
         data: text: files or folders of .txt or .jsonl ({"text": ...} a line), shards of text (options.text_key), or
             token files of the model's tokenizer. For math, JSON lines {"question", "answer"}, such as GSM8K's or those
@@ -35,8 +33,6 @@ def run(
         checkpoint: .ckpt file or folder with the weights of a single model that is given by its name.
         output: folder for TASK.json, and for what tasks write.
         tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
-        demonstrations: JSON lines {"text": ..., "label": ...} for many_shot; without it, the synthetic task.
-        queries: what many_shot asks, in the same form.
         device: auto, cpu, cuda, cuda:1, ...
         options: the evaluations' settings.
 
@@ -47,17 +43,14 @@ def run(
     from diffvision.evaluation.distributed import process_group
     from diffvision.evaluation.intervals import differences, with_intervals
     from diffvision.evaluation.language import language_suite as suite
-    from diffvision.evaluation.language.many_shot import read_task
     from diffvision.evaluation.language.mathematics import read_questions
     from diffvision.evaluation.language.read_documents import check_sources
     from diffvision.evaluation.language.table import show
-    from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, synthetic_mappings
+    from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS
     from diffvision.evaluation.output_files import check_folder, split_names
     from diffvision.models.threads import limit_threads
     from diffvision.opening import check_spec, open_model, split_label
 
-    if (demonstrations is None) != (queries is None):
-        raise ValueError("many_shot of files needs both demonstrations and queries: give the two or neither")
     names = list(dict.fromkeys(split_names(tasks)))
     suite.check(names, has_data=data is not None)
     if output is not None:
@@ -72,10 +65,6 @@ def run(
     inputs: dict[str, Any] = {"files": sources or []}
     if "math" in names:
         inputs["questions"] = read_questions(sources or [], count=options.rows, seed=options.seed)
-    if "many_shot" in names:
-        inputs["label_tasks"] = (
-            synthetic_mappings(options) if demonstrations is None else [read_task(demonstrations, queries or "")]
-        )
     labels: set[str] = set()
     for label, spec in map(split_label, specs):  # all of them, before the first is evaluated
         if label in labels:

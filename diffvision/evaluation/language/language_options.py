@@ -15,7 +15,7 @@ SCHEMES = (
 METHODS = ("window", "random", "knorm", "h2o", "snap", "tova", "diff")
 """Of cache_pruning."""
 _COUNTS = (
-    *("tokens", "samples", "batch_size", "lengths", "window", "stride", "facts", "shots"),
+    *("tokens", "samples", "batch_size", "lengths", "window", "facts", "shots"),
     *("permutations", "mappings", "continuation", "rows", "new_tokens"),
 )
 _LISTS = ("depths", "needles", "lengths", "facts", "shots", "pruning_ratios", "schemes", "pruning_methods")
@@ -31,21 +31,17 @@ class LanguageOptions:
         max_bad_fraction: documents of shards that cannot be used are left out and counted; a larger share of them is
             an error.
         window: tokens that a model reads at a time; None for the model's length, at most 2048.
-        stride: perplexity: tokens from one window to the next; None for windows that do not overlap.
         form: of needles: "text", or "synthetic", for small models trained on the text of `data make recall`.
-        haystack: a text file to hide needles in; None for the sentences of the form.
         lengths: tokens of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
         depths: where in the context the answer is, from 0 (first) to 1.
         needles: "NxR", N needles of which R are asked for.
         samples: contexts for each depth and length.
         batch_size: rows at a time.
         seed: of all that is drawn at random.
-        frequent_text: associative_recall: training text (as `data`); its bigrams that occur over 1,250 times do not
-            count as recall.
         facts: recall_errors: numbers of facts in a context, of which one is asked for.
         shots: many_shot: numbers of demonstrations; the test of their order has the largest.
         permutations: many_shot: orders of them.
-        mappings: many_shot, synthetic: tasks.
+        mappings: many_shot: tasks.
         schemes: low_bit: logits_8, logits_6, logits_4, qk_int8, qk_int8_smooth, qk_int4, qk_int4_smooth, pv_int8,
             pv_fp8, cache_8, cache_4, cache_2; None for all.
         pruning_methods: cache_pruning: window, random, knorm, h2o, snap, tova, and of differential models diff; empty
@@ -64,16 +60,13 @@ class LanguageOptions:
     text_key: str = "txt"
     max_bad_fraction: float = 0.01
     window: int | None = None
-    stride: int | None = None
     form: str = "text"
-    haystack: str | None = None
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needles: tuple[str, ...] = ("1x1", "2x2", "4x2", "6x2")
     samples: int = 50
     batch_size: int = 8
     seed: int = 0
-    frequent_text: str | None = None
     facts: tuple[int, ...] = (1, 2, 4, 8)
     shots: tuple[int, ...] = (1, 4, 16, 64)
     permutations: int = 10

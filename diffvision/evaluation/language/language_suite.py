@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffvision.data.shards.report import Limits
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.language_options import LanguageOptions
-from diffvision.evaluation.language.read_documents import read_documents, tokenised
+from diffvision.evaluation.language.read_documents import Reading, read_documents, tokenised
 from diffvision.evaluation.language.table import Results
-from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work, reading_of
+from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.evaluation.output_files import bar, write_json
 from diffvision.evaluation.per_sample import PerSample
 from diffvision.opening import Model
@@ -64,12 +65,13 @@ def check(tasks: Sequence[str], *, has_data: bool) -> None:
 
 def write_numbers(task: str, results: Results, options: LanguageOptions, output: str | Path) -> None:
     """Write TASK.json: the task's metrics of the models evaluated so far, NaN and infinity as null, and options."""
-    metrics = {
-        name: {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        for name, metrics in _metrics_of_task(results, task).items()
-    }
-    content = {"task": task, "models": metrics, "options": dataclasses.asdict(options)}
-    write_json(Path(output) / f"{task}.json", content)
+    prefix = f"{task}/"
+    models: dict[str, dict[str, float | None]] = {}
+    for name, metrics in results.items():
+        of_task = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        if of_task:
+            models[name] = {key: value if math.isfinite(value) else None for key, value in of_task.items()}
+    write_json(Path(output) / f"{task}.json", {"task": task, "models": models, "options": dataclasses.asdict(options)})
 
 
 def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> Work:
@@ -80,19 +82,9 @@ def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> W
         raise ValueError(
             f"{model.name} came without a tokenizer, which the data needs: give one, such as a tokenizer.json"
         )
-    reading = reading_of(options)
+    reading = Reading(options.text_key, Limits(options.max_bad_fraction))
     texts = read_documents(data, model.tokenizer, reading)
     documents, num_bytes = tokenised(texts, model.tokenizer, options.tokens)
     if reading.account.bad:
         print(f"of the data, {reading.account.summary()}", file=sys.stderr)
     return Work(model, options, documents, num_bytes, progress=bar)
-
-
-def _metrics_of_task(results: Results, task: str) -> dict[str, dict[str, float]]:
-    """Return the task's metrics of each model that has any."""
-    prefix = f"{task}/"
-    by_model = {
-        name: {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-        for name, metrics in results.items()
-    }
-    return {name: metrics for name, metrics in by_model.items() if metrics}

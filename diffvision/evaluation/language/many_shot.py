@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffvision.data.datasets.mapping_text import KINDS, TEMPLATE, draw_mapping
 from diffvision.evaluation.language.needle import start_tokens
-from diffvision.evaluation.language.read_documents import json_lines
 from diffvision.evaluation.language.scoring import Progress, logits_at, padded_batches, silent
 from diffvision.models.modes import evaluating
+
+_DEMONSTRATIONS = 256  # of a synthetic task
 
 
 class Example(NamedTuple):
@@ -32,10 +31,10 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Demonstrations to draw from, and what is asked.
+    """Demonstrations to draw from, and the queries.
 
     Raises:
-        ValueError: no demonstrations or queries; fewer than two classes; a query of a class without demonstrations.
+        ValueError: fewer than two classes; a query of a class without demonstrations; a template without its fields.
     """
 
     demonstrations: Sequence[Example]
@@ -44,12 +43,8 @@ class Task:
     name: str = "task"
 
     def __post_init__(self) -> None:
-        if not self.demonstrations or not self.queries:
-            raise ValueError(
-                f"{self.name} has {len(self.demonstrations)} demonstrations and {len(self.queries)} queries: give both"
-            )
         if len(self.labels) < 2:
-            raise ValueError(f"{self.name} has the one class {self.labels[0]!r}: a choice needs two")
+            raise ValueError(f"{self.name} must have two classes or more, got {self.labels}")
         if strange := sorted({query.label for query in self.queries} - set(self.labels)):
             raise ValueError(f"{self.name} asks for {', '.join(strange[:5])} without a demonstration: add one")
         if " {label}\n" not in self.template or "{text}" not in self.template.partition(" {label}")[0]:
@@ -68,25 +63,6 @@ class Task:
         return "".join(self.template.format(text=text, label=label) for text, label in demonstrations) + before.format(
             text=query.text
         )
-
-
-def read_task(demonstrations: str | Path, queries: str | Path, *, name: str | None = None) -> Task:
-    """Read a task from two files of JSON lines, {"text": ..., "label": ...} each.
-
-    It warns of queries that are demonstrations too, since the label of those can be copied from the prompt.
-
-    Raises:
-        FileNotFoundError; ValueError: not UTF-8; a line without the two, named with its number; what `Task` raises.
-    """
-    task = Task(_examples(Path(demonstrations)), _examples(Path(queries)), name=name or Path(queries).stem)
-    shown = {example.text for example in task.demonstrations}
-    if seen := sum(query.text in shown for query in task.queries):
-        warnings.warn(
-            f"{seen} of the {len(task.queries)} queries in {queries} are demonstrations in {demonstrations} too: a "
-            "model can copy their label from the prompt; leave them out of one of the files",
-            stacklevel=2,
-        )
-    return task
 
 
 def many_shot(
@@ -118,24 +94,15 @@ def many_shot(
         ValueError: a task with fewer demonstrations than shots; a prompt that is too long; labels that the tokenizer
             does not set apart.
     """
-    drawn = [draw_demonstrations(task, max(shots), seed) for task in tasks]
+    drawn = [(task, draw_demonstrations(task, max(shots), seed)) for task in tasks]
     prompts = {
-        count: [
-            encode_prompts(task, examples[:count], tokenizer, max_length)
-            for task, examples in zip(tasks, drawn, strict=True)
-        ]
+        count: [(task, encode_prompts(task, examples[:count], tokenizer, max_length)) for task, examples in drawn]
         for count in shots
     }
-    metrics = {
-        f"accuracy/{count}": _mean(
-            [
-                right
-                for task, rows in zip(tasks, prompts[count], strict=True)
-                for right in judge_answers(model, task, rows, tokenizer, batch_size)
-            ]
-        )
-        for count in progress(list(shots), "many-shot")
-    }
+    metrics = {}
+    for count in progress(list(shots), "many-shot"):
+        is_right = [judge_answers(model, task, rows, tokenizer, batch_size) for task, rows in prompts[count]]
+        metrics[f"accuracy/{count}"] = _mean([right for of_task in is_right for right in of_task])
     return metrics | {"chance": _mean([1 / len(task.labels) for task in tasks])}
 
 
@@ -164,19 +131,22 @@ def order_robustness(
     if permutations < 2:
         raise ValueError(f"permutations must be at least 2 for a spread, got {permutations}")
     metrics: dict[str, float] = {}
-    drawn = [draw_demonstrations(task, shots, seed) for task in tasks]
+    drawn = [(task, draw_demonstrations(task, shots, seed)) for task in tasks]
     for arrangement, arrange in ARRANGEMENTS.items():
-        accuracies: list[list[float]] = [[] for _ in tasks]
+        by_order = []  # of each order, the accuracy of each task
         for number in progress(range(permutations), f"{arrangement} orders"):
-            for index, (task, examples) in enumerate(zip(tasks, drawn, strict=True)):
+            accuracies = []
+            for task, examples in drawn:
                 order = arrange(examples, random.Random(f"order {seed} {number}"))
                 prompts = encode_prompts(task, order, tokenizer, max_length)
-                accuracies[index].append(_mean(judge_answers(model, task, prompts, tokenizer, batch_size)))
+                accuracies.append(_mean(judge_answers(model, task, prompts, tokenizer, batch_size)))
+            by_order.append(accuracies)
+        by_task = list(zip(*by_order, strict=True))
         metrics |= {
-            f"{arrangement}/spread": _mean([max(values) - min(values) for values in accuracies]),
-            f"{arrangement}/mean": _mean([_mean(values) for values in accuracies]),
-            f"{arrangement}/best": _mean([max(values) for values in accuracies]),
-            f"{arrangement}/worst": _mean([min(values) for values in accuracies]),
+            f"{arrangement}/spread": _mean([max(values) - min(values) for values in by_task]),
+            f"{arrangement}/mean": _mean([_mean(values) for values in by_task]),
+            f"{arrangement}/best": _mean([max(values) for values in by_task]),
+            f"{arrangement}/worst": _mean([min(values) for values in by_task]),
         }
     return metrics
 
@@ -253,27 +223,20 @@ def label_tokens(task: Task, tokenizer: Any) -> list[list[int]]:
     return rows
 
 
-def _examples(path: Path) -> list[Example]:
-    fields = {"text": (str,), "label": (str, int)}
-    return [Example(text, label) for text, label in json_lines(path, fields, "is no example")]
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def label_mapping_tasks(
-    count: int, *, classes: int = 4, queries: int = 16, demonstrations: int = 256, seed: int = 0
-) -> list[Task]:
+def label_mapping_tasks(count: int, *, classes: int = 4, queries: int = 16, seed: int = 0) -> list[Task]:
     """Return tasks that need no dataset: the made-up name that each kind of word has in a context.
 
-    The words that are asked for are never among the demonstrations, so the answer must come from the kind of the word.
+    The words that are asked for are never among the 256 demonstrations, so the answer must come from the kind of the
+    word.
 
     Args:
         count: how many tasks.
         classes: kinds of words in each, 2 to as many as there are.
-        queries: words that are asked for in each, all different; they are in none of its demonstrations.
-        demonstrations: pairs to draw demonstrations from, of the other words of the kinds; these words repeat.
+        queries: words that are asked for in each, all different.
 
     Raises:
         ValueError: classes out of range; more queries than leave each kind a word for the demonstrations.
@@ -282,25 +245,20 @@ def label_mapping_tasks(
         raise ValueError(f"classes must be 2 to {len(KINDS)}, the kinds of words there are, got {classes}")
     most = classes * (min(len(words.split()) for words in KINDS.values()) - 1)
     if queries > most:
-        raise ValueError(
-            f"queries is {queries}, over the {most} words of {classes} classes that no demonstration shows: give at "
-            f"most {most}, or more mappings"
-        )
+        raise ValueError(f"queries must be at most {most} for {classes} classes, got {queries}")
     asked_of_each = -(-queries // classes)
     tasks = []
     for number in range(count):
         draw = random.Random(f"mapping {seed} {number}")
         names = draw_mapping(draw, classes)
-        kinds = list(names)
-        words = {kind: KINDS[kind].split() for kind in kinds}
-        for kind in kinds:
-            draw.shuffle(words[kind])
-        asked = [(kinds[index % classes], index // classes) for index in range(queries)]
-        shown = [kinds[index % classes] for index in range(max(demonstrations, classes))]
+        words = {kind: KINDS[kind].split() for kind in names}
+        for of_kind in words.values():
+            draw.shuffle(of_kind)
+        in_turn = list(itertools.islice(itertools.cycle(names), _DEMONSTRATIONS))
         tasks.append(
             Task(
-                [Example(draw.choice(words[kind][asked_of_each:]), names[kind]) for kind in shown],
-                [Example(words[kind][index], names[kind]) for kind, index in asked],
+                [Example(draw.choice(words[kind][asked_of_each:]), names[kind]) for kind in in_turn],
+                [Example(words[kind][index // classes], names[kind]) for index, kind in enumerate(in_turn[:queries])],
                 TEMPLATE,
                 f"mapping {seed}/{number}",
             )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffvision.data.datasets.needle_text import Form, NeedleText, as_form, compose_to_length
+from diffvision.data.datasets.needle_text import FORMS, Form, NeedleText, compose_to_length
 from diffvision.evaluation.language.scoring import Progress, greedy_matches, silent
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -50,15 +50,14 @@ def needle_samples(
         form: a name in `needle_text.FORMS`, or one.
 
     Raises:
-        ValueError: the length is too short for the needles; unknown form; a tokenizer whose tokens span the border
-            between a word and the next, so that an answer has no separate tokens.
+        ValueError: the length is too short for the needles; a tokenizer whose tokens span the border between a word and
+            the next, so that an answer has no separate tokens.
     """
-    form = as_form(form)
     start = start_tokens(tokenizer)
     for number in range(samples):
         draw = random.Random(f"evaluation {seed} {length} {depth} {needles} {queries} {number}")
         text = compose_to_length(
-            form,
+            FORMS[form] if isinstance(form, str) else form,
             draw,
             lambda text: len(tokenizer.encode(text)),
             length=length - len(start),
@@ -75,13 +74,11 @@ def needle(
     *,
     lengths: Sequence[int] = (512, 1024, 2048, 4096),
     depths: Sequence[float] = DEPTHS,
-    needles: int = 1,
     queries: int = 1,
     samples: int = 50,
-    form: str | Form = "text",
-    seed: int = 0,
     batch_size: int = 8,
     progress: Progress = silent,
+    **drawing: Any,
 ) -> dict[str, float]:
     """Return the accuracy of greedy decoding: the share of numbers asked for that the model would write.
 
@@ -89,34 +86,26 @@ def needle(
 
     Args:
         model: see `scoring`.
-        tokenizer, lengths, depths, needles, queries, samples, form, seed: as `needle_samples`; `samples` for each depth
-            and length.
+        tokenizer, lengths, depths, queries, samples: as `needle_samples`; `samples` for each depth and length.
+        **drawing: needles, form and seed of `needle_samples`.
 
     Returns:
         accuracy, the mean over all; "accuracy/<length>/<depth>" of each; all_right, the share of samples whose R
         numbers all are right.
     """
-    cells = [(length, depth) for length in lengths for depth in depths]
     metrics: dict[str, float] = {}
-    accuracies, all_right = [], []
-    for length, depth in progress(cells, f"needles {needles}x{queries}"):
-        drawn = list(
-            needle_samples(
-                tokenizer,
-                length=length,
-                depth=depth,
-                needles=needles,
-                queries=queries,
-                samples=samples,
-                form=form,
-                seed=seed,
-            )
-        )
+    all_right = []
+    for length, depth in progress([(length, depth) for length in lengths for depth in depths], "needles"):
+        cell = {"length": length, "depth": depth, "queries": queries, "samples": samples, **drawing}
+        drawn = list(needle_samples(tokenizer, **cell))
         right = greedy_matches(model, [s.tokens for s in drawn], [s.answers for s in drawn], batch_size=batch_size)
-        accuracies.append(sum(map(sum, right)) / (queries * samples))
+        metrics[f"accuracy/{length}/{depth:g}"] = sum(map(sum, right)) / (queries * samples)
         all_right.append(sum(map(all, right)) / samples)
-        metrics[f"accuracy/{length}/{depth:g}"] = accuracies[-1]
-    return {"accuracy": _mean(accuracies), "all_right": _mean(all_right)} | metrics
+    return {"accuracy": _mean(list(metrics.values())), "all_right": _mean(all_right)} | metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
@@ -141,12 +130,5 @@ def _tokenise(text: NeedleText, tokenizer: Any, start: list[int]) -> NeedleSampl
             )
         return len(start) + len(before)
 
-    def span(positions: tuple[int, int]) -> tuple[int, int]:
-        return position(positions[0]), position(positions[1])
-
-    answers = tuple(span(answer) for answer in text.answers)
-    return NeedleSample([*start, *ids], span(text.needle), position(text.question), answers)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    needle, *answers = [(position(begin), position(end)) for begin, end in (text.needle, *text.answers)]
+    return NeedleSample([*start, *ids], needle, position(text.question), tuple(answers))

@@ -1,19 +1,19 @@
-"""What a model answers that was asked for one of N facts: the right value, another one of the context, or an invention.
+"""Answers to a question about one of N facts: the right value, another value of the context, or an invented one.
 
-This is the contextual hallucination of arXiv 2410.05258 section 3.6 (the context holds the fact, and the answer is not
-what it says) where the truth is exact and no judge is needed. Contexts are those of needle retrieval with one question;
-the answer is decoded greedily.
+It measures the contextual hallucination of arXiv 2410.05258 section 3.6 (the context holds the fact, and the answer
+contradicts it) where the truth is exact and no judge is needed. Contexts are those of needle retrieval with one
+question; the answer is decoded greedily.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from diffvision.data.datasets.needle_text import Form, as_form
+from diffvision.data.datasets.needle_text import FORMS, Form
 from diffvision.evaluation.language.generations import continue_greedily
 from diffvision.evaluation.language.needle import DEPTHS, NeedleSample, needle_samples
 from diffvision.evaluation.language.scoring import Progress, silent
@@ -32,12 +32,12 @@ def recall_errors(
     lengths: Sequence[int] = (512, 1024, 2048, 4096),
     depths: Sequence[float] = DEPTHS,
     samples: int = 50,
-    form: str | Form = "text",
+    form: Form = FORMS["text"],
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress = silent,
 ) -> dict[str, PerSample]:
-    """Return which share of the answers is of each class of `classify`.
+    """Return the share of the answers in each class of `classify`.
 
     Args:
         model: with its tokenizer.
@@ -46,40 +46,43 @@ def recall_errors(
         batch_size: contexts at a time.
 
     Returns:
-        "<class>" over all, "<N>x1/<class>" for each N, and "<N>x1/<class>/<length>"; and of two facts or more
-        "<N>x1/correct_of_copied", the share of right ones among the numbers of the context that were answered.
+        "<class>" over all, "<N>x1/<class>" for each N, and "<N>x1/<class>/<length>"; and for two facts or more
+        "<N>x1/correct_of_copied", the share of right ones among answers that are a number of the context.
     """
-    form = as_form(form)
-    classes: dict[tuple[int, int], list[Answer]] = {}
-    units: dict[tuple[int, int], list[int]] = {}
-    cells = [(count, length) for count in facts for length in lengths]
-    # All contexts are drawn first, for one that cannot hold its facts is an error.
+    shared: dict[str, Any] = {"samples": samples, "form": form, "seed": seed}
+    # All contexts are drawn first, because a length that cannot hold its facts is an error.
     drawn = {
         (count, length): [
             sample
             for depth in depths
-            for sample in needle_samples(
-                model.tokenizer, length=length, depth=depth, needles=count, samples=samples, form=form, seed=seed
-            )
+            for sample in needle_samples(model.tokenizer, length=length, depth=depth, needles=count, **shared)
         ]
-        for count, length in cells
+        for count in facts
+        for length in lengths
     }
-    for cell in progress(cells, "answers about one of N facts"):
-        classes[cell] = [answer for _, answer in answers(model, drawn[cell], form, batch_size)]
-        units[cell] = [unit(sample.tokens) for sample in drawn[cell]]
-    results: dict[str, PerSample] = {}
-    for answer in ANSWERS:
-        results[answer] = _share(answer, cells, classes, units)
+    rows: list[tuple[int, int, Answer, int]] = []  # number of facts, length, answer, unit
+    for count, length in progress(list(drawn), "answers about one of N facts"):
+        of_cell = drawn[count, length]
+        for sample, (_, answer) in zip(of_cell, answers(model, of_cell, form, batch_size), strict=True):
+            rows.append((count, length, answer, unit(sample.tokens)))
+
+    results: dict[str, PerSample] = {answer: _share(answer, rows) for answer in ANSWERS}
     for count in facts:
+        of_count = [row for row in rows if row[0] == count]
         for answer in ANSWERS:
-            key = f"{count}x1/{answer}"
-            results[key] = _share(answer, [cell for cell in cells if cell[0] == count], classes, units)
-            results |= {f"{key}/{length}": _share(answer, [(count, length)], classes, units) for length in lengths}
-        right, other = (results[f"{count}x1/{answer}"] for answer in ("correct", "distracted"))
-        copied = right.values | other.values
-        if count > 1 and copied.any():
-            results[f"{count}x1/correct_of_copied"] = PerSample(right.values[copied], right.units[copied])
+            results[f"{count}x1/{answer}"] = _share(answer, of_count)
+            for length in lengths:
+                of_length = [row for row in of_count if row[1] == length]
+                results[f"{count}x1/{answer}/{length}"] = _share(answer, of_length)
+        copied = [row for row in of_count if row[2] in ("correct", "distracted")]
+        if count > 1 and copied:
+            results[f"{count}x1/correct_of_copied"] = _share("correct", copied)
     return results
+
+
+def _share(answer: Answer, rows: Sequence[tuple[int, int, Answer, int]]) -> PerSample:
+    """Return which rows have an answer."""
+    return PerSample(torch.tensor([row[2] == answer for row in rows]), torch.tensor([row[3] for row in rows]))
 
 
 def classify(output: str, value: int, context: str, form: Form) -> Answer:
@@ -125,13 +128,3 @@ def answers(model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size:
                 context = tokenizer.decode(sample.tokens[: sample.question])
                 written.append((tokens, classify(tokenizer.decode(tokens), value, context, form)))
     return written
-
-
-def _share(
-    answer: Answer,
-    cells: Sequence[tuple[int, int]],
-    classes: dict[tuple[int, int], list[Answer]],
-    units: dict[tuple[int, int], list[int]],
-) -> PerSample:
-    right = [given == answer for cell in cells for given in classes[cell]]
-    return PerSample(torch.tensor(right), torch.tensor([number for cell in cells for number in units[cell]]))

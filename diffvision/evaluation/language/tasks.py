@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from diffvision.data.datasets.needle_text import FORMS, Form, sentences_of
-from diffvision.data.shards.report import Limits
-from diffvision.evaluation.language.associative_recall import associative_recall, frequent_bigrams
+from diffvision.data.datasets.needle_text import FORMS
 from diffvision.evaluation.language.attention_mass import attention_mass
 from diffvision.evaluation.language.cache_pruning import cache_pruning, repeat_question
 from diffvision.evaluation.language.language_options import LanguageOptions, needle_pair
 from diffvision.evaluation.language.low_bit import SCHEMES, low_bit
-from diffvision.evaluation.language.many_shot import Task, label_mapping_tasks, many_shot, order_robustness
+from diffvision.evaluation.language.many_shot import label_mapping_tasks, many_shot, order_robustness
 from diffvision.evaluation.language.mathematics import Question, mathematics
 from diffvision.evaluation.language.needle import needle, needle_samples
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
-from diffvision.evaluation.language.read_documents import Reading, read_documents, read_texts, rows_of
+from diffvision.evaluation.language.read_documents import rows_of
 from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.per_sample import PerSample
@@ -46,7 +42,6 @@ class Work:
         num_bytes: of the documents' text.
         files: the data of a task that reads neither documents nor questions, as the user named them.
         questions: of math.
-        label_tasks: of many_shot; none for the synthetic ones.
         progress: wraps what takes long.
         folder: of what a task writes besides its numbers; None for nothing.
     """
@@ -57,7 +52,6 @@ class Work:
     num_bytes: int | None = None
     files: Sequence[str] = ()
     questions: Sequence[Question] = ()
-    label_tasks: Sequence[Task] = ()
     progress: Progress = silent
     folder: Path | None = None
 
@@ -94,13 +88,9 @@ class Work:
         return self.options.lengths
 
     @property
-    def form(self) -> Form:
-        """How needles are written, in the user's haystack if there is one."""
-        form = FORMS[self.options.form]
-        if self.options.haystack is None:
-            return form
-        texts = read_texts([self.options.haystack], reading_of(self.options))
-        return dataclasses.replace(form, haystack=sentences_of("\n".join(texts)))
+    def batches(self) -> dict[str, Any]:
+        """The arguments that most evaluations share."""
+        return {"batch_size": self.options.batch_size, "progress": self.progress}
 
     @property
     def contexts(self) -> dict[str, Any]:
@@ -109,9 +99,8 @@ class Work:
         return {
             "depths": options.depths,
             "samples": options.samples,
-            "form": self.form,
+            "form": FORMS[options.form],
             "seed": options.seed,
-            "progress": self.progress,
         }
 
 
@@ -131,68 +120,27 @@ class LanguageEvaluation(NamedTuple):
 
 
 def _perplexity(work: Work) -> dict[str, float]:
-    return perplexity(
-        work.model.module,
-        work.documents,
-        window=work.window,
-        stride=work.options.stride,
-        num_bytes=work.num_bytes,
-        batch_size=work.options.batch_size,
-        progress=work.progress,
-    )
+    return perplexity(work.model.module, work.documents, window=work.window, num_bytes=work.num_bytes, **work.batches)
 
 
 def _position_nll(work: Work) -> dict[str, float]:
-    return position_nll(
-        work.model.module,
-        work.documents,
-        length=work.window,
-        batch_size=work.options.batch_size,
-        progress=work.progress,
-    )
+    return position_nll(work.model.module, work.documents, length=work.window, **work.batches)
 
 
 def needles(work: Work) -> dict[str, float]:
     """Return the metrics of `needle` for each number of needles of the options."""
-    metrics: dict[str, float] = {}
+    model, metrics = work.model, dict[str, float]()
     for pair in work.options.needles:
         count, queries = needle_pair(pair)
-        accuracy = needle(
-            work.model.module,
-            work.model.tokenizer,
-            lengths=work.lengths,
-            needles=count,
-            queries=queries,
-            batch_size=work.options.batch_size,
-            **work.contexts,
-        )
+        settings = {"lengths": work.lengths, "needles": count, "queries": queries, **work.batches, **work.contexts}
+        accuracy = needle(model.module, model.tokenizer, **settings)
         metrics |= {f"{pair}/{metric}": value for metric, value in accuracy.items()}
     return metrics
 
 
-def _associative_recall(work: Work) -> dict[str, float]:
-    options = work.options
-    frequent = None
-    if options.frequent_text is not None:
-        tokenizer: Any = work.model.tokenizer
-        texts = read_documents([options.frequent_text], tokenizer, reading_of(options))
-        token_ids = (tokenizer.encode(text) if isinstance(text, str) else text for text in texts)
-        frequent = frequent_bigrams(map(torch.tensor, token_ids))
-    return associative_recall(
-        work.model.module,
-        work.documents,
-        window=work.window,
-        frequent=frequent,
-        batch_size=options.batch_size,
-        progress=work.progress,
-    )
-
-
 def _recall_errors(work: Work) -> dict[str, PerSample]:
-    options = work.options
-    return recall_errors(
-        work.model, facts=options.facts, lengths=work.lengths, batch_size=options.batch_size, **work.contexts
-    )
+    settings = {"facts": work.options.facts, "lengths": work.lengths, **work.batches, **work.contexts}
+    return recall_errors(work.model, **settings)
 
 
 def _math(work: Work) -> dict[str, PerSample | float]:
@@ -202,47 +150,25 @@ def _math(work: Work) -> dict[str, PerSample | float]:
         template=work.options.template,
         new_tokens=work.options.new_tokens,
         file=None if work.folder is None else work.folder / "math" / work.model.name / "answers.jsonl",
-        batch_size=work.options.batch_size,
-        progress=work.progress,
+        **work.batches,
     )
 
 
 def _attention_mass(work: Work) -> dict[str, float]:
+    model, length = work.model, min(work.lengths)
     count, queries = needle_pair(work.options.needles[-1])
-    return attention_mass(
-        work.model.module,
-        work.model.tokenizer,
-        length=min(work.lengths),
-        needles=count,
-        queries=queries,
-        **work.contexts,
-    )
-
-
-def synthetic_mappings(options: LanguageOptions) -> list[Task]:
-    """Return the tasks of many_shot that need no files."""
-    return label_mapping_tasks(options.mappings, seed=options.seed)
+    settings = {"length": length, "needles": count, "queries": queries, **work.contexts}
+    return attention_mass(model.module, model.tokenizer, progress=work.progress, **settings)
 
 
 def _many_shot(work: Work) -> dict[str, float]:
     """Return accuracies by number of demonstrations, and how they vary with the demonstrations' order."""
     options, model = work.options, work.model
-    tasks = work.label_tasks or synthetic_mappings(options)
-    shared: dict[str, Any] = {
-        "max_length": model.max_length,
-        "batch_size": options.batch_size,
-        "seed": options.seed,
-        "progress": work.progress,
-    }
+    tasks = label_mapping_tasks(options.mappings, seed=options.seed)
+    shared: dict[str, Any] = {"max_length": model.max_length, "seed": options.seed, **work.batches}
     metrics = many_shot(model.module, model.tokenizer, tasks, shots=options.shots, **shared)
-    orders = order_robustness(
-        model.module,
-        model.tokenizer,
-        tasks,
-        shots=max(options.shots),
-        permutations=options.permutations,
-        **shared,
-    )
+    shots, permutations = max(options.shots), options.permutations
+    orders = order_robustness(model.module, model.tokenizer, tasks, shots=shots, permutations=permutations, **shared)
     return metrics | {f"order/{metric}": value for metric, value in orders.items()}
 
 
@@ -251,33 +177,22 @@ def _outliers(work: Work) -> dict[str, float]:
 
 
 def _low_bit(work: Work) -> dict[str, PerSample | float]:
-    options = work.options
-    return low_bit(
-        work.model.module,
-        rows_of(work.documents, work.window),
-        schemes=options.schemes or tuple(SCHEMES),
-        batch_size=options.batch_size,
-        progress=work.progress,
-    )
+    rows = rows_of(work.documents, work.window)
+    return low_bit(work.model.module, rows, schemes=work.options.schemes or tuple(SCHEMES), **work.batches)
 
 
 def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
     options, longest = work.options, work.model.max_length
     # By default there is room for a question that is asked twice.
     lengths = work.lengths if options.lengths else [length * 7 // 8 for length in work.lengths]
-    cells = itertools.product(map(needle_pair, options.needles), lengths, options.depths)
+    drawing = {name: value for name, value in work.contexts.items() if name != "depths"}
     samples = [
         sample
-        for (count, queries), length, depth in cells
+        for (count, queries), length, depth in itertools.product(
+            map(needle_pair, options.needles), lengths, options.depths
+        )
         for sample in needle_samples(
-            work.model.tokenizer,
-            length=length,
-            depth=depth,
-            needles=count,
-            queries=queries,
-            samples=options.samples,
-            form=work.form,
-            seed=options.seed,
+            work.model.tokenizer, length=length, depth=depth, needles=count, queries=queries, **drawing
         )
     ]
     needed = max(len(repeat_question(sample).tokens) for sample in samples)
@@ -293,9 +208,8 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
         continuation=options.continuation,
         methods=options.pruning_methods,
         ratios=options.pruning_ratios,
-        batch_size=options.batch_size,
         seed=options.seed,
-        progress=work.progress,
+        **work.batches,
     )
 
 
@@ -303,7 +217,6 @@ _EVALUATIONS = {
     "perplexity": LanguageEvaluation(_perplexity, "documents"),
     "position_nll": LanguageEvaluation(_position_nll, "documents"),
     "needle": LanguageEvaluation(needles, "tokenizer"),
-    "associative_recall": LanguageEvaluation(_associative_recall, "documents"),
     "recall_errors": LanguageEvaluation(_recall_errors, "tokenizer"),
     "math": LanguageEvaluation(_math, "questions", "questions with answers: give data, JSON lines such as GSM8K's"),
     "attention_mass": LanguageEvaluation(_attention_mass, "tokenizer"),
@@ -314,8 +227,3 @@ _EVALUATIONS = {
 }
 LANGUAGE_EVALUATIONS = PluginTable("language_tasks", _EVALUATIONS, LanguageEvaluation)
 """Task -> its evaluation, of this package and of plugins (`diffvision.plugins`)."""
-
-
-def reading_of(options: LanguageOptions) -> Reading:
-    """Return how files of text are read."""
-    return Reading(options.text_key, Limits(options.max_bad_fraction))

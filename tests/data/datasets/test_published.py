@@ -1,7 +1,6 @@
 """Published sets in miniature, in the exact formats of their authors: what becomes of them, and what is refused."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -12,7 +11,6 @@ from pyarrow import parquet
 
 from diffvision.data import find_folders, make
 from diffvision.data.datasets.mmvp import PATTERNS, make_mmvp
-from diffvision.data.datasets.pope import make_pope
 from diffvision.data.datasets.sugarcrepe import KINDS, make_sugarcrepe
 from diffvision.data.datasets.winoground import make_winoground
 
@@ -149,15 +147,6 @@ TAGS = {"tag": "Noun", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag"
 CAPTIONS = {"caption_0": "an adult behind a child", "caption_1": "a child behind an adult"}
 
 
-def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
-    source = sugarcrepe(tmp_path / "source")
-    picture(tmp_path / "train2017/000000000001.jpg", 1)
-    assert make_sugarcrepe(tmp_path / "made", source, tmp_path) == "7 samples in composition"
-    picture(tmp_path / "train2017/000000000001.jpg", 99)
-    with pytest.raises(ValueError, match=r"train2017/0+1\.jpg"):
-        make_sugarcrepe(tmp_path / "again", source, tmp_path)
-
-
 def test_winoground_is_pairs_by_their_tag(tmp_path):
     source = tmp_path / "winoground"
     images = [picture(tmp_path / f"{side}.png", side) for side in (0, 1)]
@@ -177,51 +166,12 @@ def test_winoground_is_pairs_by_their_tag(tmp_path):
     ]
 
 
-# ---- POPE ----------------------------------------------------------------------------------------------------------
-
-
-def questions(image, answers, ending="image"):
-    return [
-        {"question_id": n, "image": image, "text": f"Is there {what} in the {ending}?", "label": label}
-        for n, (what, label) in enumerate(answers, start=1)
-    ]
-
-
-def test_pope_asks_each_absent_object_against_a_present_one(tmp_path):
-    answers = [("a snowboard", "yes"), ("an oven", "no"), ("a dining table", "yes"), ("a car", "no")]
-    source = tmp_path / "POPE/output/coco"
-    picture(tmp_path / "images/val2014/COCO_val2014_1.jpg")
-    rows = questions("COCO_val2014_1.jpg", answers)
-    text(source / "coco_pope_random.json", *rows)
-    # SEEM's files are one list and ask what is there first; derived ones misspell.
-    seem = questions("COCO_val2014_1.jpg", sorted(answers, key=lambda one: one[1], reverse=True), "imange")
-    text(source / "gqa_pope_seem_random.json", json.dumps(seem, indent=4))
-    make_pope(tmp_path / "made", tmp_path / "POPE", tmp_path / "images")
-    for name in ("coco-pope-random", "gqa-pope-seem-random"):
-        (sample,) = samples(tmp_path / "made" / name)
-        assert sample["json"] == {"present": ["snowboard", "dining table"], "absent": ["oven", "car"]}
-        assert (tmp_path / "made" / name / "dataset_type.txt").read_text() == "objects\n"
-        assert "{c}" in (tmp_path / "made" / name / "zeroshot_classification_templates.txt").read_text()
-    for ending, more, left_out, pairs in (
-        ("json", [], 1, {"present": ["snowboard"], "absent": ["oven"]}),
-        ("json", [("a dining table", "no"), ("a car", "no")], 3, {"present": ["snowboard"], "absent": ["oven"]}),
-        ("jsonl", [("a car", "no")], 0, {"present": ["snowboard", "dining table"], "absent": ["oven", "car"]}),
-    ):
-        some = tmp_path / f"{ending}{left_out}"
-        text(some / f"coco_pope_random.{ending}", *rows[:3], *questions("COCO_val2014_1.jpg", more))
-        written = make_pope(some / "made", some, tmp_path / "images")
-        reason = "questions without a partner of the other answer"
-        assert (f"left out of coco-pope-random: {left_out} {reason}" in written) == (left_out > 0)
-        assert samples(some / "made/coco-pope-random")[0]["json"] == pairs
-
-
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 MAKERS = {
     "mmvp": make_mmvp,
     "sugarcrepe": make_sugarcrepe,
     "winoground": make_winoground,
-    "pope": make_pope,
 }
 
 
@@ -240,21 +190,16 @@ def test_missing_images_are_counted_before_anything_is_written(tmp_path):
     source = sugarcrepe(tmp_path / "source")
     for number in (1, 4):
         (tmp_path / f"val2017/{number:012d}.jpg").unlink()
-    message = "2 of 7 images are not in .*val2017, first 000000000001.jpg: give the folder of COCO's val2017"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"2 of 7 images are not in .*val2017, first 000000000001\.jpg"):
         make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
     assert not (tmp_path / "made").exists()
 
 
-def test_damaged_images_and_foreign_paths_are_refused_before_anything_is_written(tmp_path):
+def test_a_damaged_image_is_refused_before_anything_is_written(tmp_path):
     source = sugarcrepe(tmp_path / "source")
     last = tmp_path / "val2017/000000000006.jpg"
     last.write_bytes(last.read_bytes()[:-200])
     with pytest.raises(ValueError, match=r"000000000006\.jpg:"):
-        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
-    row = {"filename": "../secret.jpg", "caption": "a", "negative_caption": "b"}
-    text(source / "data/swap_obj.json", {"0": row})
-    with pytest.raises(ValueError, match=r"'\.\./secret\.jpg' is not a path"):
         make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
     assert not (tmp_path / "made").exists()
 
@@ -265,10 +210,11 @@ def test_damaged_images_and_foreign_paths_are_refused_before_anything_is_written
         ("{", "JSON"),
         ("[]", "has no rows"),
         ('{"0": {"filename": "a.jpg", "caption": 3}}', "caption in row 1 .*must be a str"),
+        ('{"0": {"filename": "../a.jpg", "caption": "a", "negative_caption": "b"}}', r"'\.\./a\.jpg'"),
     ],
 )
-def test_damaged_questions_are_refused(tmp_path, content, message):
+def test_damaged_questions_and_paths_outside_are_refused(tmp_path, content, message):
     source = sugarcrepe(tmp_path / "source")
     text(source / f"data/{KINDS[0]}.json", content)
     with pytest.raises(ValueError, match=message):
-        make_sugarcrepe(tmp_path / "made", source, Path(tmp_path / "val2017"))
+        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")

@@ -27,13 +27,13 @@ def test_the_documents_are_written_as_they_are_made(tmp_path):
 
 
 def test_training_documents_are_of_the_same_kind():
-    documents = list(training_documents(count=30, lengths=(20, 120), most_needles=4))
-    assert documents == list(training_documents(count=30, lengths=(20, 120), most_needles=4))
+    documents = list(training_documents(30, 120))
+    assert documents == list(training_documents(30, 120))
     assert len(set(documents)) == 30
     for number, document in enumerate(documents):
         facts = dict(re.findall(r"# (\w+) (\d+);", document))
         asked = re.findall(r"\? (\w+) (\d+);", document)
-        assert 1 <= len(facts) <= 4
+        assert 1 <= len(facts) <= 16
         assert all(facts[city] == value for city, value in asked)
         if number % 3:  # told and asked in turn: no question before its fact
             assert all(document.index(f"# {city} ") < document.index(f"? {city} ") for city, _ in asked)
@@ -41,7 +41,11 @@ def test_training_documents_are_of_the_same_kind():
             assert sorted(city for city, _ in asked) == sorted(facts)
             assert "#" not in document.partition("\n")[2]
         assert len(document.split()) <= 120 + 6
-    with pytest.raises(ValueError, match=r"lengths is \(5, 5\): a needle"):
-        next(training_documents(count=1, lengths=(5, 5)))
-    with pytest.raises(ValueError, match="unknown form 'x'"):
-        next(training_documents("x", count=1))
+
+
+@pytest.mark.parametrize("settings", [{"documents": 3}, {"words": 11}])
+def test_too_few_documents_or_words_are_refused(settings, tmp_path):
+    (name,) = settings
+    with pytest.raises(ValueError, match=name):
+        make_recall(tmp_path / "made", **settings)
+    assert not (tmp_path / "made").exists()

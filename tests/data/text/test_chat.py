@@ -142,10 +142,6 @@ RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"}
         ({"messages": [*TURNS, RESULT, TURNS[1]]}, [*TURNS, RESULT, TURNS[1]]),
         ({**PAIR, "system": "s"}, [SYSTEM, *TURNS]),
         ({**PAIR, "system_prompt": "s", "source": "x"}, [SYSTEM, *TURNS]),
-        (
-            {"problem": "q", "deepseek_reasoning": "so", "deepseek_solution": "a", "domain": "math"},
-            [TURNS[0], {**TURNS[1], "content": "<think>\nso\n</think>\n\na"}],
-        ),
         *(({**PAIR, key: "", "id": 3}, TURNS) for key in ("input", "instruction", "context", "history")),
     ],
 )
@@ -189,7 +185,6 @@ def test_what_is_not_read_is_refused_by_name(key, message, row, layout):
         *((json.dumps({**PAIR, key: {"a": 1}}), f"'{key}'") for key in ("chat_template_kwargs", "functions")),
         (json.dumps({**PAIR, "history": [["b", "c"]]}), "'history'"),
         ('{"prompt": "a", "response": 3}', "a message whose role or content is not text"),
-        ('{"problem": "", "deepseek_reasoning": null, "deepseek_solution": ""}', "a message whose role or content"),
         ('{"messages": [3]}', "a message whose role or content is not text"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no learned token"),
         ('{"prompt": "a", "response": "\\ufdd0"}', "noncharacter"),

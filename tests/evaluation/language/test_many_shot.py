@@ -17,7 +17,6 @@ from diffvision.evaluation.language.many_shot import (
     label_tokens,
     many_shot,
     order_robustness,
-    read_task,
 )
 
 PAIRS = [Example(f"{kind}{number}", kind) for kind in ("ja", "nein") for number in range(4)]
@@ -64,7 +63,7 @@ def test_a_model_that_minds_the_order_has_a_spread(task, words):
     assert metrics["random/worst"] < metrics["random/mean"] < metrics["random/best"]
 
 
-def test_mappings_are_one_to_one_and_anew_for_each_task_and_ask_for_unseen_words():
+def test_mappings_are_one_to_one_differ_by_task_and_ask_for_unseen_words():
     tasks = label_mapping_tasks(4, classes=4, queries=16)
     kind_of = {word: kind for kind, own in mapping_text.KINDS.items() for word in own.split()}
     for task in tasks:
@@ -100,21 +99,3 @@ def test_a_prompt_ends_where_the_label_begins(task, words):
     assert [words.decode(tokens) for tokens in label_tokens(task, words)] == [" ja\n", " nein\n"]
     with pytest.raises(ValueError, match="8 shots"):
         encode_prompts(task, PAIRS, words, max_length=80)
-
-
-def test_tasks_from_files(tmp_path):
-    file = tmp_path / "train.jsonl"
-    file.write_text('{"text": "a", "label": 1}\n\n{"text": "b", "label": "2"}\n')
-    queries = tmp_path / "test.jsonl"
-    queries.write_text('{"text": "c", "label": "1"}\n')
-    task = read_task(file, queries)
-    assert (task.name, task.labels, task.queries) == ("test", ["1", "2"], [Example("c", "1")])
-    queries.write_text('{"text": "c", "label": "1"}\n{"text": "b", "label": "2"}\n')
-    with pytest.warns(UserWarning, match=r"queries in .*test\.jsonl"):
-        read_task(file, queries)
-    queries.write_text('{"text": "c", "label": "1"}\n{"text": "d"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .*test\.jsonl"):
-        read_task(file, queries)
-    queries.write_text('{"text": "c", "label": null}\n')
-    with pytest.raises(ValueError, match="line 1 of"):
-        read_task(file, queries)

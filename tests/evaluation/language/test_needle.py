@@ -6,22 +6,17 @@ import re
 
 import pytest
 
-from diffvision.data.datasets.needle_text import (
-    FORMS,
-    compose,
-)
+from diffvision.data.datasets.needle_text import FORMS, compose_to_length
 from diffvision.evaluation.language.needle import needle, needle_samples
 
 
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize(("needles", "queries"), [(1, 1), (6, 2)])
 def test_places_are_where_the_needles_are(form, needles, queries, draw):
-    filler = [f"filler {number}." for number in range(8)]
-    written = compose(FORMS[form], filler, draw, len, needles=needles, queries=queries, depth=0.25)
-    first = written.text[slice(*written.needle)].strip()
-    number = written.text[slice(*written.answers[0])]
-    assert number in first
-    assert written.text[: written.needle[0]].endswith("filler 1.") or needles > 1
+    settings = {"length": 900, "needles": needles, "queries": queries, "depth": 0.25}
+    written = compose_to_length(FORMS[form], draw, len, **settings)
+    assert 800 < len(written.text) <= 900
+    assert written.text[slice(*written.answers[0])] in written.text[slice(*written.needle)].strip()
     assert written.text[written.question] == "\n"
     assert len(written.answers) == queries
     for start, stop in written.answers:
@@ -75,15 +70,17 @@ def test_a_blind_model_has_chance(words, copier):
     assert metrics["accuracy"] == (metrics["accuracy/40/0"] + metrics["accuracy/40/0.5"]) / 2
 
 
-def test_bad_needles_are_named(words, synthetic, draw):
-    with pytest.raises(ValueError, match="context of 24"):
-        list(needle_samples(words, length=25, depth=0, needles=6, queries=2, form="synthetic"))
-    with pytest.raises(ValueError, match="2 needles and 3 queries"):
-        compose(synthetic, [], draw, len, needles=2, queries=3, depth=0)
-    with pytest.raises(ValueError, match=r"depth is 1\.5"):
-        compose(synthetic, [], draw, len, needles=1, queries=1, depth=1.5)
-    with pytest.raises(ValueError, match="unknown form 'x'"):
-        list(needle_samples(words, length=100, depth=0, form="x"))
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"length": 25, "needles": 6, "queries": 2}, "context of 24"),
+        ({"needles": 2, "queries": 3}, "queries"),
+        ({"depth": 1.5}, "depth"),
+    ],
+)
+def test_needles_that_do_not_fit_are_refused(settings, named, words):
+    with pytest.raises(ValueError, match=named):
+        list(needle_samples(words, **{"length": 100, "depth": 0, "form": "synthetic"} | settings))
 
 
 def test_a_tokenizer_without_borders_is_refused(synthetic):

@@ -10,7 +10,7 @@ from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.recall_errors import ANSWERS, classify, recall_errors
 from diffvision.opening import Model
 
-SETTINGS = {"lengths": (60,), "depths": (0.0, 1.0), "samples": 4, "form": "synthetic"}
+SETTINGS = {"lengths": (60,), "depths": (0.0, 1.0), "samples": 4, "form": FORMS["synthetic"]}
 
 
 @pytest.fixture
