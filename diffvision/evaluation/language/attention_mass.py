@@ -1,10 +1,11 @@
-"""How much of the attention falls on the answer, and how much on the rest of the context (arXiv 2410.05258, table 3).
+"""The share of attention on the answer and on the rest of the context (arXiv 2410.05258, table 3).
 
-In needle retrieval's contexts, of the query that predicts the answer's first token: what multiplies the values (the
-difference of the maps in differential layers) is summed over four spans: the start token, the needle with the answer,
+In the contexts of needle retrieval, the attention weights of the query that predicts the answer's first token (the
+difference of the maps in differential layers) are summed over four spans: the start token, the needle with the answer,
 the rest of the haystack (noise) and the question. The sums are averaged over heads, layers and samples (microsoft/unilm
-issue #1654), and normalised so that the spans' absolute values sum to 1. Sums of a difference can be negative, and a
-single head's row can sum to nothing, so the normalisation comes last; the paper's is in a picture only, and may differ.
+issue #1654), and normalised so that the spans' absolute values sum to 1. The normalisation comes last because a
+difference can be negative, and a single head's row can sum to zero. The paper shows its normalisation in a figure only;
+it may differ.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def attention_mass(
 
 
 def span_masses(model: nn.Module, sample: NeedleSample) -> Tensor:
-    """Return what falls on each of `SPANS`, [4], averaged over heads and layers, not normalised."""
+    """Return the attention on each of `SPANS`, [4], averaged over heads and layers, not normalised."""
     rows: list[Tensor] = []
 
     def see(call: Call) -> Scores:

@@ -1,6 +1,6 @@
-"""What a model loses when the cache of its prompt is pruned, by method and ratio.
+"""Loss and needle accuracy after pruning the KV cache of the prompt, by method and ratio.
 
-Masks compute what a pruned cache does, so any model whose attention can be captured is measured. Real pruning is
+Masks compute what a pruned cache does, so this works for any model whose attention can be captured. Actual pruning is
 `generate(..., compress=Compress(...))`; both are in `pruning`.
 """
 
@@ -40,17 +40,17 @@ def cache_pruning(
 ) -> dict[str, PerSample | float]:
     """Return loss and needle accuracy with pruned prompts.
 
-    A row's prompt is all but its last `continuation` + 1 tokens; the loss is of the predictions behind it. Needles are
-    asked for in two ways: "agnostic", where the question comes after pruning, and "aware", where it is part of the
-    prompt as well. There it is asked twice, for the first token behind a prompt is predicted before pruning: an answer
-    of one token would not depend on it. Between the ratios the areas are of straight lines.
+    A row's prompt is all but its last `continuation` + 1 tokens; the loss is that of the predictions after it. Needles
+    are asked for in two ways: "agnostic", where the question comes after pruning, and "aware", where it is part of the
+    prompt as well. There it is asked twice: the first token after a prompt is predicted before pruning, so an answer of
+    one token would not depend on it. Areas interpolate linearly between the ratios.
 
     Args:
         model: as `analysis.capture.captured`.
         rows: int64 [S, N], which the model reads whole but for the last token.
         needles: contexts with questions; none to measure the loss alone.
-        continuation: predictions behind the prompt.
-        methods: names in `pruning.METHODS`; those that the model can have if empty.
+        continuation: predictions after the prompt.
+        methods: names in `pruning.METHODS`; if empty, all that the model supports.
         ratios: shares of the prompt that are dropped, above 0 and below 1.
         window: as `Compress`.
         batch_size: rows at a time.
@@ -58,9 +58,9 @@ def cache_pruning(
         progress: as in `scoring`.
 
     Returns:
-        "nll/full" and "nll/<method>/<ratio>" (nats a token), "nll_rise/<method>/<ratio>", by row; "needle_agnostic/..."
-        and "needle_aware/...", whether each of the numbers is right; "area/<metric>/<method>", the mean over the
-        ratios from 0 to the largest; "largest_ratio/<method>", up to which the loss stays within 1%.
+        "nll/full" and "nll/<method>/<ratio>" (nats per token), "nll_rise/<method>/<ratio>", by row;
+        "needle_agnostic/..." and "needle_aware/...", whether each of the numbers is right; "area/<metric>/<method>",
+        the mean over the ratios from 0 to the largest; "largest_ratio/<method>", up to which the loss stays within 1%.
 
     Raises:
         ValueError: a row has no prompt of two tokens, or a method reads what the model does not have.
@@ -72,12 +72,15 @@ def cache_pruning(
             "prompt: give a larger window or a smaller continuation"
         )
     with evaluating(model):
-        calls = _capture_calls(model, rows[:1, :-1])
+        calls: list[Call] = []
+        with torch.no_grad(), captured(model, calls.append):
+            run_towers(model, {"tokens": rows[:1, :-1].to(get_device(model))})
         plainest = min(calls, key=lambda call: call.lam is not None)  # a plain layer, if there is one
         names = list(methods) or (list(METHODS) if plainest.lam is not None else plain_methods())
         settings = [Compress(method, ratio, window, seed) for method in names for ratio in sorted(ratios)]
+        ends = torch.tensor([prompt], device=get_device(model))
         for compress in settings[:: len(ratios)]:  # raises before the work if the model lacks what a method reads
-            compress.select_tokens(plainest, torch.tensor([0], device=get_device(model)), _ends([prompt], model))
+            compress.select_tokens(plainest, torch.zeros_like(ends), ends)
         metrics: dict[str, PerSample | float] = {}
         losses: dict[str, Tensor] = {}
         for compress in progress([None, *settings], "pruned caches"):
@@ -90,25 +93,14 @@ def cache_pruning(
     return metrics | _summary(means(metrics), names, sorted(ratios)) | rises
 
 
-@torch.no_grad()
-def _capture_calls(model: nn.Module, tokens: Tensor) -> list[Call]:
-    calls: list[Call] = []
-    with captured(model, lambda call: calls.append(call)):
-        run_towers(model, {"tokens": tokens.to(get_device(model))})
-    return calls
-
-
-def _ends(prompts: Sequence[int], model: nn.Module) -> Tensor:
-    return torch.tensor(prompts, device=get_device(model))
-
-
 def _attention(
     model: nn.Module, compress: Compress | None, prompts: Sequence[int], batch: int
 ) -> AbstractContextManager[None]:
     """Return the context in which a batch attends; each batch has other random tokens."""
     if compress is None:
         return nullcontext()
-    return pruned_attention(model, dataclasses.replace(compress, seed=compress.seed + batch), _ends(prompts, model))
+    ends = torch.tensor(prompts, device=get_device(model))
+    return pruned_attention(model, dataclasses.replace(compress, seed=compress.seed + batch), ends)
 
 
 def _losses(model: nn.Module, rows: Tensor, prompt: int, compress: Compress | None, batch_size: int) -> Tensor:
@@ -125,7 +117,7 @@ def _matches(
 ) -> PerSample:
     """Return whether each number that is asked for is right; those of a context are of one unit."""
     samples = list(map(repeat_question, needles)) if mode == "aware" else needles
-    by_context: list[list[bool]] = [[] for _ in samples]
+    by_context: dict[int, list[bool]] = {}
     # Longest first, which is the order of `greedy_matches` within a batch.
     order = sorted(range(len(samples)), key=lambda number: -len(samples[number].tokens))
     for batch, start in enumerate(range(0, len(order), batch_size)):
@@ -134,10 +126,9 @@ def _matches(
         with _attention(model, compress, [sample.question for sample in chosen], batch):
             tokens, answers = [s.tokens for s in chosen], [s.answers for s in chosen]
             right = greedy_matches(model, tokens, answers, batch_size=len(chosen))
-        for number, matches in zip(numbers, right, strict=True):
-            by_context[number] = matches
-    units = [number for number, matches in enumerate(by_context) for _ in matches]
-    return PerSample(torch.tensor([match for matches in by_context for match in matches]), torch.tensor(units))
+        by_context |= dict(zip(numbers, right, strict=True))
+    rows = [(match, number) for number in sorted(by_context) for match in by_context[number]]
+    return PerSample(torch.tensor([match for match, _ in rows]), torch.tensor([number for _, number in rows]))
 
 
 def repeat_question(sample: NeedleSample) -> NeedleSample:
@@ -149,7 +140,7 @@ def repeat_question(sample: NeedleSample) -> NeedleSample:
 
 
 def _summary(metrics: dict[str, float], methods: Sequence[str], ratios: Sequence[float]) -> dict[str, float]:
-    """Return areas under curves, and the largest ratio that costs next to nothing."""
+    """Return areas under curves, and the largest ratio whose loss, like those of all smaller ones, is within 1%."""
     summary: dict[str, float] = {}
     kinds = [kind for kind in ("nll", "needle_agnostic", "needle_aware") if f"{kind}/full" in metrics]
     for method in methods:

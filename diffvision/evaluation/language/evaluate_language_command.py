@@ -1,4 +1,4 @@
-"""`diffvision evaluate-language`: language models on tasks and texts. What is measured is in `tasks`."""
+"""`diffvision evaluate-language`: evaluate language models on the tasks of `tasks`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(
         output: folder for TASK.json, and for what tasks write.
         tokenizer: a tokenizer.json or its folder, where none lies next to the weights.
         device: auto, cpu, cuda, cuda:1, ...
-        options: the evaluations' settings.
+        options: settings of the tasks.
 
     Raises:
         ValueError: an unknown task, or one without the data that it needs; a checkpoint with several models, or two

@@ -1,4 +1,4 @@
-"""Greedy continuations of prompts, of our models and of transformers'."""
+"""Greedy continuations of prompts by our models and by transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of the language evaluations. What they compute is in a file for each."""
+"""The settings of the language evaluations; each evaluation has a file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ SCHEMES = (
 """Of low_bit."""
 METHODS = ("window", "random", "knorm", "h2o", "snap", "tova", "diff")
 """Of cache_pruning."""
-_COUNTS = (
-    *("tokens", "samples", "batch_size", "lengths", "window", "facts", "shots"),
-    *("permutations", "mappings", "continuation", "rows", "new_tokens"),
-)
-_LISTS = ("depths", "needles", "lengths", "facts", "shots", "pruning_ratios", "schemes", "pruning_methods")
 
 
 @dataclass(frozen=True)
 class LanguageOptions:
-    """Settings of the language evaluations; each reads those that concern it. The defaults follow the paper.
+    """Settings of the language evaluations. The defaults follow the paper.
 
     Args:
-        tokens: the most tokens of the documents that are read.
+        tokens: the most tokens to read from the documents.
         text_key: the member of shards with the text: "txt", "json:FIELD", or "jsonl:FIELD", a document in each line.
-        max_bad_fraction: documents of shards that cannot be used are left out and counted; a larger share of them is
-            an error.
+        max_bad_fraction: the largest share of unusable documents in shards, which are skipped and counted.
         window: tokens that a model reads at a time; None for the model's length, at most 2048.
         form: of needles: "text", or "synthetic", for small models trained on the text of `data make recall`.
         lengths: tokens of the contexts with needles; None for those of 512, 1024, 2048, 4096 that the model can read.
@@ -37,15 +31,15 @@ class LanguageOptions:
         needles: "NxR", N needles of which R are asked for.
         samples: contexts for each depth and length.
         batch_size: rows at a time.
-        seed: of all that is drawn at random.
+        seed: for all random draws.
         facts: recall_errors: numbers of facts in a context, of which one is asked for.
-        shots: many_shot: numbers of demonstrations; the test of their order has the largest.
-        permutations: many_shot: orders of them.
-        mappings: many_shot: tasks.
+        shots: many_shot: numbers of demonstrations; their order is varied for the largest.
+        permutations: many_shot: how many orders of the demonstrations.
+        mappings: many_shot: how many tasks.
         schemes: low_bit: logits_8, logits_6, logits_4, qk_int8, qk_int8_smooth, qk_int4, qk_int4_smooth, pv_int8,
             pv_fp8, cache_8, cache_4, cache_2; None for all.
-        pruning_methods: cache_pruning: window, random, knorm, h2o, snap, tova, and of differential models diff; empty
-            for all that the model can have.
+        pruning_methods: cache_pruning: window, random, knorm, h2o, snap, tova, and for differential models diff; empty
+            for all that the model supports.
         pruning_ratios: cache_pruning: shares of the prompt's tokens that are dropped.
         continuation: cache_pruning: tokens after the pruned prompt that are predicted.
         rows: math: questions of each file that are drawn with the seed; None for all.
@@ -89,17 +83,15 @@ class LanguageOptions:
 
             TextMember(self.text_key)
         Limits(self.max_bad_fraction)
-        for name in _COUNTS:
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and number < 1:
-                    raise ValueError(f"{name} must be at least 1, got {number}")
-        for name in _LISTS:
-            values = getattr(self, name)
-            if values == () and name != "pruning_methods":
+        for name, value in vars(self).items():
+            values = value if isinstance(value, tuple) else (value,)
+            if not values and name != "pruning_methods":
                 raise ValueError(f"{name} is empty: give at least one")
-            if values is not None and len(set(values)) < len(values):
+            if len(set(values)) < len(values):
                 raise ValueError(f"{name} must have each value once, or it counts twice, got {list(values)}")
+            small = [number for number in values if isinstance(number, int) and number < 1]
+            if small and name not in ("seed", "depths"):
+                raise ValueError(f"{name} must be at least 1, got {small[0]}")
         for name, known in (("schemes", SCHEMES), ("pruning_methods", METHODS)):
             if unknown := [value for value in getattr(self, name) or () if value not in known]:
                 raise ValueError(f"{name} must be among {', '.join(known)}, got {unknown[0]!r}")

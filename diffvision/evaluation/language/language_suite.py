@@ -1,4 +1,4 @@
-"""All language evaluations by name, of one model (`evaluate_language`), and what the command writes of them."""
+"""Run language evaluations on one model, and write their metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from diffvision.data.shards.report import Limits
 from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.language_options import LanguageOptions
-from diffvision.evaluation.language.read_documents import Reading, read_documents, tokenised
+from diffvision.evaluation.language.read_documents import Reading, read_documents, tokenise
 from diffvision.evaluation.language.table import Results
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.evaluation.output_files import bar, write_json
@@ -84,7 +84,7 @@ def prepare(model: Model, options: LanguageOptions, data: list[str] | None) -> W
         )
     reading = Reading(options.text_key, Limits(options.max_bad_fraction))
     texts = read_documents(data, model.tokenizer, reading)
-    documents, num_bytes = tokenised(texts, model.tokenizer, options.tokens)
+    documents, num_bytes = tokenise(texts, model.tokenizer, options.tokens)
     if reading.account.bad:
         print(f"of the data, {reading.account.summary()}", file=sys.stderr)
     return Work(model, options, documents, num_bytes, progress=bar)

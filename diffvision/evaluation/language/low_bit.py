@@ -1,11 +1,12 @@
-"""Attention in few bits: what kernels and caches really round, and which models suffer from it.
+"""Low-bit attention: the loss and the error of each layer when kernels or caches round their inputs.
 
-The paper (arXiv 2410.05258, figure 8) rounds attention logits, as `logits_8` and so on do here. No kernel does: kernels
-round queries and keys (the product is summed in 32 bits), probabilities and values; caches round keys and values. Here
-each of them is rounded in turn in a model that computes in float32 otherwise. docs/results/low_bit.md has the reading.
+The paper (arXiv 2410.05258, figure 8) rounds attention logits, as `logits_8`, `logits_6` and `logits_4` do here.
+Kernels do not: they round queries and keys (the product is summed in 32 bits), probabilities and values. Caches round
+keys and values. Each scheme rounds one of these in a model that computes in float32 otherwise; the results are in
+docs/results/low_bit.md.
 
-Two factors decide how well a differential model fares next to a plain one: how much smaller its logits are after
-training, and how much the difference of its maps amplifies errors, for what cancels in it is signal and not error.
+A differential model is affected differently from a plain one because its logits are smaller after training, and because
+the difference of its maps amplifies errors: the signal cancels, the error does not.
 """
 
 from __future__ import annotations
@@ -13,30 +14,28 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffvision.analysis.capture import Call, Scores, captured, run_towers
-from diffvision.evaluation.language.language_options import SCHEMES as NAMES
 from diffvision.evaluation.language.scoring import Progress, get_device, silent, token_losses
 from diffvision.evaluation.per_sample import PerSample, count_each
 from diffvision.models.modes import evaluating
 
 QUERY_ROWS, KEY_ROWS = 128, 64  # SageAttention's blocks
 GROUP = 32  # numbers that share a scale in a quantised cache (KIVI's default)
-RECENT = 128  # tokens up to a query that a quantised cache keeps in full precision for it, at least
-
-# ---- rounding ----------------------------------------------------------------------------------------------------
-# Rounds and scales back in one step: the result is what a kernel computes with, apart from the order of its sums.
+RECENT = 128  # the least number of recent tokens that a quantised cache keeps in full precision for a query
 
 
 def to_integers(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     """Round to 2 ** bits - 1 even levels from -a to a, a the largest absolute value along `dims`.
 
-    Halves are rounded away from zero, as SageAttention's kernels do.
+    This and the functions below round and scale back in one step: the result is what a kernel computes with, up to
+    the order of its sums. Halves are rounded away from zero, as in SageAttention's kernels.
 
     Args:
         x: any shape.
@@ -50,34 +49,34 @@ def to_integers(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 
 
 def to_float8(x: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Round to float8 (e4m3), the largest absolute value along `dims` scaled to 448, the largest that it has."""
+    """Round to float8 (e4m3), scaled so that the largest absolute value along `dims` is 448, its maximum."""
     highest = torch.finfo(torch.float8_e4m3fn).max
     scale = (x.abs().amax(dim=dims, keepdim=True) / highest).clamp(min=torch.finfo(x.dtype).tiny)
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def round_by_block(x: Tensor, bits: int, rows: int) -> Tensor:
-    """Round each block of rows to integers with one scale, as SageAttention does with q (128 rows) and k (64).
+    """Round each block of rows of x [..., N, D] to integers with one scale, as SageAttention does.
 
     Args:
         x: [..., N, D]; the last block may have fewer rows.
         bits: as `to_integers`.
-        rows: tokens a block.
+        rows: tokens per block; SageAttention has 128 for q and 64 for k.
     """
     return torch.cat([to_integers(block, bits, (-2, -1)) for block in x.split(rows, dim=-2)], dim=-2)
 
 
 def subtract_key_mean(k: Tensor) -> Tensor:
-    """Subtract the mean over tokens from keys [..., N, D], each map's and head's its own.
+    """Subtract the mean over tokens from keys [..., N, D], for each map and head.
 
-    A row of logits changes by one number, which softmax does not see; what the channels have in common is not rounded
-    (SageAttention, arXiv 2410.02367).
+    It shifts each row of logits by a constant, which softmax ignores, and removes what the channels have in common
+    before rounding (SageAttention, arXiv 2410.02367).
     """
     return k - k.mean(dim=-2, keepdim=True)
 
 
 def round_by_group(x: Tensor, bits: int, dim: int) -> Tensor:
-    """Round each group of `GROUP` numbers along an axis to 2 ** bits levels from its least to its largest.
+    """Round each group of `GROUP` numbers along an axis to 2 ** bits levels from its minimum to its maximum.
 
     KIVI (arXiv 2402.02750) groups tokens for keys, one channel at a time, and channels for values, one token at a time.
 
@@ -95,14 +94,11 @@ def round_by_group(x: Tensor, bits: int, dim: int) -> Tensor:
     return torch.cat([rounded(group) for group in x.split(GROUP, dim=dim)], dim=dim)
 
 
-# ---- quantised logits (arXiv 2410.05258, figure 8) ------------------------------------------------------------------
-
-
 def quantise_logits(logits: Tensor, allowed: Tensor, bits: int) -> Tensor:
     """Round logits to the nearest of 2 ** bits - 1 even levels from -a to a (dynamic absmax).
 
-    a is the largest absolute value that any query of a sequence may attend to in a layer. The paper does not say what
-    shared its a.
+    a is the largest absolute value that any query of a sequence may attend to in a layer. The paper does not say over
+    which logits its a was taken.
 
     Args:
         logits: [B, H, P, M, N].
@@ -115,19 +111,8 @@ def quantise_logits(logits: Tensor, allowed: Tensor, bits: int) -> Tensor:
     return (logits / step).round().clamp(-highest, highest) * step
 
 
-def row_losses(model: nn.Module, rows: Tensor, batch_size: int) -> Tensor:
-    """Return the model's loss of each of rows [S, N], nats a token, float64 [S]."""
-    return torch.cat([token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)])
-
-
-# ---- schemes -----------------------------------------------------------------------------------------------------
-
-
 class Int8Maps(Scores):
-    """Scores whose maps are rounded to 0..127 of each row's largest: exp(logit - largest) in steps of 1/127.
-
-    The row's sum is that before rounding, as in kernels.
-    """
+    """Scores whose maps are rounded to 0..127 of each row's maximum, and divided by the row's sum before rounding."""
 
     def maps(self) -> Tensor:
         """Return the rounded maps."""
@@ -135,7 +120,7 @@ class Int8Maps(Scores):
 
 
 class Float8Maps(Scores):
-    """Scores whose maps are rounded to float8 (e4m3), each row's largest scaled to 448."""
+    """Scores whose maps are rounded to float8 (e4m3), each row's maximum scaled to 448."""
 
     def maps(self) -> Tensor:
         """Return the rounded maps."""
@@ -143,65 +128,46 @@ class Float8Maps(Scores):
 
 
 Scheme = Callable[[Call], Scores]
-"""Returns scores computed in few bits, and replaces the call's values where it rounds them."""
+"""Returns scores computed in few bits, and replaces the call's values if it rounds them."""
 
 
-def _logits(bits: int) -> Scheme:
-    """Return the paper's scheme, which rounds the logits themselves."""
-
-    def scores(call: Call) -> Scores:
-        full = call.scores()
-        return full._replace(logits=quantise_logits(full.logits, full.allowed, bits))
-
-    return scores
+def _round_logits(call: Call, bits: int) -> Scores:
+    """Round the logits themselves, as the paper does."""
+    full = call.scores()
+    return full._replace(logits=quantise_logits(full.logits, full.allowed, bits))
 
 
-def _products(bits: int, keys: Callable[[Tensor], Tensor] = lambda k: k) -> Scheme:
-    """Return SageAttention's scheme: queries and keys in blocks. On GPUs its 4 bits have a scale for fewer rows."""
-
-    def scores(call: Call) -> Scores:
-        k = round_by_block(keys(_widen(call.k)), bits, KEY_ROWS)
-        return dataclasses.replace(call, q=round_by_block(_widen(call.q), bits, QUERY_ROWS), k=k).scores()
-
-    return scores
+def _round_products(call: Call, bits: int, *, smooth: bool = False) -> Scores:
+    """Round queries and keys in blocks, as SageAttention does; on GPUs its 4 bits have a scale for fewer rows."""
+    q, k = _widen(call.q), _widen(call.k)
+    k = subtract_key_mean(k) if smooth else k
+    rounded = dataclasses.replace(call, q=round_by_block(q, bits, QUERY_ROWS), k=round_by_block(k, bits, KEY_ROWS))
+    return rounded.scores()
 
 
-def _outputs(kind: type[Scores], values: Callable[[Tensor, int], Tensor]) -> Scheme:
-    """Return the scheme of the second product: probabilities by row, values by channel."""
-
-    def scores(call: Call) -> Scores:
-        call.v = values(_values(call), -2)
-        return kind(*call.scores())
-
-    return scores
+def _round_outputs(call: Call, kind: type[Scores], values: Callable[[Tensor], Tensor]) -> Scores:
+    """Round the factors of the second product: probabilities by row, values by channel."""
+    call.v = values(_values(call))
+    return kind(*call.scores())
 
 
-def _cache(bits: int) -> Scheme:
-    """Return KIVI's scheme: keys by channel over groups of tokens, values by token, recent ones kept.
+def _round_cache(call: Call, bits: int) -> Scores:
+    """Round as KIVI does: keys by channel over groups of tokens, values by token, but not recent ones.
 
-    Every key stands twice in a row of logits, as it is and rounded, and the mask says which of the two a query reads.
+    Each key has two columns of logits, one exact and one rounded, and the mask says which of the two a query reads.
     """
-
-    def scores(call: Call) -> Scores:
-        full, k, v = call.scores(), _widen(call.k), _values(call)
-        if not full.is_rowwise:
-            raise ValueError(f"{type(call.layer).__name__} takes no cache: name other schemes (--options.schemes)")
-        low = dataclasses.replace(call, k=round_by_group(k, bits, -2)).scores()
-        old = mask_rounded_keys(k.shape[3] - call.q.shape[3], k.shape[3], RECENT).to(k.device)
-        call.v = torch.cat([v, round_by_group(v, bits, -1)], dim=-2)
-        logits = torch.cat([full.logits, low.logits], dim=-1)
-        return full._replace(logits=logits, allowed=torch.cat([full.allowed & ~old, full.allowed & old], dim=-1))
-
-    return scores
-
-
-def mask_rounded_keys(start: int, stop: int, recent: int) -> Tensor:
-    """Return [stop - start, stop]: which keys of a cache the queries at positions start to stop read rounded.
-
-    A group of tokens is rounded when the last of it is no longer among the `recent` tokens up to the query.
-    """
-    old = (torch.arange(start, stop) + 1 - recent).clamp(min=0)
-    return torch.arange(stop) < (old // GROUP * GROUP)[:, None]
+    full, k, v = call.scores(), _widen(call.k), _values(call)
+    if not full.is_rowwise:
+        raise ValueError(f"{type(call.layer).__name__} takes no cache: name other schemes (--options.schemes)")
+    low = dataclasses.replace(call, k=round_by_group(k, bits, -2)).scores()
+    # A group of tokens is rounded when its last token is no longer among the recent ones of the query.
+    keys = torch.arange(k.shape[3], device=k.device)
+    old = (keys[k.shape[3] - call.q.shape[3] :] + 1 - RECENT).clamp(min=0) // GROUP * GROUP
+    is_rounded = keys < old[:, None]
+    call.v = torch.cat([v, round_by_group(v, bits, -1)], dim=-2)
+    logits = torch.cat([full.logits, low.logits], dim=-1)
+    allowed = torch.cat([full.allowed & ~is_rounded, full.allowed & is_rounded], dim=-1)
+    return full._replace(logits=logits, allowed=allowed)
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -217,13 +183,20 @@ def _values(call: Call) -> Tensor:
     return _widen(call.v)
 
 
-_SCHEMES = (
-    *(_logits(8), _logits(6), _logits(4)),
-    *(_products(8), _products(8, subtract_key_mean), _products(4), _products(4, subtract_key_mean)),
-    *(_outputs(Int8Maps, lambda v, dim: to_integers(v, 8, dim)), _outputs(Float8Maps, to_float8)),
-    *(_cache(8), _cache(4), _cache(2)),
-)
-SCHEMES: dict[str, Scheme] = dict(zip(NAMES, _SCHEMES, strict=True))
+SCHEMES: dict[str, Scheme] = {
+    "logits_8": partial(_round_logits, bits=8),
+    "logits_6": partial(_round_logits, bits=6),
+    "logits_4": partial(_round_logits, bits=4),
+    "qk_int8": partial(_round_products, bits=8),
+    "qk_int8_smooth": partial(_round_products, bits=8, smooth=True),
+    "qk_int4": partial(_round_products, bits=4),
+    "qk_int4_smooth": partial(_round_products, bits=4, smooth=True),
+    "pv_int8": partial(_round_outputs, kind=Int8Maps, values=partial(to_integers, bits=8, dims=-2)),
+    "pv_fp8": partial(_round_outputs, kind=Float8Maps, values=partial(to_float8, dims=-2)),
+    "cache_8": partial(_round_cache, bits=8),
+    "cache_4": partial(_round_cache, bits=4),
+    "cache_2": partial(_round_cache, bits=2),
+}
 
 
 def low_bit(
@@ -237,34 +210,27 @@ def low_bit(
     """Return the loss under each scheme, and what `attention_errors` returns.
 
     Args:
-        model: as `analysis.capture.captured`, with its values in one piece (transformers' DiffLlama has not).
-        rows: int64 [S, N], which the model reads whole.
+        model: as `analysis.capture.captured`, with its values in one piece (transformers' DiffLlama splits them).
+        rows: int64 [S, N], which the model reads whole. They share one length, because padding would share scales with
+            tokens.
         schemes: names of `SCHEMES`.
         batch_size: rows at a time.
 
     Returns:
-        {"nll/full": nats a token, "nll/<scheme>": ..., "nll_rise/<scheme>": how much more than in full precision, by
+        {"nll/full": nats per token, "nll/<scheme>": ..., "nll_rise/<scheme>": how much more than in full precision, by
         row, and those of `attention_errors`}.
 
     Raises:
-        ValueError: a layer that a scheme cannot be computed for.
+        ValueError: a layer for which a scheme cannot be computed.
     """
     metrics: dict[str, PerSample | float] = {**attention_errors(model, rows, schemes=schemes, progress=progress)}
-    losses: dict[str | None, Tensor] = {}
-    for name in progress([None, *schemes], "low-bit attention"):
-        rounded = nullcontext() if name is None else low_bit_attention(model, name)
-        with evaluating(model), rounded:
-            losses[name] = row_losses(model, rows, batch_size)
-            metrics[f"nll/{name or 'full'}"] = losses[name].mean().item()
-    return metrics | {f"nll_rise/{name}": count_each(losses[name] - losses[None]) for name in schemes}
-
-
-def low_bit_attention(model: nn.Module, scheme: str) -> AbstractContextManager[None]:
-    """Return a context in which the model attends by one of `SCHEMES`.
-
-    The padding of a batch of unequal rows shares scales with its tokens: give rows of one length, or a batch of one.
-    """
-    return captured(model, SCHEMES[scheme])
+    losses: dict[str, Tensor] = {}
+    for name in progress(["full", *schemes], "low-bit attention"):
+        with evaluating(model), nullcontext() if name == "full" else captured(model, SCHEMES[name]):
+            of_batches = [token_losses(model, batch).double().mean(dim=1).cpu() for batch in rows.split(batch_size)]
+        losses[name] = torch.cat(of_batches)
+        metrics[f"nll/{name}"] = losses[name].mean().item()
+    return metrics | {f"nll_rise/{name}": count_each(losses[name] - losses["full"]) for name in schemes}
 
 
 def attention_errors(
@@ -274,23 +240,23 @@ def attention_errors(
     schemes: Sequence[str] = tuple(SCHEMES),
     progress: Progress = silent,
 ) -> dict[str, float]:
-    """Return each layer's error under each scheme, and the two factors that decide about it.
+    """Return each layer's error under each scheme, its largest logit, and how much its difference amplifies errors.
 
-    The layer reads what it reads in full precision, so that errors of the layers before it do not count. Its output is
-    that of the heads, before a head norm. The measures are SageAttention's.
+    Each layer reads exact inputs, so that errors of the layers before it do not count. Its output is that of the heads,
+    before a head norm. The measures are SageAttention's.
 
     Args:
-        model, rows, schemes: as `low_bit`. Rows are read one at a time; a few logits of a layer are in memory
+        model, rows, schemes: as `low_bit`. Rows are read one at a time, because several logits of a layer are in memory
             at once.
 
     Returns:
         For each scheme and layer i from 0, "cosine/<scheme>/i", of the output with that in full precision, and
-        "relative_l1/<scheme>/i", the sum of absolute differences over that of absolute values. "largest_logit/i", in
-        absolute value, of all that a query may attend to. "cancellation/i", sqrt(|O1|^2 + |lambda O2|^2) over
-        |O1 - lambda O2|, how much more errors of the maps count in their difference than in the maps; 1 where there is
-        one map. Each also without "/i": the largest of all layers' logits, and means over layers.
+        "relative_l1/<scheme>/i", the sum of absolute differences over that of absolute values. "largest_logit/i", the
+        largest absolute logit that a query may attend to. "cancellation/i", sqrt(|O1|^2 + |lambda O2|^2) over
+        |O1 - lambda O2|: how much the difference of the maps amplifies their errors; 1 for a single map. Each also
+        without "/i": the largest of all layers' logits, and means over layers.
     """
-    layers: dict[str, Layer] = defaultdict(Layer)
+    layers: dict[str, _Layer] = defaultdict(_Layer)
 
     def see(call: Call) -> None:
         call.v, low = _values(call), {}
@@ -302,51 +268,48 @@ def attention_errors(
     with evaluating(model), captured(model, see):
         for row in progress(rows.split(1), "errors of low-bit attention"):
             run_towers(model, {"tokens": row.to(get_device(model))})
-    by_metric: dict[str, list[float]] = defaultdict(list)
-    for layer in layers.values():
-        for metric, value in layer.metrics().items():
-            by_metric[metric].append(value)
+    by_layer = [layer.metrics() for layer in layers.values()]
     metrics: dict[str, float] = {}
-    for metric, values in by_metric.items():
+    for metric in by_layer[0]:
+        values = [of_layer[metric] for of_layer in by_layer]
         metrics[metric] = max(values) if metric == "largest_logit" else sum(values) / len(values)
         metrics |= {f"{metric}/{index}": value for index, value in enumerate(values)}
     return metrics
 
 
-class Layer:
+class _Layer:
     """Sums over rows of one layer's outputs and their errors."""
 
     def __init__(self) -> None:
-        self.largest = 0.0
-        # Squares of the maps' outputs, and of the layer's.
-        self.parts, self.square = 0.0, 0.0
-        self.absolute = 0.0
-        # Of each scheme: the product with the full output, the square, and the absolute difference.
+        self.largest_logit = 0.0
+        self.maps_square, self.output_square, self.output_absolute = 0.0, 0.0, 0.0
+        # For each scheme: the product with the exact output, the square, and the absolute difference.
         self.low: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
 
     def add(self, call: Call, low: Mapping[str, Tensor]) -> None:
-        """Take a call in full precision, and its outputs [B, H, N, V] under each scheme."""
+        """Add a call in full precision, and its outputs [B, H, N, V] under each scheme."""
         scores = call.scores()
-        self.largest = max(self.largest, (scores.logits.abs() * scores.allowed).max().item())
-        output, values = _output(call, scores), call.values(scores.logits.dtype)
+        self.largest_logit = max(self.largest_logit, (scores.logits.abs() * scores.allowed).max().item())
+        values = call.values(scores.logits.dtype)
         weights: list[Any] = [1.0] if scores.lam is None else [1.0, scores.lam]
         for weight, attention in zip(weights, scores.maps().unbind(2), strict=True):
-            self.parts += (weight * attention @ values).double().square().sum().item()
-        output = output.double()
-        self.square += output.square().sum().item()
-        self.absolute += output.abs().sum().item()
+            self.maps_square += (weight * attention @ values).double().square().sum().item()
+        output = _output(call, scores).double()
+        self.output_square += output.square().sum().item()
+        self.output_absolute += output.abs().sum().item()
         for name, other in low.items():
             wide = other.double()
             sums = [(wide * output).sum(), wide.square().sum(), (wide - output).abs().sum()]
             self.low[name] += torch.stack(sums).cpu()
 
     def metrics(self) -> dict[str, float]:
-        """Return the layer's metrics, NaN where its output is zero."""
-        metrics = {"largest_logit": self.largest, "cancellation": _ratio(self.parts, self.square) ** 0.5}
+        """Return the layer's metrics, NaN if its output is zero."""
+        cancellation = _ratio(self.maps_square, self.output_square) ** 0.5
+        metrics = {"largest_logit": self.largest_logit, "cancellation": cancellation}
         for name, sums in self.low.items():
             product, square, difference = sums.tolist()
-            metrics[f"cosine/{name}"] = _ratio(product, (square * self.square) ** 0.5)
-            metrics[f"relative_l1/{name}"] = _ratio(difference, self.absolute)
+            metrics[f"cosine/{name}"] = _ratio(product, (square * self.output_square) ** 0.5)
+            metrics[f"relative_l1/{name}"] = _ratio(difference, self.output_absolute)
         return metrics
 
 

@@ -34,7 +34,7 @@ class Task:
     """Demonstrations to draw from, and the queries.
 
     Raises:
-        ValueError: fewer than two classes; a query of a class without demonstrations; a template without its fields.
+        ValueError: fewer than two classes; a query of a class without demonstrations.
     """
 
     demonstrations: Sequence[Example]
@@ -47,10 +47,6 @@ class Task:
             raise ValueError(f"{self.name} must have two classes or more, got {self.labels}")
         if strange := sorted({query.label for query in self.queries} - set(self.labels)):
             raise ValueError(f"{self.name} asks for {', '.join(strange[:5])} without a demonstration: add one")
-        if " {label}\n" not in self.template or "{text}" not in self.template.partition(" {label}")[0]:
-            raise ValueError(
-                f"the template {self.template!r} must hold '{{text}}', and after it ' {{label}}' and a line's end"
-            )
 
     @property
     def labels(self) -> list[str]:
@@ -151,23 +147,23 @@ def order_robustness(
     return metrics
 
 
-def shuffled(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+def shuffle(examples: Sequence[Example], draw: random.Random) -> list[Example]:
     """Return the examples in random order."""
     return draw.sample(list(examples), len(examples))
 
 
-def alternating(examples: Sequence[Example], draw: random.Random) -> list[Example]:
+def alternate(examples: Sequence[Example], draw: random.Random) -> list[Example]:
     """Return one example of each class in turn while they last; classes, and examples of a class, in random order."""
     classes: dict[str, list[Example]] = defaultdict(list)
-    for example in shuffled(examples, draw):
+    for example in shuffle(examples, draw):
         classes[example.label].append(example)
     rounds = max(len(members) for members in classes.values())
     return [members[turn] for turn in range(rounds) for members in classes.values() if turn < len(members)]
 
 
 ARRANGEMENTS: dict[str, Callable[[Sequence[Example], random.Random], list[Example]]] = {
-    "random": shuffled,
-    "alternating": alternating,
+    "random": shuffle,
+    "alternating": alternate,
 }
 
 
@@ -178,7 +174,7 @@ def draw_demonstrations(task: Task, shots: int, seed: int) -> list[Example]:
             f"{shots} shots of {task.name}, which has {len(task.demonstrations)} demonstrations: ask for 1 to as many"
         )
     draw = random.Random(f"demonstrations {seed} {task.name}")
-    return shuffled(alternating(task.demonstrations, draw)[:shots], draw)
+    return shuffle(alternate(task.demonstrations, draw)[:shots], draw)
 
 
 def encode_prompts(

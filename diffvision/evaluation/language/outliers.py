@@ -1,8 +1,8 @@
 """Activation outliers: the largest attention logits and hidden states against the median (arXiv 2410.05258, table 5).
 
-Absolute values. Attention logits are those before softmax that a query may attend to, of all layers, heads and maps
-together (both maps of a differential head: microsoft/unilm issue #1666); hidden states are the outputs of the blocks,
-each with its residual (the same issue).
+Attention logits are those before softmax at allowed positions, pooled over all layers, heads and maps (both maps of a
+differential head: microsoft/unilm issue #1666). Hidden states are the outputs of the blocks with their residuals (the
+same issue).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DROPPED = 12  # low bits of a float32 that the median's histogram leaves out: b
 
 
 class Magnitudes:
-    """The largest absolute values of a stream of tensors, and their median, without keeping the stream.
+    """The largest absolute values of a stream of tensors, and their median, without storing the stream.
 
     Args:
-        keep: how many of the largest are kept.
+        keep: how many of the largest to store.
     """
 
     def __init__(self, keep: int = max(TOP)) -> None:
@@ -34,7 +34,7 @@ class Magnitudes:
         self._counts = torch.zeros(1 << (31 - _DROPPED), dtype=torch.int64)
 
     def add(self, values: Tensor) -> None:
-        """Take further values, of any shape."""
+        """Add values of any shape."""
         magnitudes = values.detach().float().abs().flatten()
         if not magnitudes.numel():
             return

@@ -1,8 +1,7 @@
-"""Which tokens of a prompt a cache of keys and values keeps: scores by attention, real pruning, and the same by masks.
+"""Pruning the KV cache of a prompt: scores of its tokens, a cache of the best ones, and the same computed by masks.
 
-Every map and head that reads a key/value head keeps the same tokens, since the keys of both maps and the value live or
-die together. After pruning each softmax is over what is left. What it costs is measured in
-`diffvision.evaluation.language.cache_pruning`.
+All maps and heads that read a key/value head keep the same tokens, because a token's keys of both maps and its value
+are dropped together. After pruning, each softmax runs over the remaining tokens. `cache_pruning` measures the cost.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ class Method(NamedTuple):
 
 
 def _mean_of_maps(scores: Scores) -> Tensor:
-    """Return the mean of a head's maps: what a method sees that knows nothing of the difference."""
+    """Return the mean of a head's maps, for methods made for plain attention."""
     return scores.maps().mean(dim=2)
 
 
@@ -139,15 +138,16 @@ class Compress:
         batch, length = tokens.shape
         cache = model.new_cache(batch, length)
         stop = torch.full((batch,), length, device=tokens.device)
-        prompts = self._prompts(torch.zeros_like(stop) if padding is None else padding, stop)
-        generator = self._generator()
+        start = torch.zeros_like(stop) if padding is None else padding
+        generator = torch.Generator().manual_seed(self.seed)
         keeps: list[Tensor] = []
-        with captured(model, lambda call: keeps.append(self._select(call, prompts, generator))):
+        with captured(model, lambda call: keeps.append(self.select_tokens(call, start, stop, generator))):
             hidden = model.hidden(tokens, cache=cache, padding=padding)
-        count = int(prompts.budget.max())
+        budget = self._prompts(start, stop).budget
+        count = int(budget.max())
         # Kept tokens in their order at the right; at the left of shorter prompts, slots that are masked.
         indices = [keep.byte().argsort(dim=-1, stable=True)[..., -count:] for keep in keeps]
-        cache.keep(indices, count + more, None if padding is None else count - prompts.budget)
+        cache.keep(indices, count + more, None if padding is None else count - budget)
         return hidden, cache
 
     def select_tokens(
@@ -159,7 +159,7 @@ class Compress:
             call: of the layer, whose queries and keys are of the same tokens, from the row's first on.
             start: [B].
             stop: [B].
-            generator: of "random", on the CPU; a new one of the seed if None.
+            generator: of "random", on the CPU; by default a new one with the seed.
 
         Returns:
             [B, Hk, N] up to the last prompt's end; False outside of the prompt.
@@ -167,24 +167,20 @@ class Compress:
         Raises:
             ValueError: the layer does not have what the method reads, or its past is not in keys and values.
         """
-        return self._select(call, self._prompts(start, stop), generator or self._generator())
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-    def _prompts(self, start: Tensor, stop: Tensor) -> Prompts:
-        counts = (stop - start).tolist()
-        budget = torch.tensor([self.count(tokens) for tokens in counts], device=stop.device)
-        return Prompts(start, stop, budget, (budget // 2).clamp(max=self.window))
-
-    def _select(self, call: Call, prompts: Prompts, generator: torch.Generator) -> Tensor:
         method = METHODS[self.method]
-        self._check(call, method)
-        keys = int(prompts.stop.max())
-        position = torch.arange(keys, device=call.k.device)
-        recent = position >= (prompts.stop - prompts.recent)[:, None]
-        real = (position >= prompts.start[:, None]) & (position < prompts.stop[:, None])
+        if isinstance(call.layer, AttentionLayer):
+            call.layer.check_cacheable()
+        if method.differential and call.lam is None:
+            raise ValueError(
+                f"{self.method} reads the two maps of a differential layer, and {call.name} has one: choose one of "
+                f"{', '.join(plain_methods())}"
+            )
+        prompts = self._prompts(start, stop)
+        position = torch.arange(int(stop.max()), device=call.k.device)
+        recent = position >= (stop - prompts.recent)[:, None]
+        real = (position >= start[:, None]) & (position < stop[:, None])
         if method.weights is None:
+            generator = generator or torch.Generator().manual_seed(self.seed)
             scores = self._score_without_queries(call, prompts, position, generator)
         else:
             scores = self._score_by_queries(call, prompts, recent, method)
@@ -193,14 +189,10 @@ class Compress:
         rank = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
         return rank < prompts.budget[:, None, None]
 
-    def _check(self, call: Call, method: Method) -> None:
-        if isinstance(call.layer, AttentionLayer):
-            call.layer.check_cacheable()
-        if method.differential and call.lam is None:
-            raise ValueError(
-                f"{self.method} reads the two maps of a differential layer, and {call.name} has one: choose one of "
-                f"{', '.join(plain_methods())}"
-            )
+    def _prompts(self, start: Tensor, stop: Tensor) -> Prompts:
+        counts = (stop - start).tolist()
+        budget = torch.tensor([self.count(tokens) for tokens in counts], device=stop.device)
+        return Prompts(start, stop, budget, (budget // 2).clamp(max=self.window))
 
     def _score_without_queries(
         self, call: Call, prompts: Prompts, position: Tensor, generator: torch.Generator
@@ -241,9 +233,9 @@ def plain_methods() -> list[str]:
 
 @contextmanager
 def pruned_attention(model: nn.Module, compress: Compress, prompts: Int[Tensor, "B"]) -> Iterator[None]:
-    """Have the tokens behind a prompt attend to what is kept of it, and to each other, within the block.
+    """Within the block, let tokens after a prompt attend only to its kept tokens and to each other.
 
-    It computes what a pruned cache does, of whole rows and for any model, and saves nothing.
+    This computes what a pruned cache does, for whole rows and any model, and saves no memory.
 
     Args:
         model: a model as `analysis.capture.captured` takes it, which reads rows of B sequences from their first token
@@ -252,7 +244,7 @@ def pruned_attention(model: nn.Module, compress: Compress, prompts: Int[Tensor, 
         prompts: [B] the number of tokens in each row's prompt.
 
     Raises:
-        ValueError: as `Compress.kept`.
+        ValueError: as `Compress.select_tokens`.
     """
     generator = torch.Generator().manual_seed(compress.seed)
 

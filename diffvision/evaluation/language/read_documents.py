@@ -117,7 +117,7 @@ def _token_documents(folder: Path, tokenizer: Any, reading: Reading) -> Iterator
     yield from (document.tolist() for document in files.documents())
 
 
-def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:
+def tokenise(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) -> tuple[list[Tensor], int]:
     """Return documents as tokens, each after a start token, and the bytes of UTF-8 in their text.
 
     Documents are texts, or tokens already. There are `at_most` tokens in all: the last document is cut.
@@ -143,7 +143,7 @@ def tokenised(texts: Iterable[str | list[int]], tokenizer: Any, at_most: int) ->
     return documents, num_bytes
 
 
-def rows_of(documents: Sequence[Tensor], length: int) -> Tensor:
+def cut_rows(documents: Sequence[Tensor], length: int) -> Tensor:
     """Return the documents end to end, cut in rows of one length, int64 [S, length]; the rest is left out.
 
     Raises:

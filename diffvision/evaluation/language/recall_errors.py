@@ -63,8 +63,8 @@ def recall_errors(
     rows: list[tuple[int, int, Answer, int]] = []  # number of facts, length, answer, unit
     for count, length in progress(list(drawn), "answers about one of N facts"):
         of_cell = drawn[count, length]
-        for sample, (_, answer) in zip(of_cell, answers(model, of_cell, form, batch_size), strict=True):
-            rows.append((count, length, answer, unit(sample.tokens)))
+        for sample, (_, answer) in zip(of_cell, decode_answers(model, of_cell, form, batch_size), strict=True):
+            rows.append((count, length, answer, hash_sample(sample.tokens)))
 
     results: dict[str, PerSample] = {answer: _share(answer, rows) for answer in ANSWERS}
     for count in facts:
@@ -86,7 +86,7 @@ def _share(answer: Answer, rows: Sequence[tuple[int, int, Answer, int]]) -> PerS
 
 
 def classify(output: str, value: int, context: str, form: Form) -> Answer:
-    """Return what an answer is.
+    """Return the class of an answer.
 
     Args:
         output: what the model wrote after the city's name.
@@ -106,13 +106,15 @@ def classify(output: str, value: int, context: str, form: Form) -> Answer:
     return "distracted" if int(number[1]) in map(int, re.findall(r"\d+", context)) else "fabricated"
 
 
-def unit(content: object) -> int:
-    """Return a number that identifies a sample, so that two models' samples can be compared only if they are equal."""
+def hash_sample(content: object) -> int:
+    """Return a hash of a sample as its unit, so that two models are compared only on equal samples."""
     return int(fingerprint(content)[:15], 16)
 
 
-def answers(model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size: int) -> list[tuple[list[int], Answer]]:
-    """Return the tokens that the model writes after each sample's last city, and what they are."""
+def decode_answers(
+    model: Model, drawn: Sequence[NeedleSample], form: Form, batch_size: int
+) -> list[tuple[list[int], Answer]]:
+    """Return the tokens that the model writes after each sample's last city, and their class."""
     tokenizer = model.tokenizer
     end = form.answer.partition("{number}")[2][:1]  # the mark after the number
     digits = len(str(form.highest)) + 2  # as many tokens as a number can have, with a space and what ends it

@@ -1,4 +1,4 @@
-"""What a language model says of given tokens: losses and greedy matches.
+"""Token losses and greedy matches of a language model.
 
 A model is anything that maps int64 tokens [B, N] to logits [B, N, vocabulary]: `diffvision.models.language`, a Hugging
 Face causal language model (an object with `.logits`), or a function. It must be causal: rows of unequal length are
@@ -35,7 +35,7 @@ def get_device(model: Any) -> torch.device:
 def logits_at(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     """Return float32 logits [B, K, vocabulary] after the tokens [B, N] at `positions` [B, K].
 
-    Only those positions reach the head where the model keeps its head apart.
+    A model with a separate head computes logits for those positions only.
     """
     tokens, positions = tokens.to(get_device(model)), positions.to(get_device(model))
     states, head = _states_and_head(model, tokens)
@@ -45,8 +45,8 @@ def logits_at(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
 def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
     """Return the negative log-likelihood in nats of each token after the first, float32 [B, N - 1].
 
-    The model reads N - 1 tokens. The head's logits are made for `chunk` positions at a time where the model keeps its
-    head apart (ours), so that a long row needs no [N, vocabulary].
+    The model reads N - 1 tokens. If its head is separate, as in ours, logits are computed for `chunk` positions at a
+    time, so that a long row needs no [N, vocabulary].
     """
     tokens = tokens.to(get_device(model))
     states, head = _states_and_head(model, tokens[:, :-1])
@@ -58,7 +58,7 @@ def token_losses(model: Any, tokens: Tensor, chunk: int = 1024) -> Tensor:
 
 
 def _states_and_head(model: Any, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return what the head reads, [B, N, width], and the head; the logits for a model that does not part them."""
+    """Return the head's input, [B, N, width], and the head; for a model without a separate head its logits."""
     hugging_face = hasattr(model, "get_output_embeddings")
     if not hugging_face and hasattr(model, "hidden") and hasattr(model, "head_weight"):
         return model.hidden(tokens), lambda states: F.linear(states, model.head_weight)

@@ -21,7 +21,7 @@ from diffvision.evaluation.language.needle import needle, needle_samples
 from diffvision.evaluation.language.outliers import outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.position_nll import position_nll
-from diffvision.evaluation.language.read_documents import rows_of
+from diffvision.evaluation.language.read_documents import cut_rows
 from diffvision.evaluation.language.recall_errors import recall_errors
 from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.per_sample import PerSample
@@ -173,11 +173,11 @@ def _many_shot(work: Work) -> dict[str, float]:
 
 
 def _outliers(work: Work) -> dict[str, float]:
-    return outliers(work.model.module, rows_of(work.documents, work.window), progress=work.progress)
+    return outliers(work.model.module, cut_rows(work.documents, work.window), progress=work.progress)
 
 
 def _low_bit(work: Work) -> dict[str, PerSample | float]:
-    rows = rows_of(work.documents, work.window)
+    rows = cut_rows(work.documents, work.window)
     return low_bit(work.model.module, rows, schemes=work.options.schemes or tuple(SCHEMES), **work.batches)
 
 
@@ -203,7 +203,7 @@ def _cache_pruning(work: Work) -> dict[str, PerSample | float]:
         )
     return cache_pruning(
         work.model.module,
-        rows_of(work.documents, work.window + 1),
+        cut_rows(work.documents, work.window + 1),
         samples,
         continuation=options.continuation,
         methods=options.pruning_methods,

@@ -6,7 +6,7 @@ from language_fixtures import make_llama
 
 from diffvision.analysis.capture import captured
 from diffvision.evaluation.language.cache_pruning import cache_pruning
-from diffvision.evaluation.language.low_bit import low_bit, low_bit_attention
+from diffvision.evaluation.language.low_bit import SCHEMES, low_bit
 from diffvision.evaluation.language.outliers import decoder_layers, outliers
 from diffvision.evaluation.language.perplexity import perplexity
 from diffvision.evaluation.language.pruning import Compress, pruned_attention
@@ -33,7 +33,7 @@ def test_reading_changes_nothing(llama):
 @torch.no_grad()
 def test_evaluations_take_them(llama):
     whole = llama(ROWS).logits
-    with low_bit_attention(llama, "logits_4"):
+    with captured(llama, SCHEMES["logits_4"]):
         assert not torch.allclose(llama(ROWS).logits, whole, atol=1e-2)
     torch.testing.assert_close(llama(ROWS).logits, whole)
     assert len(decoder_layers(llama)) == 2

@@ -17,7 +17,7 @@ from diffvision.evaluation.language import low_bit, pruning
 from diffvision.evaluation.language.evaluate_language_command import run
 from diffvision.evaluation.language.language_options import METHODS, SCHEMES, LanguageOptions
 from diffvision.evaluation.language.language_suite import evaluate_language, write_numbers
-from diffvision.evaluation.language.read_documents import Reading, read_documents, rows_of, tokenised
+from diffvision.evaluation.language.read_documents import Reading, cut_rows, read_documents, tokenise
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.models import language
 from diffvision.opening import open_model
@@ -92,14 +92,14 @@ def test_texts_are_read_in_order_and_cut(home, words, tmp_path):
     texts = read(home / "texts")
     assert len(texts) == 9
     assert texts[8].startswith("Grüße")
-    documents, num_bytes = tokenised(["ab cd ef", "gh ij"], words, at_most=4)
+    documents, num_bytes = tokenise(["ab cd ef", "gh ij"], words, at_most=4)
     assert [len(document) for document in documents] == [4, 2]  # each after a start token
     assert num_bytes == 10
-    assert rows_of(documents, 2).shape == (3, 2)
+    assert cut_rows(documents, 2).shape == (3, 2)
     with pytest.raises(ValueError, match="row of 7"):
-        rows_of(documents, 7)
+        cut_rows(documents, 7)
     with pytest.raises(ValueError, match="token"):
-        tokenised([""], words, at_most=4)
+        tokenise([""], words, at_most=4)
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "none").mkdir()
     for source, named in (("bad.txt", r"bad\.txt"), ("none", r"no \.txt, \.jsonl or \.tar in")):
@@ -133,8 +133,8 @@ def test_shards_and_token_files_are_the_same_documents(corpus, words):
     root, tokenizer, texts = corpus
     assert read(root / "shards", Reading("jsonl:body")) == texts
     for at_most, documents in ((1000, 3), (5, 1)):
-        plain = tokenised(texts, tokenizer, at_most)
-        of_files = tokenised(read_documents([root / "tokens"], tokenizer), tokenizer, at_most)
+        plain = tokenise(texts, tokenizer, at_most)
+        of_files = tokenise(read_documents([root / "tokens"], tokenizer), tokenizer, at_most)
         assert [d.tolist() for d in of_files[0]] == [d.tolist() for d in plain[0]]
         assert of_files[1] == plain[1]
         assert len(of_files[0]) == documents

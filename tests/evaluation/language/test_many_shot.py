@@ -9,7 +9,7 @@ from diffvision.data.datasets import mapping_text
 from diffvision.evaluation.language.many_shot import (
     Example,
     Task,
-    alternating,
+    alternate,
     constrained_choices,
     draw_demonstrations,
     encode_prompts,
@@ -76,7 +76,7 @@ def test_mappings_are_one_to_one_differ_by_task_and_ask_for_unseen_words():
 
 
 def test_orders_and_draws_are_even_among_classes(task, draw):
-    order = alternating([*PAIRS, Example("ja10", "ja")], draw)
+    order = alternate([*PAIRS, Example("ja10", "ja")], draw)
     labels = [example.label for example in order]
     assert sorted(order) == sorted([*PAIRS, Example("ja10", "ja")])
     assert all(set(labels[place : place + 2]) == {"ja", "nein"} for place in (0, 2, 4, 6))
