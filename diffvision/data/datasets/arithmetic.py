@@ -5,7 +5,7 @@ The test asks for more steps and among more distracting sentences than training 
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from diffvision.data.shards.writer import write_about, write_lines
 from diffvision.progress import track
 
 MORE_STEPS = 3
-Row = dict[str, Any]
 
 
 def make_arithmetic(
@@ -47,15 +46,11 @@ def make_arithmetic(
         ValueError: the directory has such files already, or a number is out of range.
     """
     directory = Path(directory)
-    for name, value, least in (
-        ("documents", documents, 1),
-        ("steps", steps, 1),
-        ("distractors", distractors, 0),
-        ("highest", highest, LEAST_HIGHEST),
-        ("evaluated", evaluated, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}: it must be at least {least}")
+    least = {"documents": 1, "steps": 1, "distractors": 0, "highest": LEAST_HIGHEST, "evaluated": 1}
+    given = {"documents": documents, "steps": steps, "distractors": distractors, "highest": highest}
+    for name, value in {**given, "evaluated": evaluated}.items():
+        if value < least[name]:
+            raise ValueError(f"{name} must be at least {least[name]}, got {value}")
     if (people := 2 * (steps + MORE_STEPS) + 4 * distractors) > MOST_PEOPLE:
         raise ValueError(
             f"steps {steps} and distractors {distractors} need {people} people, and there are names for "
@@ -65,45 +60,38 @@ def make_arithmetic(
     if there := [file for file in files.values() if file.exists()]:
         raise ValueError(f"{there[0]} is there already: remove it, or choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
-    cells = test_cells(steps, distractors)
+    of_cells = dict.fromkeys((0, distractors // 2, distractors, 2 * distractors, 4 * distractors))
+    cells = [(k, d) for k in range(1, steps + MORE_STEPS + 1) for d in of_cells]  # of the test
     counts = {"train": documents, "validation": 10 * evaluated, "test": evaluated * len(cells)}
     seen: set[str] = set()
     for split, count in counts.items():
-        rows = _rows(split, count, cells, steps, distractors, highest, seed, seen)
+        draw = random.Random(f"{split} {seed}")
+        shapes = (
+            cells[n % len(cells)] if split == "test" else _draw_shape(draw, steps, distractors) for n in range(count)
+        )
+        rows = _rows(split, draw, shapes, highest, seen)
         write_lines(files[split], (json.dumps(row) for row in track(rows, f"writing {split}", count)))
     write_about(directory, source="made by diffvision data make arithmetic", licence="CC0-1.0", problems=counts)
     return ", ".join(f"{count:,} problems in {split}" for split, count in counts.items())
 
 
-def test_cells(steps: int, distractors: int) -> list[tuple[int, int]]:
-    """Return the numbers of steps and distractors that the test has."""
-    numbers = dict.fromkeys((0, distractors // 2, distractors, 2 * distractors, 4 * distractors))
-    return [(k, d) for k in range(1, steps + MORE_STEPS + 1) for d in numbers]
+def _draw_shape(draw: random.Random, steps: int, distractors: int) -> tuple[int, int]:
+    return draw.randint(1, steps), draw.randint(0, distractors)
 
 
 def _rows(
-    split: str,
-    count: int,
-    cells: list[tuple[int, int]],
-    steps: int,
-    distractors: int,
-    highest: int,
-    seed: int,
-    seen: set[str],
-) -> Iterator[Row]:
-    """Yield the rows of a split, none of which was seen."""
-    draw, names = random.Random(f"{split} {seed}"), all_names()[split == "test"]
-    for number in range(count):
-        k, d = cells[number % len(cells)]
-        if split != "test":
-            k, d = draw.randint(1, steps), draw.randint(0, distractors)
+    split: str, draw: random.Random, shapes: Iterable[tuple[int, int]], highest: int, seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each (steps, distractors), with prompts that were not seen."""
+    names = all_names()[split == "test"]
+    for number, (k, d) in enumerate(shapes):
         problem = compose(draw, names, steps=k, distractors=d, highest=highest)
-        while (prompt := problem.prompt) in seen:
+        while problem.prompt in seen:
             problem = compose(draw, names, steps=k, distractors=d, highest=highest)
-        seen.add(prompt)
+        seen.add(problem.prompt)
         yield {
             "id": f"{split}-{number:06d}",
-            "prompt": prompt,
+            "prompt": problem.prompt,
             "response": problem.response,
             "answer": str(problem.answer),
             "steps": k,

@@ -106,13 +106,8 @@ def combinations() -> list[tuple[int, str, str]]:
 
 def caption(template: str, label: int, colour: str, background: str) -> str:
     """Fill in a template, with "a" or "an" as the colours need it."""
-    return template.format(
-        digit=WORDS[label],
-        colour=colour,
-        background=background,
-        a_colour=with_article(colour),
-        a_background=with_article(background),
-    )
+    articles = {"a_colour": with_article(colour), "a_background": with_article(background)}
+    return template.format(digit=WORDS[label], colour=colour, background=background, **articles)
 
 
 def draw(grey: np.ndarray, colour: str, background: str, rng: np.random.Generator) -> bytes:

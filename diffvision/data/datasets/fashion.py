@@ -21,7 +21,6 @@ LICENCE = "MIT, copyright 2017 Zalando SE"
 _REMEDY = "give Fashion-MNIST's files, such as those of `apt-get install dataset-fashion-mnist`"
 _FOLDERS = ("", "FashionMNIST/raw", "raw")
 _SIDE = 28
-_TRAIN, _TRAIN_CRC = 60_000, 785835114  # how many training labels Fashion-MNIST has, and their CRC-32
 
 
 class Garments(Drawings):
@@ -67,8 +66,6 @@ def _read_garments(root: Path, part: str) -> Garments:
             f"{part} in {root} must be images [{len(labels)}, {_SIDE}, {_SIDE}] with labels 0 to 9, got "
             f"{list(pixels.shape)} and labels to {max(labels)}: {_REMEDY}"
         )
-    if len(labels) == _TRAIN and zlib.crc32(labels.tobytes()) != _TRAIN_CRC:  # files of MNIST have the same names
-        raise ValueError(f"the labels in {root} are not Fashion-MNIST's: {_REMEDY}")
     return Garments(pixels, labels.astype(np.int64), np.arange(len(labels)), WORDS)
 
 

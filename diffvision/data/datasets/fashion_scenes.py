@@ -26,13 +26,7 @@ from diffvision.data.datasets.scenes import (
     key,
     render_scene,
 )
-from diffvision.data.shards.writer import (
-    Sample,
-    refuse_existing,
-    write_about,
-    write_evaluation_split,
-    write_shards,
-)
+from diffvision.data.shards.writer import Sample, refuse_existing, write_about, write_evaluation_split, write_shards
 from diffvision.progress import track
 
 COLOUR_TEMPLATES = tuple(f"a picture with a {{c}} {word}" for word in WORDS)
@@ -88,7 +82,7 @@ def make_fashion_scenes(
         ValueError: a source that cannot be used; no scenes; shards in the directory.
     """
     if scenes < 1 or evaluated < 2:
-        raise ValueError(f"scenes is {scenes} and evaluated {evaluated}: they must be at least 1 and 2")
+        raise ValueError(f"scenes and evaluated must be at least 1 and 2, got {scenes} and {evaluated}")
     directory = Path(directory)
     refuse_existing(directory / "train")
     for part in directory.glob("*/*/"):
@@ -175,23 +169,12 @@ class Scenes:
 
     def _truth(self, scene: Scene) -> dict[str, Any]:
         """Return what is in a scene: a description of each garment, and of the whole."""
-        garments = [
-            {"kind": kind, "colour": colour, "position": position, "centre": centre, "number": int(number)}
-            for kind, colour, position, centre, number in zip(
-                scene.kinds,
-                scene.colours,
-                scene.layout.positions,
-                scene.layout.centres,
-                self.garments.numbers[list(scene.drawings)],
-                strict=True,
-            )
-        ]
-        return {
-            "garments": garments,
-            "count": len(garments),
-            "layout": scene.layout.name,
-            "background": scene.background,
-        }
+        numbers = self.garments.numbers[list(scene.drawings)].tolist()
+        columns = (scene.kinds, scene.colours, scene.layout.positions, scene.layout.centres, numbers)
+        names = ("kind", "colour", "position", "centre", "number")
+        garments = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        whole = {"count": len(garments), "layout": scene.layout.name, "background": scene.background}
+        return {"garments": garments, **whole}
 
 
 def _background(rng: Rng) -> str:

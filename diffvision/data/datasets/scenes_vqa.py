@@ -63,7 +63,7 @@ def make_scenes_vqa(directory: str | Path, *, scenes: int = 4_000, evaluated: in
         ValueError: fewer than 100 scenes for training, or none for testing; shards or questions in the directory.
     """
     if scenes < 100 or evaluated < 1:
-        raise ValueError(f"scenes is {scenes} and evaluated {evaluated}: give at least 100 and at least 1")
+        raise ValueError(f"scenes and evaluated must be at least 100 and 1, got {scenes} and {evaluated}")
     directory, test = Path(directory), Path(directory, "test")
     if test.exists():
         raise ValueError(f"{test} is there already: remove it, or choose another directory")
@@ -192,15 +192,13 @@ def _sample(scene: Scene, index: int, drawings: Drawings, rng: Rng) -> Sample:
     for number in rng.choice(len(kinds), 2, replace=False):
         turns.append(_ask(kinds[number], scene, int(rng.integers(len(scene.kinds)))))
     turns.append((DESCRIBE, scene.caption()))
-    shuffled = [turns[number] for number in rng.permutation(len(turns))]
-    conversations = [
-        {"from": speaker, "value": text}
-        for turn in shuffled
-        for speaker, text in zip(("human", "gpt"), turn, strict=True)
-    ]
+    conversations = []
+    for number in rng.permutation(len(turns)):
+        question, answer = turns[number]
+        conversations += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     conversations[0]["value"] = "<image>\n" + conversations[0]["value"]
-    record = {"conversations": conversations}
-    return {"__key__": f"scene{index:06d}", "png": draw_scene(scene, drawings, rng), "json": json.dumps(record)}
+    record = json.dumps({"conversations": conversations})
+    return {"__key__": f"scene{index:06d}", "png": draw_scene(scene, drawings, rng), "json": record}
 
 
 def _ask(kind: str, scene: Scene, which: int) -> tuple[str, str]:
