@@ -33,7 +33,16 @@ def numbers_in(key):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def few():
+    """Have datasets of 40 training digits and 30 for testing, of all classes; return the two."""
+    small = tuple(split[:n] for split, n in zip(load_split(), (40, 30), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "load_split", lambda: small)
+        yield small
+
+
+@pytest.fixture(scope="module")
+def made(few, tmp_path_factory):
     directory = tmp_path_factory.mktemp("made") / "digits"
     make_digits(directory, copies=1, seed=0)
     return directory
@@ -48,20 +57,18 @@ def test_train_and_test_never_share_a_digit_whatever_the_seed():
     assert set(test.labels) == set(range(10))
 
 
-def test_made_folders_share_no_digit_with_training(made):
-    _, test = load_split()
-    held_out = set(test.numbers.tolist())
-    trained = set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / "train")))
-    assert trained == set(range(1797)) - held_out
-    for part in ("zero_shot/test", "retrieval/test", "composition/test"):
-        shown = set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / part)))
-        assert shown
-        assert shown <= held_out
-    probes = set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / "zero_shot" / "train")))
-    assert probes <= trained
+def test_made_folders_share_no_digit_with_training(few, made):
+    shown = {
+        part: set().union(*(numbers_in(sample["__key__"]) for sample in samples_of(made / part)))
+        for part in ("train", "zero_shot/train", "zero_shot/test", "retrieval/test", "composition/test")
+    }
+    train, test = (set(split.numbers.tolist()) for split in few)
+    assert shown["train"] == shown["zero_shot/train"] == train
+    assert shown["zero_shot/test"] == shown["composition/test"] == test
+    assert shown["retrieval/test"] <= test
 
 
-def test_made_folders_are_found_and_read_whole(made):
+def test_made_folders_are_found_and_read_whole(few, made):
     folders = {folder.task: folder for folder in find_folders(made)}
     assert sorted(folders) == ["composition", "retrieval", "zero_shot"]
     assert {folder.name for folder in folders.values()} == {made.name}
@@ -69,7 +76,7 @@ def test_made_folders_are_found_and_read_whole(made):
     assert (zero_shot.splits, zero_shot.classnames) == (["test", "train"], list(WORDS))
     assert all("{c}" in template for template in zero_shot.templates)
     labels = [label for batch in zero_shot.batches(to_float) for label in batch["label"].tolist()]
-    assert labels == load_split()[1].labels.tolist()
+    assert labels == few[1].labels.tolist()
     for batch in folders["composition"].batches(to_float):
         for right, wrong in batch["captions"]:
             assert right != wrong
@@ -80,21 +87,14 @@ def test_made_folders_are_found_and_read_whole(made):
     assert len(set(captions)) == len(captions) > 200
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Forty training digits and thirty for testing, of all classes."""
-    small = [split[:n] for split, n in zip(load_split(), (40, 30), strict=True)]
-    monkeypatch.setattr(digits, "load_split", lambda: small)
+def test_made_data_is_a_function_of_the_seed(made, tmp_path):
+    def manifests(directory):
+        return {path.relative_to(directory): path.read_text() for path in directory.rglob("manifest.json")}
 
-
-def test_made_data_is_a_function_of_the_seed(few, tmp_path):
-    def manifests(name, seed):
+    for name, seed in (("same", 0), ("other", 1)):
         make_digits(tmp_path / name, copies=1, seed=seed)
-        return {p.relative_to(tmp_path / name): p.read_text() for p in (tmp_path / name).rglob("manifest.json")}
-
-    first = manifests("a", 1)
-    assert manifests("b", 1) == first  # to the byte: the manifests have the hashes
-    other = manifests("c", 2)
+    first, other = manifests(made), manifests(tmp_path / "other")
+    assert manifests(tmp_path / "same") == first  # to the byte: the manifests have the hashes
     assert all(other[path] != first[path] for path in first)
 
 

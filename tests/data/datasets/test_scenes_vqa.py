@@ -12,7 +12,7 @@ from diffvision.data.datasets.scenes import COLOURS, LAYOUTS
 from diffvision.data.datasets.scenes_vqa import DESCRIBE, HELD_OUT, SHAPES, make_scenes_vqa
 from diffvision.data.make import make
 
-SCENES, EVALUATED = 400, 90
+SCENES, EVALUATED = 250, 90
 POPE = ("pope_random", "pope_popular", "pope_adversarial")
 POSITIONS = {position for layout in LAYOUTS for position in layout.positions}
 
