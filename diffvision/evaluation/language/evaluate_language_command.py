@@ -83,7 +83,7 @@ def run(
             work = dataclasses.replace(suite.prepare(model, options, texts), **inputs, folder=folder)
             for name in names:
                 with limit_threads(used_device, opened.module):
-                    measured = suite.measure(work, [name])
+                    measured = suite.measure(work, name)
                 results[label] |= with_intervals(measured)
                 if len(results) == 1:
                     first |= measured

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffvision.data.shards.report import Limits
-from diffvision.evaluation.intervals import with_intervals
 from diffvision.evaluation.language.language_options import LanguageOptions
 from diffvision.evaluation.language.read_documents import Reading, read_documents, tokenise
 from diffvision.evaluation.language.table import Results
@@ -19,31 +18,16 @@ from diffvision.evaluation.per_sample import PerSample
 from diffvision.opening import Model
 
 
-def evaluate_language(work: Work, tasks: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of one model, such as {"perplexity/nll": 3.2, "needle/4x2/accuracy": 0.8, ...}.
-
-    Args:
-        work: the model and what it is evaluated on.
-        tasks: names of `LANGUAGE_EVALUATIONS`.
+def measure(work: Work, task: str) -> dict[str, PerSample | float]:
+    """Return the metrics of one model on one task, such as {"perplexity/nll": 3.2, "perplexity/tokens": 4000.0}.
 
     Raises:
-        ValueError: an unknown task; documents or a tokenizer missing; what the evaluations raise.
+        ValueError: the tokenizer is missing; what the evaluation raises.
     """
-    return with_intervals(measure(work, tasks))
-
-
-def measure(work: Work, tasks: Sequence[str]) -> dict[str, PerSample | float]:
-    """Return the metrics as `evaluate_language`, those that are means over samples with their samples."""
-    for task in tasks:
-        check([task], has_data=True)
-        check([task], has_data=bool(work.documents or work.questions or work.files))
-    if work.model.tokenizer is None and any(LANGUAGE_EVALUATIONS[task].reads != "documents" for task in tasks):
+    evaluation = LANGUAGE_EVALUATIONS[task]
+    if work.model.tokenizer is None and evaluation.reads != "documents":
         raise ValueError(f"{work.model.name} came without a tokenizer: give one, such as a tokenizer.json")
-    return {
-        f"{task}/{metric}": value
-        for task in tasks
-        for metric, value in LANGUAGE_EVALUATIONS[task].function(work).items()
-    }
+    return {f"{task}/{metric}": value for metric, value in evaluation.function(work).items()}
 
 
 def check(tasks: Sequence[str], *, has_data: bool) -> None:

@@ -16,7 +16,7 @@ from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.evaluation.language import low_bit, pruning
 from diffvision.evaluation.language.evaluate_language_command import run
 from diffvision.evaluation.language.language_options import METHODS, SCHEMES, LanguageOptions
-from diffvision.evaluation.language.language_suite import evaluate_language, write_numbers
+from diffvision.evaluation.language.language_suite import measure, write_numbers
 from diffvision.evaluation.language.read_documents import Reading, cut_rows, read_documents, tokenise
 from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.models import language
@@ -69,7 +69,7 @@ def test_every_task_of_every_model_has_numbers(results, home):
 def test_work_in_python_has_the_lengths_of_its_model(home):
     work = Work(open_model(str(home / "diff-debug")), LanguageOptions(), [torch.arange(200)])
     assert (work.window, work.lengths) == (128, (128,))
-    assert evaluate_language(work, ["outliers"])
+    assert measure(work, "outliers")
 
 
 def test_names_of_options_are_those_of_the_tables():
@@ -180,7 +180,7 @@ def test_bad_commands_are_refused_before_anything_runs(home):
         open_model(str(home / "small"), tokenizer=checkpoint)
     assert open_model(str(home / "small")).tokenizer is None
     with pytest.raises(ValueError, match="tokenizer"):
-        evaluate_language(Work(open_model(str(home / "small"))), ["needle"])
+        measure(Work(open_model(str(home / "small"))), "needle")
 
 
 @pytest.mark.parametrize(
