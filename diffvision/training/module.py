@@ -3,7 +3,7 @@
 What they train is in `clip`, `classification`, `language` and `vision_language`. A step, in order:
 
     loss             `training_step` of each module
-    backward         Lightning's, or `ContrastiveModule.backward_chunks`
+    backward         Lightning's; under `accum_freq` it computes each chunk of `encode_chunks` again
     clip, skip       `StepGuard.on_before_optimizer_step`: a step that is not finite changes nothing, on all ranks
     step             the optimizer of `optim.create_optimizer`
     schedule         `schedule.WarmupDecay`
