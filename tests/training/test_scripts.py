@@ -364,11 +364,6 @@ def test_a_module_and_data_need_no_more_than_a_trainer(kind, order, digits, text
     assert given.trainer.lightning_module is another
 
 
-def test_a_module_without_a_tokenizer_is_named(digits):
-    with pytest.raises(ValueError, match="need a tokenizer"):
-        trainer(max_steps=1).fit(make("vision"), ImageTextData(f"{digits}/train", 8, num_workers=0))
-
-
 # --- what other libraries print ---
 
 

@@ -152,7 +152,7 @@ class LastCheckpoint(Checkpoint):
         checkpoint[RUN_KEY] = {
             "exact": self._saving,
             "world_size": trainer.world_size,
-            "optimizers": class_names(trainer.optimizers),
+            "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         }
         if self._ending:
             for name in ("optimizer_states", "lr_schedulers", "current_model_state"):
@@ -212,7 +212,8 @@ class LastCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the optimizers have the classes whose states will be loaded."""
-        if self.optimizers not in (None, current := class_names(trainer.optimizers)):
+        current = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+        if self.optimizers not in (None, current):
             raise ValueError(
                 f"cannot resume from {trainer.ckpt_path}: its optimizer is {', '.join(self.optimizers)} and here it is "
                 f"{', '.join(current)}: set the same optimizer, or begin a new run"
@@ -308,11 +309,6 @@ def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator
         # Whether jsonargparse reads 3 as 3.0 depends on which modules are imported.
         if {before, now} != {"not set", "None"} and before.removesuffix(".0") != now.removesuffix(".0"):
             yield f"{name} {now:.100} (was {before:.100})"
-
-
-def class_names(optimizers: list[Any]) -> list[str]:
-    """Return the class names of optimizers."""
-    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:
