@@ -1,21 +1,26 @@
 """`diffvision study`: what it plans, refuses, resumes and compares."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from PIL import Image
 
 from diffvision import study
 from diffvision.cli import main
 from diffvision.data.datasets.digits import make_digits
 from diffvision.errors import Mistake
 from diffvision.models.names import plain_twin, recorded
-from diffvision.study import Run, Study
+from diffvision.study import TUNING_SEED, Run, Study
 from diffvision.training.fit import FitCLI
 from diffvision.training.recipes import resolve_recipes
 
@@ -51,51 +56,123 @@ def test_a_model_without_a_plain_twin_is_refused(name):
         plain_twin(name)
 
 
-REFUSED = {
-    # arguments -> what the error names
-    "--seed_everything=3": "seed_everything",
-    "--seed=7": "seed_everything",
-    "--model.init_args.model diff_vit_tiny": "model",
-    "--trainer.logger.name=mine": "logger",
-    "--trainer.logge False": "logger",
-    "--resume=must": "resume",
-    "--res=must": "resume",
-    "--seeds 0": "seeds",
-    "--jobs 0": "jobs",
-    "--models diff_vit_debug": "twin",
-    "--models DiffCLIP-nano.digits CLIP-debug": "models",
-    "--models diff_vit_debug .": "models",
-    "--models plain_vit_debug dif_vit_debug": "diff_vit_debug",
-    "--trainer.max_epochs 2 3": "3",
-    "--test nowhere": "test",
-}
-
-
-@pytest.mark.parametrize(("more", "named"), REFUSED.items())
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--seed_everything=3"], "seed_everything"),
+        (["--model.init_args.model", "diff_vit_tiny"], "model"),
+        (["--trainer.logger.name=mine"], "logger"),
+        (["--resume=must"], "resume"),
+        (["--seeds", "0"], "seeds"),
+        (["--jobs", "0"], "jobs"),
+        (["--models", "diff_vit_debug"], "twin"),
+        (["--trainer.max_epochs", "2", "3"], "3"),
+        (["--rates", "1e-3", "2e-3"], "test"),
+        (["--rates", "1e-3", "--test", "data/digits/zero_shot"], "test"),
+        (["--rates", "1e-3", "--test", "data/digits"], "test"),
+        (["--rates", "1e-3", "--test", "other", "--data.evaluation=null"], "evaluation"),
+        (["--rates", "1e-3", "--test", "other"], "test"),
+        (["--test", "name=other", "--print"], "test"),
+        (["--test", "https://nowhere.invalid/shards-{00..03}.tar"], "test"),
+        (
+            [
+                "--config",
+                "language/debug.yaml",
+                "--models",
+                "diffv2-debug",
+                "transformer-debug",
+                "--test",
+                "https://nowhere.invalid/text-000.tar",
+            ],
+            "test",
+        ),
+        (
+            ["--config", "language/debug.yaml", "--models", "diffv2-debug", "transformer-debug", "--test", "none.txt"],
+            "test",
+        ),
+        (["--rates", "1e-3", "nan"], "rates"),
+        (["--rates", "inf"], "rates"),
+        (["--rates", "-1"], "rates"),
+        (["--rates", "0"], "rates"),
+        (["--seed=7"], "seed_everything"),
+        (["--trainer.logge", "False"], "logger"),
+        (["--res=must"], "resume"),
+        (["--models", "DiffCLIP-nano.digits", "CLIP-debug"], "models"),
+        (["--models", "diff_vit_debug", "."], "models"),
+    ],
+)
 def test_what_a_study_cannot_be_is_refused_before_anything_is_written(more, named, tmp_path):
-    with pytest.raises((Mistake, ValueError, FileNotFoundError), match=named):
-        study.main([*TWO, "--output", str(tmp_path / "out"), *more.split()])
+    with pytest.raises(Mistake, match=named):
+        study.main([*TWO, "--output", str(tmp_path / "out"), *more])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_not(tmp_path, capsys):
-    printed = [*TWO, "--output", str(tmp_path / "out"), "--print"]
-    study.main([*printed, "--trainer.max_epochs", "2"])
-    more = ["--seeds", "2", "--models", "diff_vit_debug", "diffv2_vit_debug"]
-    study.main([*printed, "--trainer.max_epochs=2", *more])
+def test_an_unknown_model_is_refused_before_the_first_is_trained(tmp_path):
+    models = ["--models", "plain_vit_debug", "dif_vit_debug"]
+    with pytest.raises(ValueError, match="diff_vit_debug"):
+        study.main([*TWO, *models, "--output", str(tmp_path / "out")])
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / "a.png")
+    return str(tmp_path / "photos")
+
+
+def test_a_validation_split_that_stands_in_for_a_missing_test_is_no_test(tmp_path):
+    for split in ("train", "validation"):
+        (tmp_path / "shards" / split).mkdir(parents=True)
+        with tarfile.open(tmp_path / "shards" / split / "000000.tar", "w") as tar:
+            for n in range(4):
+                for kind, data in (("cls", str(n % 2).encode()), ("jpg", b"none")):
+                    (member := tarfile.TarInfo(f"{n}.{kind}")).size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    shards = str(tmp_path / "shards")
+    more = ["--rates", "1e-3", "--test", shards, "--data.evaluation", shards, "--data.split=validation"]
+    with pytest.raises(Mistake, match="test"):
+        study.main([*TWO, "--output", str(tmp_path / "out"), *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, photos, capsys):
+    more = [
+        "--rates",
+        "2e-3",
+        "1e-3",
+        "0.001",
+        "--test",
+        photos,
+        "--data.evaluation",
+        photos,
+        "--data.split=validation",
+    ]
+    study.main([*TWO, "--output", str(tmp_path / "out"), *more, "--print"])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("diffvision fit --config=vision/debug.yaml ") for line in lines) == 2 + 4
-    assert all(line.startswith(("#", "diffvision")) for line in lines)
-    study.main([*printed, "--trainer.max_epochz=2"])  # nothing is trained yet
-    study.main([*printed, "--trainer.max_epochs=2"])
+    commands = [line for line in lines if line.startswith("diffvision fit --config=vision/debug.yaml ")]
+    assert len(commands) == 4  # only those that choose rates
+    assert all(f"--seed_everything={TUNING_SEED} " in line for line in commands)
+    assert sum("lr=0.001 " in line and "version=rate0.001" in line for line in commands) == 2
+    assert all(line.startswith("#") for line in lines if line not in commands)
+
+
+def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_not(tmp_path, capsys):
+    output = ["--output", str(tmp_path / "out")]
+    study.main([*TWO, *output, "--print", "--trainer.max_epochs", "2"])
+    study.main([*TWO, *output, "--print", "--trainer.max_epochs=2", "--seeds", "2", "--models", "diff_vit_debug",
+                "diffv2_vit_debug"])  # fmt: skip
+    assert capsys.readouterr().out.count("diffvision fit") == 2 + 4
     checkpoints = tmp_path / "out" / "diff_vit_debug" / "seed0" / "checkpoints"
+    study.main([*TWO, *output, "--print", "--trainer.max_epochz=2"])  # nothing is trained yet
+    study.main([*TWO, *output, "--print", "--trainer.max_epochs=2"])
     checkpoints.mkdir(parents=True)
     (checkpoints / "last.ckpt").write_text("weights")
     with pytest.raises(ValueError, match=r"other settings \(settings\)"):
-        study.main([*printed, "--trainer.max_epochs=3"])
+        study.main([*TWO, *output, "--print", "--trainer.max_epochs=3"])
     (tmp_path / "out" / study.SETTINGS).write_text('{"half')
     with pytest.raises(ValueError, match=r"study\.json is damaged"):
-        study.main(printed)
+        study.main([*TWO, *output, "--print"])
     run = tmp_path / "other" / "diff_vit_debug" / "seed0"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("{}")
@@ -131,50 +208,63 @@ class Parsed(FitCLI):
 def test_a_command_of_each_kind_of_recipe_is_one_of_fit(config, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     of = Study([config], Path("out"), ["--model.num_classes=10"] if model.startswith("diff_") else [])
-    run = Run(model, 2)
+    run = Run(model, 2, 0.25)
     with torch.device("meta"):
         cli = Parsed(resolve_recipes(of.command(run)))
     assert cli.model.name == model
+    assert cli.config["fit"]["model"]["init_args"]["optimizer"]["lr"] == 0.25
     assert cli.datamodule.seed == 2
     assert Path(cli.trainer.logger.log_dir) == of.folder(run) == Path("out", model, "seed2")
     assert cli.config["fit"]["seed_everything"] == 2
 
 
-PROGRAM = """
-import os, pathlib, sys
-folder = pathlib.Path(sys.argv[1])
-if folder.name == 'seed3': sys.exit('diffvision: error: no data\\nbye')
-if folder.name == 'seed4': os.kill(os.getpid(), 9)
-if folder.name == 'seed5': sys.exit()
-if folder.name == 'seed6': sys.exit(7)
-(folder / 'checkpoints').mkdir(exist_ok=True)
-(folder / 'checkpoints/final.ckpt').write_text('weights')
-"""
-
-
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A study whose runs are done by a few lines: those of seeds 3 to 6 fail. And the folders of those begun."""
-    made, begun, popen = Study(["vision/debug.yaml"], tmp_path / "out", jobs=2), [], subprocess.Popen
+    """A study whose runs are done by a few lines: those of seeds 3 to 6 fail, and a rate of 1 diverges."""
+    made = Study(["vision/debug.yaml"], tmp_path / "out", jobs=2)
+    with made.claim():
+        pass
+    program = (
+        "import os, pathlib, sys; folder = pathlib.Path(sys.argv[1]); version = folder.name\n"
+        "if version == 'seed3': sys.exit('diffvision: error: no data\\nbye')\n"
+        "if version == 'seed4': os.kill(os.getpid(), 9)\n"
+        "if version == 'seed5': sys.exit()\n"
+        "if version == 'seed6': sys.exit(7)\n"
+        "if version == 'rate1.0': sys.exit('diffvision: error: steps 1 to 9 were not finite, over')\n"
+        "(folder / 'checkpoints').mkdir(exist_ok=True); (folder / 'checkpoints/final.ckpt').write_text('weights')"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        "diffvision.study.subprocess.Popen",
+        lambda command, **settings: popen(
+            [sys.executable, "-c", program, str(made.folder(begun.setdefault(len(begun), runs_of[len(begun)])))],
+            **settings,
+        ),
+    )
+    begun, runs_of = {}, []
+    start = Study._start
+    monkeypatch.setattr(Study, "_start", lambda self, run: (runs_of.append(run), start(self, run))[1])
+    return made, runs_of
 
-    def start(command, **settings):
-        name, version = (word.partition("=")[2] for word in command[-2:])
-        begun.append(f"{name}/{version}")
-        return popen([sys.executable, "-c", PROGRAM, str(tmp_path / "out" / name / version)], **settings)
 
-    monkeypatch.setattr("diffvision.study.subprocess.Popen", start)
-    return made, begun
-
-
-def test_runs_are_trained_once(made, capsys):
+def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, capsys):
     of, begun = made
     runs = [Run(model, seed) for seed in (0, 1) for model in ("a", "b")]
     of.train(runs[:1])
+    assert begun == runs[:1]
+    assert json.loads((of.output / study.SETTINGS).read_text())["bytes"] >= len("weights")
     of.train(runs)
-    assert begun == ["a/seed0", "b/seed0", "a/seed1", "b/seed1"]
-    out = capsys.readouterr().out
-    assert "; 2 runs left" in out
-    assert "; 1 run left" in out
+    assert begun == runs
+    assert "left: about" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"a, seed 3: no data .*study\.log"):
+        of.train([*runs, Run("a", 3)])
+    capsys.readouterr()
+    rates = [Run("a", TUNING_SEED, 1.0), Run("a", TUNING_SEED, 0.5)]
+    of.train(rates, later=5)
+    assert "5 runs left: about" in capsys.readouterr().out
+    assert all(map(of.is_done, rates))
+    with pytest.raises(ValueError, match="diverged"):
+        of.rate_of("a", [1.0])
 
 
 @pytest.mark.parametrize(("seed", "error"), [(3, "no data "), (4, "status -9"), (5, "dirpath"), (6, "status 7")])
@@ -184,10 +274,68 @@ def test_the_error_of_a_run_is_its_own_and_of_this_attempt(seed, error, made):
     folder.mkdir(parents=True)
     with (folder / study.LOG).open("w") as outlived:
         print("diffvision: error: of an earlier attempt", file=outlived, flush=True)
-        with pytest.raises(ValueError, match=rf"a, seed {seed}: .*{error}.*study\.log"):
+        with pytest.raises(ValueError, match=f"a, seed {seed}: .*{error}"):
             of.train([Run("a", seed)])
         print("it goes on", file=outlived, flush=True)
     assert "goes on" not in (folder / study.LOG).read_text()
+
+
+def test_the_time_of_a_run_that_is_resumed_is_not_that_of_the_others(made):
+    of, _ = made
+    checkpoints = of.folder(Run("a", 0)) / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last.ckpt").write_text("half")
+    for seed, known in ((0, False), (1, True)):
+        of.train([Run("a", seed)])
+        recorded_now = json.loads((of.output / study.SETTINGS).read_text())
+        assert "bytes" in recorded_now
+        assert ("seconds" in recorded_now) == known
+
+
+def test_more_rates_are_tried_and_only_seeds_of_another_rate_are_refused(tmp_path, photos, monkeypatch, capsys):
+    command = [*TWO, "--output", str(tmp_path / "out"), "--test", photos, "--print", "--rates", "1e-3"]
+    study.main(command)
+    of = Study([], tmp_path / "out")
+    runs = [Run(model, TUNING_SEED, rate) for model in TWO[3:5] for rate in (1e-3, 2e-3)]
+    for run in [*runs, Run("diff_vit_debug", 0)]:
+        (of.folder(run) / "checkpoints").mkdir(parents=True)
+        (of.folder(run) / "checkpoints" / "final.ckpt").write_text("weights")
+        trained = {"model": {"init_args": {"optimizer": {"lr": 1e-3}}}}
+        (of.folder(run) / "config.yaml").write_text(yaml.safe_dump(trained))
+    scores = {"rate0.001": 0.5, "rate0.002": 0.25}
+    monkeypatch.setattr("diffvision.opening.run_folders.best_score", lambda folder: scores[folder.name])
+    study.main([*command, "2e-3"])
+    assert capsys.readouterr().out.count("lr=0.001 ") == 2 + 1  # rates of the first command, and a seed
+    scores["rate0.002"] = 0.75
+    with pytest.raises(ValueError, match=r"seed0 was trained .*0\.001.* 0\.002"):
+        study.main([*command, "2e-3"])
+    with pytest.raises(ValueError, match=r"other settings \(rates\)"):
+        study.main(command[:-2])
+
+
+def test_a_disk_that_is_too_small_is_refused_before_a_run_begins(made):
+    of, begun = made
+    of.train([Run("a", 0)])
+    file = of.output / study.SETTINGS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bytes": of.free()}))
+    with pytest.raises(OSError, match=r"2 runs need .* free"):
+        of.train([Run("a", 0), Run("a", 1), Run("a", 2)])
+    assert begun == [Run("a", 0)]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 0.002), ("min", 0.001)])
+def test_the_rate_with_the_best_value_of_the_watched_metric_is_taken(mode, best, tmp_path, capsys):
+    of = Study([], tmp_path)
+    for rate, score in ((0.001, 0.25), (0.002, 0.5), (0.004, float("nan"))):
+        folder = of.folder(Run("a", TUNING_SEED, rate))
+        (folder / "checkpoints").mkdir(parents=True)
+        state = {"monitor": "val/x", "best_model_path": "best.ckpt", "best_model_score": torch.tensor(score)}
+        key = ModelCheckpoint(monitor="val/x", mode=mode).state_key
+        torch.save({"callbacks": {key: state}, "global_step": 3}, folder / "checkpoints" / "best.ckpt")
+        watching = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val/acc1", "mode": "max"}}]
+        (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": watching}}))
+    assert of.rate_of("a", [0.001, 0.002, 0.004]) == best
+    assert ("edge" in capsys.readouterr().out) == (best == 0.001)
 
 
 @pytest.mark.slow
@@ -213,9 +361,11 @@ def test_a_study_that_was_stopped_resumes_and_compares(tmp_path, capsys):
     assert "resuming from" in (first / study.LOG).read_text()
     assert "acc1" in out
     assert "GiB in training" in out
-    assert len(list(output.rglob("final.ckpt"))) == 2
+    finals = {file: file.stat().st_mtime for file in output.rglob("final.ckpt")}
+    assert len(finals) == 2
     report = json.loads((output / "report.json").read_text())
     assert [one["label"] for one in report["models"]] == ["plain_vit_debug", "diff_vit_debug"]
     assert (output / "report.html").stat().st_size > 10_000
-    assert main([*command, "--print"]) == 0
+    assert main(command) == 0
     assert "all are finished" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime for file in output.rglob("final.ckpt")} == finals

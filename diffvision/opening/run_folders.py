@@ -5,6 +5,7 @@ A run's directory has config.yaml and checkpoints/, as `diffvision fit` writes t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,13 +56,36 @@ def best_checkpoint(run: Path) -> tuple[Path, str]:
         raise ValueError(f"{run} has no checkpoint in {CHECKPOINTS}/: train it first, or name another run")
     # The newest one says which was the best.
     last = files[-1]
-    content = _content(last)
-    for key, state in content.get("callbacks", {}).items():
+    _, watched = _watched(last)
+    if watched:
+        best = run / CHECKPOINTS / Path(watched["best_model_path"]).name
+        if best.is_file():
+            score = watched.get("best_model_score")
+            shown = "" if score is None else f" {float(score):.4f}"
+            return best, f"best {watched['monitor']}{shown}"
+    return last, f"last, step {_content(last).get('global_step', 0):,}"
+
+
+def best_score(run: Path) -> float:
+    """Return the best value of the metric that a run watched, made such that higher is better; -inf for NaN.
+
+    Raises:
+        ValueError: its ModelCheckpoint watched no metric, or a file is damaged.
+    """
+    key, state = _watched(best_checkpoint(run)[0])
+    if state.get("best_model_score") is None:
+        raise ValueError(f"{run} has no best checkpoint: give the recipe a ModelCheckpoint with a monitor")
+    sign = 1 if "'mode': 'max'" in key else -1  # keys are as "ModelCheckpoint{'monitor': 'val/x', 'mode': 'min', ...}"
+    score = float(state["best_model_score"])
+    return -math.inf if math.isnan(score) else sign * score
+
+
+def _watched(file: Path) -> tuple[str, dict[str, Any]]:
+    """Return the key and the state of the ModelCheckpoint in a file that watched a metric, both empty without one."""
+    for key, state in _content(file).get("callbacks", {}).items():
         if str(key).startswith("ModelCheckpoint") and state.get("monitor") and state.get("best_model_path"):
-            best, score = run / CHECKPOINTS / Path(state["best_model_path"]).name, state.get("best_model_score")
-            if best.is_file():
-                return best, f"best {state['monitor']}" + ("" if score is None else f" {float(score):.4f}")
-    return last, f"last, step {content.get('global_step', 0):,}"
+            return str(key), state
+    return "", {}
 
 
 def run_of(path: Path | None) -> Path | None:
