@@ -1,4 +1,4 @@
-"""Answers to questions about images: generated greedily, or read from the files that other projects wrote."""
+"""Answers to questions about images: generated greedily, or read from a file of answers."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ from diffvision.evaluation.language.scoring import Progress, silent
 from diffvision.evaluation.vision_language.questions import QuestionSet
 
 QUESTION = "{question}"
-Asked = tuple[str, Sequence[Image.Image]]
+"""The place of the question in a prompt."""
+ImageQuestion = tuple[str, Sequence[Image.Image]]
 """A question and its images."""
 
 
 @torch.no_grad()
-def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
-    """Return greedy answers to questions, in one batch that is padded on the left.
+def generate_answers(model: Any, processor: Any, questions: Sequence[ImageQuestion], max_new_tokens: int) -> list[str]:
+    """Generate greedy answers to a batch of questions.
 
     Args:
         model: an image-text-to-text model of transformers, ours among them.
         processor: as in `tokenize_questions`.
-        asked: questions, each with its images.
+        questions: each with its images.
         max_new_tokens: most tokens of an answer.
 
     Raises:
         ValueError: as `tokenize_questions`, or more tokens than the model reads.
     """
-    inputs = tokenize_questions(processor, asked).to(model.device, model.dtype)
+    inputs = tokenize_questions(processor, questions).to(model.device, model.dtype)
     length = inputs["input_ids"].shape[1]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and length + max_new_tokens > limit:
         raise ValueError(
-            f"a question has {length} tokens, its images' among them, and the model reads {limit}: lower "
-            f"max_new_tokens={max_new_tokens}, or give smaller images"
+            f"question, images and answer must have at most {limit} tokens, got {length} and max_new_tokens="
+            f"{max_new_tokens}: lower max_new_tokens, or use smaller images"
         )
     ends = model.generation_config.eos_token_id
     out = model.generate(
@@ -59,12 +60,14 @@ def generate_answers(model: Any, processor: Any, asked: Sequence[Asked], max_new
     return processor.batch_decode(out[:, length:], skip_special_tokens=True)
 
 
-def tokenize_questions(processor: Any, asked: Sequence[Asked]) -> Any:
-    """Return a model's inputs for questions; images come before the question, whose own placeholders are left out.
+def tokenize_questions(processor: Any, questions: Sequence[ImageQuestion]) -> Any:
+    """Return a model's inputs for questions, padded on the left.
+
+    Images come before the question; image placeholders in its text are removed.
 
     Args:
         processor: of transformers, with a chat template.
-        asked: questions, each with its images.
+        questions: each with its images.
 
     Raises:
         ValueError: no chat template, or an image that would take too much memory.
@@ -73,18 +76,20 @@ def tokenize_questions(processor: Any, asked: Sequence[Asked]) -> Any:
         raise ValueError("the processor has no chat template: put a chat_template.jinja next to the model")
     marker = getattr(processor, "image_token", None) or PLACEHOLDER
     prompts = []
-    for text, images in asked:
+    for text, images in questions:
         try:
             for image in images:
                 check_image(image, processor.image_processor)
         except BadSample as error:
-            raise ValueError(f"{error} for the question {text[:60]!r}: cut the image, or leave it out") from None
+            raise ValueError(
+                f"{error} for the question {text[:60]!r}: resize the image, or remove the question"
+            ) from None
         question = {"type": "text", "text": text.replace(marker, "").strip()}
         message = {"role": "user", "content": [*({"type": "image"} for _ in images), question]}
         prompts.append(processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False))
     return processor(
         text=prompts,
-        images=[[*images] for _, images in asked if images] or None,
+        images=[[*images] for _, images in questions if images] or None,
         padding=True,
         padding_side="left",
         return_tensors="pt",
@@ -101,22 +106,22 @@ def answer_questions(
     file: Path | None = None,
     progress: Progress = silent,
 ) -> list[str]:
-    """Return a model's answers to a set, and write them to a file.
+    """Ask a model the questions of a set, and write its answers to a file.
 
     Args:
         vlm: with `model` and `processor`.
         questions: the set.
-        prompt: what is asked, with {question} in it.
+        prompt: the text that the model gets, with {question} where the question belongs.
         max_new_tokens: most tokens of an answer.
         batch_size: questions at a time.
         file: JSON lines {"question_id", "text"}, written batch by batch.
         progress: wraps the batches in a progress bar.
 
     Raises:
-        ValueError: a prompt without {question}; an image that is none.
+        ValueError: a prompt without {question}; an image that cannot be read.
     """
     if QUESTION not in prompt:
-        raise ValueError(f"prompt must have {QUESTION} where the question belongs, got {prompt!r}")
+        raise ValueError(f"prompt must contain {QUESTION}, got {prompt!r}")
     texts: list[str] = []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -124,8 +129,8 @@ def answer_questions(
     starts = range(0, len(questions.rows), batch_size)
     for start in progress(starts, f"{questions.name}, answers"):
         rows = questions.rows[start : start + batch_size]
-        asked = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
-        new = generate_answers(vlm.module, vlm.processor, asked, max_new_tokens)
+        batch = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
+        new = generate_answers(vlm.module, vlm.processor, batch, max_new_tokens)
         if file is not None:
             lines = [{"question_id": row["question_id"], "text": text} for row, text in zip(rows, new, strict=True)]
             with file.open("a", encoding="utf-8") as opened:
@@ -142,7 +147,7 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
         questions: the set.
 
     Raises:
-        ValueError: a line that is no answer, or answers to other questions than the set's.
+        ValueError: a line that is not an answer, or answers to other questions than the set's.
     """
     if path.is_dir():
         path = path / f"{questions.name}.jsonl"
@@ -154,13 +159,13 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
                 raise ValueError(f"{text!r:.40} for {id}, which has {rows.get(id, {}).get('text')!r:.40}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"line {number} of {path} is no answer ({error!r}): write question_id, and text"
+                f"line {number} of {path} is not an answer ({error!r}): it must have question_id and text"
             ) from error
     ids = [str(row["question_id"]) for row in questions.rows]
     if other := sorted({*ids} ^ rows.keys()):
         raise ValueError(
-            f"{path} has {len(rows)} answers, {questions.path.name} {len(ids)} questions, and {other[0]} is in one of "
-            "them: give the answers to these questions"
+            f"{path} must answer the {len(ids)} questions of {questions.path.name}, got {len(rows)} answers: "
+            f"{other[0]} is in one of the two files only"
         )
     return [str(rows[id]["text"]) for id in ids]
 
@@ -171,5 +176,5 @@ def _images(questions: QuestionSet, row: Any) -> list[Image.Image]:
         try:
             images.append(decode_image(path.read_bytes()))
         except BadSample as error:
-            raise ValueError(f"{path}: {error}; mend it, or leave its questions out") from error
+            raise ValueError(f"cannot read {path} ({error}): replace it, or remove its questions") from error
     return images

@@ -100,7 +100,7 @@ def chair(captions: Sequence[str], objects: Sequence[Collection[str]], names: Ob
     for number, present in enumerate(objects, start=1):
         truth.append({found for one in present for found in names.find(one)})
         if unknown := [one for one in present if not names.find(one)]:
-            raise ValueError(f"image {number} has the object {unknown[0]!r}, no object's name: add it to the synonyms")
+            raise ValueError(f"image {number} has the object {unknown[0]!r}, which is not in the synonyms: add it")
     wrong = [[one for one in found if one not in present] for found, present in zip(named, truth, strict=True)]
     hits = [len(present.intersection(found)) for found, present in zip(named, truth, strict=True)]
     units, counts = torch.arange(len(captions)), torch.tensor([len(found) for found in named])

@@ -50,7 +50,7 @@ def run(
     from diffvision.evaluation.per_sample import Metrics
     from diffvision.evaluation.vision_language.answers import answer_questions, read_answers
     from diffvision.evaluation.vision_language.questions import read_sets
-    from diffvision.evaluation.vision_language.scores import describe_set, find_redundant_metrics, mean_of_sets, score
+    from diffvision.evaluation.vision_language.scores import average_sets, describe_set, find_redundant_metrics, score
     from diffvision.models.threads import limit_threads
     from diffvision.opening import check_spec, split_label
     from diffvision.opening.vlm import open_vlm
@@ -60,7 +60,7 @@ def run(
     files = [split_label(spec) for spec in split_names(answers or [])]
     labels = [label for label, _ in specs + files]
     if not labels:
-        raise ValueError("no model to ask: give a model, or the --answers of one")
+        raise ValueError("no model to ask: name a model, or the --answers of one")
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ValueError(f"two models are named {twice!r}: write LABEL=MODEL to distinguish them")
     if output is not None:
@@ -68,32 +68,32 @@ def run(
     sets = read_sets(split_names(data), images, tasks and split_names(tasks), has_images=bool(specs))
     for _, spec in specs:
         check_spec(spec)
-    written = {label: [read_answers(Path(path), one) for one in sets] for label, path in files}
-    asked: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    about = [describe_set(one) for one in sets]
-    for one in about:
+    answers_by_label = {label: [read_answers(Path(path), one) for one in sets] for label, path in files}
+    settings: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    descriptions = [describe_set(one) for one in sets]
+    for one in descriptions:
         print(f"{one['set']}: {one['task']}, {one['questions']}", file=sys.stderr)
     results: dict[str, dict[str, float]] = {}
     first: Metrics = {}
     for label, spec in [*specs, *files]:
-        texts = written.get(label)
+        texts = answers_by_label.get(label)
         if texts is None:
             vlm = open_vlm(spec)
             vlm.module.to(resolve_device(device))
             folder = None if output is None else Path(output) / "answers" / label
             with limit_threads(vlm.device, vlm.module):
                 texts = [
-                    answer_questions(vlm, one, **asked, file=folder and folder / f"{one.name}.jsonl", progress=bar)
+                    answer_questions(vlm, one, **settings, file=folder and folder / f"{one.name}.jsonl", progress=bar)
                     for one in sets
                 ]
         measured = {
             key: value for pair in zip(sets, texts, strict=True) for key, value in score(*pair, synonyms).items()
         }
-        measured |= mean_of_sets(sets, measured)
+        measured |= average_sets(sets, measured)
         results[label] = with_intervals(measured) | differences(first, measured)
         first = first or measured
         if output is not None:
-            content = {"models": results, "sets": about, "settings": asked}
+            content = {"models": results, "sets": descriptions, "settings": settings}
             write_json(Path(output) / "results.json", plain(content))
     show(results, hidden=find_redundant_metrics(results))
     return results

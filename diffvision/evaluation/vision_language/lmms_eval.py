@@ -50,7 +50,7 @@ class DiffVision(lmms):
         size = self._batch_size
         batches = [alike[start : start + size] for alike in groups for start in range(0, len(alike), size)]
         for batch in bar(batches, "answers"):
-            settings, asked = batch[0][1], []
+            settings, questions = batch[0][1], []
             if settings.get("do_sample") and settings.get("temperature", 1):
                 raise ValueError(
                     f"the task samples at temperature {settings.get('temperature')}: set do_sample to false"
@@ -59,8 +59,10 @@ class DiffVision(lmms):
                 images = visuals(self.task_dict[task][split][document]) or []
                 if not all(hasattr(image, "convert") for image in images):
                     raise ValueError(f"{task} shows a {type(images[0]).__name__}: take a task of images")
-                asked.append((text, [image.convert("RGB") for image in images]))
-            texts = generate_answers(self._vlm.module, self._vlm.processor, asked, settings.get("max_new_tokens", 128))
+                questions.append((text, [image.convert("RGB") for image in images]))
+            texts = generate_answers(
+                self._vlm.module, self._vlm.processor, questions, settings.get("max_new_tokens", 128)
+            )
             ends = settings.get("until") or []
             for end in [ends] if isinstance(ends, str) else ends:
                 texts = [text.partition(end)[0] for text in texts]

@@ -63,8 +63,8 @@ def pope(answers: Sequence[str], truth: Sequence[bool], images: Sequence[int]) -
         total = 2 * hits.long() + (yes & ~right).long() + missed.long()
         found: Metrics = {
             "accuracy": count_each(hits | (no & ~right)),
-            "precision": _among(hits, yes, undefined),
-            "recall": _among(hits, hits | missed, undefined),
+            "precision": _share_among(hits, yes, undefined),
+            "recall": _share_among(hits, hits | missed, undefined),
             "f1": PerSample(2.0 * hits, units, weights=total, ratio=True) if total.any() else undefined,
             "yes_ratio": count_each(yes),
         }
@@ -74,6 +74,6 @@ def pope(answers: Sequence[str], truth: Sequence[bool], images: Sequence[int]) -
     return metrics
 
 
-def _among(hits: Tensor, which: Tensor, undefined: float) -> PerSample | float:
+def _share_among(hits: Tensor, which: Tensor, undefined: float) -> PerSample | float:
     """Return the share of hits among some of the samples, undefined if there are none."""
     return PerSample(hits[which], which.nonzero()[:, 0]) if which.any() else undefined

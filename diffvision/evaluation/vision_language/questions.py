@@ -49,7 +49,7 @@ def read_sets(
         has_images: whether the images must be there.
 
     Raises:
-        ValueError: a row that is no question, an id twice, two files of one name, or no set of a task.
+        ValueError: a row that is not a question, an id twice, two files of one name, or no set of a task.
         FileNotFoundError: an image is missing.
     """
     sets: dict[str, QuestionSet] = {}
@@ -62,10 +62,10 @@ def read_sets(
             raise ValueError(f"{path} and {sets[one.name].path} have the name {one.name!r}: rename one of them")
         missing = (image for row in one.rows for image in one.image_paths(row) if not image.is_file())
         if has_images and (image := next(missing, None)):
-            raise FileNotFoundError(f"no image {image}, of {path.name}: give the folder of the images as --images")
+            raise FileNotFoundError(f"{image} of {path.name} does not exist: set --images to the folder of the images")
         sets[one.name] = one
     if absent := {*(tasks or ())} - {one.task for one in sets.values()}:
-        raise ValueError(f"no questions of {min(absent)} in {', '.join(data)}: give a file of them as --data")
+        raise ValueError(f"no questions of task {min(absent)} in {', '.join(data)}: add a file of them to --data")
     return [*sets.values()]
 
 
@@ -94,7 +94,7 @@ def _files(data: Sequence[str]) -> Iterator[Path]:
     for path in map(Path, data):
         files = [file for file in sorted(path.glob("*.json*")) if _has_questions(file)] if path.is_dir() else [path]
         if not files:
-            raise ValueError(f"{path} has no question files: give JSON lines with question_id, image and text")
+            raise ValueError(f"{path} has no question files: rows must have question_id, image and text")
         yield from files
 
 
@@ -117,10 +117,11 @@ def _read_set(path: Path, images: Path) -> QuestionSet:
             labels |= {"objects"} if "objects" in row else lowered if len(lowered) == 1 else {"several"}
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"line {number} of {path} is no question ({error!r}): write question_id, image, text, label or objects"
+                f"line {number} of {path} is not a question ({error!r}): it must have question_id, image, text, and "
+                "label or objects"
             ) from error
         if id in rows:
-            raise ValueError(f"line {number} of {path} has question_id {id} again: give each question its own")
+            raise ValueError(f"line {number} of {path} has question_id {id} again: question_id must be unique")
         rows[id] = row
     if not rows or any("objects" in row for row in rows.values()) != all("objects" in row for row in rows.values()):
         raise ValueError(f"{path} is empty, or has rows with and without objects: write those to two files")

@@ -15,24 +15,24 @@ from diffvision.evaluation.vision_language.vqa import vqa
 Rows = Sequence[Mapping[str, Any]]
 
 
-def _pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
+def _score_pope(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
     numbers: dict[str, int] = {}
     images = [numbers.setdefault(str(row["image"]), len(numbers)) for row in rows]
     return pope(answers, [read_labels(row)[0].lower() == "yes" for row in rows], images)
 
 
-def _chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
+def _score_chair(rows: Rows, answers: Sequence[str], names: ObjectNames) -> Metrics:
     return chair(answers, [row["objects"] for row in rows], names)
 
 
-def _vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
+def _score_vqa(rows: Rows, answers: Sequence[str], _: ObjectNames) -> Metrics:
     return vqa(answers, [read_labels(row) for row in rows], [str(row.get("kind", "")) for row in rows])
 
 
-TASKS = {"pope": _pope, "chair": _chair, "vqa": _vqa}
-"""A task -> its metrics."""
+TASKS = {"pope": _score_pope, "chair": _score_chair, "vqa": _score_vqa}
+"""Task -> the function that scores its answers."""
 HEADLINES = ("accuracy", "f1", "chair_i", "chair_s", "exact_match")
-"""What is also computed of the questions that are held out."""
+"""Metrics that are also computed over held-out questions alone."""
 
 
 def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None = None) -> Metrics:
@@ -57,7 +57,7 @@ def score(questions: QuestionSet, answers: Sequence[str], synonyms: str | None =
     return {f"{questions.name}/{name}": value for name, value in results.items()}
 
 
-def mean_of_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, float]:
+def average_sets(sets: Sequence[QuestionSet], results: Metrics) -> dict[str, float]:
     """Return the means of accuracy and F1 over several sets of POPE; LLaVA-1.5's POPE is the one of `llava/f1`."""
     names = [one.name for one in sets if one.task == "pope"]
     keys = [f"{parser}{metric}" for parser in PARSERS for metric in ("accuracy", "f1") if len(names) > 1]
