@@ -104,12 +104,12 @@ def episodes(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Ten
     Raises:
         ValueError: too few classes, or training images of a class, or no test image of one.
     """
-    support = _by_class(train_labels, options.shots, "training", "lower shots")
-    query = _by_class(test_labels, 1, "test", "give every class test images", of=list(support))
-    if len(support) < options.ways:
-        raise ValueError(f"{options.ways}-way episodes need as many classes; there are {len(support)}: lower ways")
+    labels = train_labels.unique().tolist()
+    if len(labels) < options.ways:
+        raise ValueError(f"ways must be at most the {len(labels)} classes, got {options.ways}")
+    support = _by_class(train_labels, labels, options.shots, "training")
+    query = _by_class(test_labels, labels, 1, "test")
     generator = torch.Generator().manual_seed(options.seed)
-    labels = list(support)
     accuracies = []
     for start in range(0, options.episodes, _EPISODES_AT_ONCE):
         shots, queries = [], []
@@ -121,13 +121,12 @@ def episodes(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Ten
     return torch.cat(accuracies)
 
 
-def _by_class(labels: Tensor, least: int, kind: str, remedy: str, of: list[int] | None = None) -> dict[int, Tensor]:
+def _by_class(labels: Tensor, classes: list[int], least: int, split: str) -> dict[int, Tensor]:
     """Return the samples of each class."""
-    classes = of if of is not None else labels.unique().tolist()
     members = {label: (labels == label).nonzero()[:, 0] for label in classes}
     for label, indexes in members.items():
         if len(indexes) < least:
-            raise ValueError(f"class {label} has {len(indexes)} {kind} samples; episodes need {least}: {remedy}")
+            raise ValueError(f"class {label} must have at least {least} {split} samples, got {len(indexes)}")
     return members
 
 

@@ -26,7 +26,6 @@ from diffvision.inspection.mean_numbers import (
     mean_numbers,
     norm_panels,
     number_panels,
-    sink_panels,
     table,
 )
 from diffvision.inspection.measurements import LayerMeasurement, Measurement
@@ -97,7 +96,9 @@ def _table(title: str, numbers: LayerNumbers) -> html.Table:
 def _curves(files: Files, tower: str, numbers: LayerNumbers, count: int) -> html.Section:
     over = f"mean over {count} inputs" if count > 1 else "of one input"
     caption = f"How the maps change from layer to layer, {over}: lines are means over heads, dots are heads."
-    parts: list[html.Part] = [_picture(files, f"layers-{tower}", layer_panels(number_panels(numbers)), caption)]
+    parts: list[html.Part] = [
+        _picture(files, f"layers-{tower}", layer_panels(number_panels(numbers, "layers")), caption)
+    ]
     if norms := norm_panels(numbers):
         caption = "How large a head's output is before and after the head norm and the factor: its root mean square."
         parts.append(_picture(files, f"norm-{tower}", layer_panels(norms), caption))
@@ -112,12 +113,12 @@ def _sinks(files: Files, tower: str, numbers: LayerNumbers) -> html.Section:
         "the head's output is the same for all queries. It may be both, or neither. A sink is not a fault by itself."
     )
     parts: list[html.Part] = [html.Text(text)]
-    captions = (
-        "What the sinks of each layer do, and the outliers of the block's input: lines are means over heads.",
-        "Where the attention of each layer goes, as a share of all queries' attention.",
-    )
-    for name, panels, caption in zip(("sinks", "places"), sink_panels(numbers), captions, strict=True):
-        parts.append(_picture(files, f"{name}-{tower}", layer_panels(panels), caption))
+    captions = {
+        "sinks": "What the sinks of each layer do, and the outliers of the block's input: lines are means over heads.",
+        "places": "Where the attention of each layer goes, as a share of all queries' attention.",
+    }
+    for name, caption in captions.items():
+        parts.append(_picture(files, f"{name}-{tower}", layer_panels(number_panels(numbers, name)), caption))
     return html.Section(f"{TOWERS[tower]}, sinks", parts)
 
 

@@ -49,9 +49,12 @@ NAMES = {
     "rms_after": ("RMS after head norm", "the same as before where there is no norm"),
     "rms_given": ("RMS after × (1 − λ_init)", "what the output projection takes"),
 }
-_SINK_PANELS = ("largest_column", "sink_value", "common", "output_rank", "norm_ratio", "kurtosis")
-_PLACE_PANELS = ("on_class", "on_registers", "on_corners", "on_first", "on_outliers")
-_PANELS = ("row_sum", "lambda", "relative_entropy", "effective_rank", "redundancy", "negative", "sink", "noise")
+PANELS = {
+    "layers": ("row_sum", "lambda", "relative_entropy", "effective_rank", "redundancy", "negative", "sink", "noise"),
+    "sinks": ("largest_column", "sink_value", "common", "output_rank", "norm_ratio", "kurtosis"),
+    "places": ("on_class", "on_registers", "on_corners", "on_first", "on_outliers"),
+}
+"""Figure -> the numbers in its panels."""
 
 Measurements = Mapping[str, Sequence[Measurement]]
 """By model."""
@@ -78,18 +81,9 @@ def mean_numbers(measurements: Measurements, tower: str) -> LayerNumbers:
     return numbers
 
 
-def number_panels(numbers: LayerNumbers) -> list[LayerPanel]:
-    """Return the panels of numbers over the layers."""
-    return _panels(numbers, _PANELS)
-
-
-def sink_panels(numbers: LayerNumbers) -> tuple[list[LayerPanel], list[LayerPanel]]:
-    """Return the panels of what sinks do, and those of where the attention goes, over the layers."""
-    return _panels(numbers, _SINK_PANELS), _panels(numbers, _PLACE_PANELS)
-
-
-def _panels(numbers: LayerNumbers, names: Sequence[str]) -> list[LayerPanel]:
-    return [LayerPanel(NAMES[number][0], numbers[number]) for number in names if number in numbers]
+def number_panels(numbers: LayerNumbers, figure: str) -> list[LayerPanel]:
+    """Return the panels of a figure of `PANELS` over the layers."""
+    return [LayerPanel(NAMES[number][0], numbers[number]) for number in PANELS[figure] if number in numbers]
 
 
 def norm_panels(numbers: LayerNumbers) -> list[LayerPanel]:

@@ -86,7 +86,7 @@ def test_interval_of_the_mean(circle, to_tensor, classified):
 
 def test_what_episodes_cannot_be_made_of():
     x, labels = torch.randn(20, 3), torch.arange(20) % 4
-    with pytest.raises(ValueError, match="5-way"):
+    with pytest.raises(ValueError, match="ways"):
         episodes(x, labels, x, labels, Options())
     with pytest.raises(ValueError, match="class 0"):
         episodes(x, labels, x, labels, Options(ways=2, shots=6))
