@@ -25,7 +25,6 @@ from diffvision.models.checkpoint import read_checkpoint, read_origin
 from diffvision.opening import best_checkpoint, find_run, open_model, open_native, split_label
 from diffvision.opening.specs import as_text, find_model
 from diffvision.opening.texts import HuggingFaceTokenizer
-from diffvision.opening.vlm import is_vlm
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 
@@ -303,7 +302,6 @@ def test_a_tag_is_no_path(name, tag, obstacle, tmp_path):
         assert opened.run is None
     assert open_model(name).weights is None
     assert read_entries([f"{name}.{tag}", f"./{name}.{tag}"])[0].model == f"{name}.{tag}"
-    assert not is_vlm(f"{name}.{tag}")
     export(f"{name}.{tag}", str(tmp_path / "exported"))
     assert same(open_model(tmp_path / "exported").module, expected)
 

@@ -9,7 +9,6 @@ from diffvision.data.text.tokenizers import load_tokenizer
 from diffvision.models.checkpoint import few, read_origin
 from diffvision.models.hub import HUGGING_FACE, local
 from diffvision.models.language import find_tokenizer
-from diffvision.models.weight_files import read_json
 from diffvision.opening.model import Model
 from diffvision.opening.run_folders import best_checkpoint
 from diffvision.opening.specs import find_model, register_diffllama_v2
@@ -58,15 +57,6 @@ def _complete(processor: Any, config: Any) -> None:
         processor.patch_size = config.vision_config.patch_size
         processor.vision_feature_select_strategy = config.vision_feature_select_strategy
         processor.num_additional_image_tokens = int(config.vision_config.model_type == "clip_vision_model")  # its class
-
-
-def is_vlm(spec: str | Path) -> bool:
-    """Return whether a model is of our training, or a folder of transformers' whose configuration has a placeholder."""
-    found = find_model(spec)
-    file = (local(spec) if found.kind == "hf" else found.path) / "config.json"
-    if found.kind in ("hf", "folder") and file.is_file():
-        return not {"image_token_id", "image_token_index"}.isdisjoint(read_json(file))
-    return find_trained(spec) is not None
 
 
 def find_trained(spec: str | Path) -> Path | None:
