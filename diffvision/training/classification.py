@@ -163,7 +163,7 @@ class ClassificationModule(TrainingModule):
             layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
             top = max(layers.values())
             scales = {name: self.layer_decay ** (top - layer) for name, layer in layers.items()}
-        return param_groups(self.model, self.settings.weight_decay, undecayed, scales)
+        return param_groups(self.model, self.settings, undecayed, scales)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint is of another architecture. `fit` calls this before reading data."""

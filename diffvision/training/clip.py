@@ -238,7 +238,7 @@ class ContrastiveModule(TrainingModule):
         scales = {
             n: s for tower, decay in decays.items() for n, s in layer_scales(self.model, decay, towers[tower]).items()
         }
-        return param_groups(self.model, self.settings.weight_decay, scales=scales or None)
+        return param_groups(self.model, self.settings, scales=scales or None)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Return the StepGuard; raise ValueError if the trainer clips or accumulates too, which this module does.

@@ -81,7 +81,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters in groups, each with its weight decay."""
-        return param_groups(self.model, self.settings.weight_decay)
+        return param_groups(self.model, self.settings)
 
     def configure_optimizers(self) -> Any:
         optimizer = create_optimizer(self.parameter_groups(), self.settings, self.trainer)

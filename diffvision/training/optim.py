@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from diffvision.errors import did_you_mean
@@ -21,6 +22,7 @@ FUSED = ("cpu", "cuda")
 """Devices for which AdamW is one fused kernel."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-6}
 """AdamW's settings where neither the user nor the module has others."""
+_FUSED_PROJECTION = re.compile(r"(^|\.)(qkv\.weight|in_proj_weight)$")  # timm's, and OpenCLIP's
 _FIRST_LAYER = re.compile(r"emb|token|patch|stem|ln_pre|norm_pre|(conv|bn)\d")  # names of what comes before the blocks
 Decay = Literal["cosine", "linear"]
 
@@ -30,7 +32,8 @@ class OptimizerSettings:
     """Settings of the optimizer and of its schedule: linear warm-up, then decay, both per step.
 
     Attributes:
-        name: "adamw", or another optimizer of `timm.optim.list_optimizers()`, such as "lion".
+        name: "adamw", or another optimizer of `timm.optim.list_optimizers()`, such as "lion". Those with "muon" in
+            their names update the matrices of blocks by Muon, and everything else by AdamW.
         args: further arguments of the optimizer.
         lr: the highest learning rate, reached at the end of the warm-up.
         weight_decay: for matrices only: see `param_groups`.
@@ -82,6 +85,11 @@ class OptimizerSettings:
         if self.name != "adamw" or self.args:
             self._check_optimizer()
 
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices of blocks are updated by Muon."""
+        return self.name.endswith("muon")
+
     def _check_optimizer(self) -> None:
         """Raise ValueError for an unknown optimizer, or for arguments that it does not take."""
         from timm.optim import get_optimizer_info, list_optimizers
@@ -90,8 +98,8 @@ class OptimizerSettings:
             near = did_you_mean(self.name, every)
             raise ValueError(f"optimizer.name must be one of timm.optim.list_optimizers(), got {self.name!r}{near}")
         info = get_optimizer_info(self.name)
-        if info.second_order or self.name.endswith("muon"):  # Muon needs to know which matrices are of blocks
-            raise ValueError(f"optimizer.name must be of first order and for all parameters, got {self.name!r}")
+        if info.second_order:
+            raise ValueError(f"optimizer.name must be an optimizer of first order, got {self.name!r}")
         for name in ADAMW:
             if getattr(self, name) is not None and not getattr(info, f"has_{name}"):  # timm leaves it out in silence
                 raise ValueError(f"optimizer.{name} must be null, as {self.name} takes none, got {getattr(self, name)}")
@@ -113,7 +121,7 @@ def is_undecayed(name: str, parameter: Tensor) -> bool:
 
 def param_groups(
     model: nn.Module,
-    weight_decay: float,
+    settings: OptimizerSettings,
     undecayed: Collection[str] = (),
     scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
@@ -121,23 +129,40 @@ def param_groups(
 
     Args:
         model: the model.
-        weight_decay: for parameters that are not excluded from it (`is_undecayed`).
+        settings: its weight decay is for parameters that are not excluded from it (`is_undecayed`). With Muon, all but
+            the matrices of blocks are marked for timm's fallback to AdamW.
         undecayed: names of further parameters without decay.
         scales: learning-rate multiplier of each parameter, by name; see `layer_scales`.
     """
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    in_blocks = {id(p) for block in find_blocks(model) for p in block.parameters()} if settings.is_muon else set()
+    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         decays = not (name in undecayed or is_undecayed(name, parameter))
         scale = (scales or {}).get(name, 1.0)
-        group: dict[str, Any] = {"params": [], "weight_decay": weight_decay if decays else 0.0}
+        falls_back = settings.is_muon and not (decays and id(parameter) in in_blocks)
+        group: dict[str, Any] = {"params": [], "weight_decay": settings.weight_decay if decays else 0.0}
         group |= {"lr_scale": scale} if scales is not None else {}
-        groups.setdefault((decays, scale), group)["params"].append(parameter)
+        group |= {"use_fallback": True} if falls_back else {}
+        groups.setdefault((decays, scale, falls_back), group)["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter is trainable, as every tower is locked: unlock one")
+    if settings.is_muon:
+        _check_muon(model, groups.values())
     # The order is part of checkpoints.
     return [groups[key] for key in (sorted(groups) if scales is None else groups)]
+
+
+def _check_muon(model: nn.Module, groups: Collection[dict[str, Any]]) -> None:
+    """Refuse Muon without a matrix to update; warn of fused projections, which it takes as one matrix."""
+    if all("use_fallback" in group for group in groups):
+        raise ValueError("no matrix of a block is trained, which Muon would update: set optimizer.name to adamw")
+    if fused := [name for name, _ in model.named_parameters() if _FUSED_PROJECTION.search(name)]:
+        rank_zero_warn(
+            f"Muon takes queries, keys and values of {fused[0]} as one matrix, those of differential layers singly: "
+            "the models do not compare. The plain models of diffvision have them apart"
+        )
 
 
 def layer_scales(model: nn.Module, decay: float, names: Collection[str]) -> dict[str, float]:

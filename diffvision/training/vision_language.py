@@ -240,7 +240,7 @@ class VisionLanguageModule(NextTokenModule):
         scale = None if self.projector_lr is None else self.projector_lr / self.settings.lr
         named = [name for name, _ in self.model.named_parameters() if name.startswith(f"{PARTS['projector']}.")]
         scales = None if scale is None else dict.fromkeys(named, scale)
-        return param_groups(self.model, self.settings.weight_decay, scales=scales)
+        return param_groups(self.model, self.settings, scales=scales)
 
     def check_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint is of another model. `fit` calls this before reading data."""

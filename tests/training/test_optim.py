@@ -2,9 +2,11 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -40,7 +42,7 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
     model.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.0)))
     model.register_parameter("positional_embedding", nn.Parameter(torch.zeros(5, 16)))
     model.register_parameter("frozen", nn.Parameter(torch.zeros(5, 16), requires_grad=False))
-    rest, decayed = param_groups(model, 0.5)
+    rest, decayed = param_groups(model, OptimizerSettings(weight_decay=0.5))
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in decayed["params"]} == {
         *(f"attn.{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "proj")),
@@ -63,7 +65,6 @@ def test_matrices_decay_and_norms_biases_lambdas_and_scales_do_not(variant):
         ({"name": "lion", "args": {"cautoin": True}}, "cautoin"),
         ({"args": {"amsgard": True}}, "amsgard"),
         ({"name": "lion", "args": {"lr": 1}}, "lr"),
-        ({"name": "muon"}, "optimizer.name"),
         ({"name": "lion", "betas": (2.0, 3.0)}, "beta"),
         ({"betas": (0.9,)}, "optimizer.betas"),
         ({"betas": (0.9, 1.5)}, "optimizer.betas"),
@@ -100,6 +101,34 @@ def test_arguments_reach_the_optimizer_and_defaults_are_its_own():
         assert module(name, optimizer=OptimizerSettings(name="lion"), **args).settings.betas is None
 
 
+def test_muon_updates_matrices_of_blocks_and_adamw_the_rest():
+    settings = OptimizerSettings(name="muon", lr=1e-3)
+    module = ContrastiveModule("DiffCLIP-V2-debug", optimizer=settings)
+    groups = module.parameter_groups()
+    names = {id(p): name for name, p in module.model.named_parameters()}
+    muon = {names[id(p)] for group in groups if "use_fallback" not in group for p in group["params"]}
+    assert all(("blocks." in name or "resblocks." in name) and name.endswith("weight") for name in muon)
+    assert not any("lambda" in name or "norm" in name or "ln_" in name or "embed" in name for name in muon)
+    assert {"visual.trunk.blocks.0.attn.q_proj.weight", "transformer.resblocks.1.mlp.c_fc.weight"} <= muon
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    optimizer = create_optimizer(groups, module.settings)
+    for parameter in module.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    by_muon = {names[id(p)] for p, state in optimizer.state.items() if state["use_muon"]}
+    assert by_muon == {n for n in muon if min(dict(module.model.named_parameters())[n].shape) >= 4}
+    with pytest.raises(ValueError, match="Muon"):
+        param_groups(nn.Linear(8, 8), settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("vit_tiny_patch16_224", True), ("diff_vit_debug", False), ("plain_vit_debug", False)]
+)
+def test_muon_warns_of_a_fused_projection(name, fused):
+    with pytest.warns(match="qkv") if fused else nullcontext():
+        param_groups(timm.create_model(name), OptimizerSettings(name="muon"))
+
+
 def test_each_tower_has_its_own_layer_decay():
     module = ContrastiveModule("DiffCLIP-debug-0.2", image_layer_decay=0.5, text_layer_decay=0.1)
     scales = {id(p): group["lr_scale"] for group in module.parameter_groups() for p in group["params"]}
@@ -129,10 +158,10 @@ def test_each_tower_has_its_own_layer_decay():
 
 def test_undecayed_names_and_a_locked_model():
     model = nn.Sequential(nn.Linear(3, 3, bias=False))
-    (group,) = param_groups(model, 0.5, undecayed={"0.weight"})
+    (group,) = param_groups(model, OptimizerSettings(weight_decay=0.5), undecayed={"0.weight"})
     assert group["weight_decay"] == 0.0
     with pytest.raises(ValueError, match="locked"):
-        param_groups(model.requires_grad_(False), 0.5)
+        param_groups(model.requires_grad_(False), OptimizerSettings())
 
 
 COSINE = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done / 8)) for done in range(8)]
@@ -197,7 +226,7 @@ def test_lengths_that_cannot_be_known_are_refused():
 def test_resuming_keeps_the_step_and_takes_everything_else_from_the_configuration():
     def make(**settings) -> WarmupDecay:
         chosen = OptimizerSettings(warmup_steps=2, **settings)
-        return WarmupDecay(create_optimizer(param_groups(nn.Linear(2, 2), chosen.weight_decay), chosen), chosen)
+        return WarmupDecay(create_optimizer(param_groups(nn.Linear(2, 2), chosen), chosen), chosen)
 
     old, new = make(lr=1.0, weight_decay=0.1), make(lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
     old.begin(trainer())

@@ -234,7 +234,7 @@ def test_what_one_rank_sees_no_rank_steps_on(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [*((name, 2) for name in ("lion", "sgd")), ("lamb", 0), ("adan", 0)],
+    [*((name, 2) for name in ("lion", "muon", "sgd")), ("lamb", 0), ("adan", 0)],
 )
 def test_other_optimizers_skip_a_step_too(name, bad, tmp_path):
     """Also their counts of steps, which LAMB and Adan keep with a group's settings."""
@@ -245,7 +245,8 @@ def test_other_optimizers_skip_a_step_too(name, bad, tmp_path):
             torch.manual_seed(1)
             for parameter in self.parameters():
                 nn.init.normal_(parameter)
-            return create_optimizer(param_groups(self, 0.5), OptimizerSettings(name=name, lr=1e-4))
+            groups = param_groups(self, OptimizerSettings(weight_decay=0.5))
+            return create_optimizer(groups, OptimizerSettings(name=name, lr=1e-4))
 
     skipping, good = Other(), Other()
     with pytest.warns(UserWarning, match="is skipped"):
