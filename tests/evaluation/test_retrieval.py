@@ -92,16 +92,14 @@ def test_queries_of_one_image_are_one_unit():
 
 
 def test_captions_that_are_cut_are_counted_and_warned_of(tmp_path):
-    (tmp_path / "caption").mkdir()
-    (tmp_path / "image").mkdir()
     for n in range(4):  # with the beginning and the end, 24 tokens fit, and 25 do not
-        Image.new("RGB", (8, 8), (60 * n, 0, 0)).save(tmp_path / f"image/{n}.png")
-        (tmp_path / f"caption/{n}.txt").write_text(" ".join(["dog"] * (23 if n == 3 else 22)))
+        Image.new("RGB", (8, 8), (60 * n, 0, 0)).save(tmp_path / f"{n}.png")
+        (tmp_path / f"{n}.txt").write_text(" ".join(["dog"] * (23 if n == 3 else 22)))
     model, [folder] = open_model("CLIP-debug"), find_folders(tmp_path)
     settings = {"transform": model.transform, "tokenizer": model.tokenizer}
     with pytest.warns(UserWarning, match="25% of 4 captions.*context_length"):
         metrics = evaluate(model.module, folder, **settings)
     assert metrics[f"retrieval/{folder.name}/cut_captions"] == 0.25
-    (tmp_path / "caption/3.txt").write_text("a dog")
+    (tmp_path / "3.txt").write_text("a dog")
     [folder] = find_folders(tmp_path)
     assert f"retrieval/{folder.name}/cut_captions" not in evaluate(model.module, folder, **settings)
