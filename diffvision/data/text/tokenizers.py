@@ -80,9 +80,6 @@ class Tokenizer:
         self.start_id: int | None = None if bos is None else vocabulary[bos]
         self.vocab_size: int = max(vocabulary.values()) + 1  # not the number of tokens: ids may leave gaps
 
-    def __len__(self) -> int:
-        return self.vocab_size
-
     def __getstate__(self) -> dict[str, Any]:
         return {"file": self._backend.to_str(), "eos": self.eos, "bos": self.bos}
 

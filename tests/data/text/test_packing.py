@@ -16,7 +16,8 @@ from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.files import sha256
 
 LENGTH = 40
-ROWS = [{"prompt": "q" * (1 + 7 * n % 23), "response": "a" * (1 + 5 * n % 13)} for n in range(300)]
+ROWS = [{"prompt": "q" * (1 + 7 * n % 23), "response": "a" * (1 + 5 * n % 13)} for n in range(299)]
+ROWS.append({"prompt": "q" * 20, "response": "a" * 20})  # fills a window
 LONG = [{"prompt": "q" * 20, "response": "a" * 30}, {"prompt": "q" * 45, "response": "a"}]
 
 

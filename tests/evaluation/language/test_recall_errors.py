@@ -65,6 +65,8 @@ def test_an_oracle_is_right_and_a_blind_model_distracted_or_inventing(answering,
     model = answering()
     results = recall_errors(model, facts=(1, 3), **SETTINGS)
     assert results["correct"].mean() == 1
+    assert results["3x1/correct_of_copied"].mean() == 1
+    assert "1x1/correct_of_copied" not in results  # there is no other number to copy
     blind = answering(words.encode(" 42")[0])
     rates = with_intervals(recall_errors(blind, facts=(3,), **SETTINGS | {"samples": 15}))
     found = needle(blind.module.copier, words, needles=3, **SETTINGS | {"samples": 15})
