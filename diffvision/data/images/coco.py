@@ -1,6 +1,6 @@
-"""Captions in JSON: COCO's own files, and Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`.
+"""Captions in JSON: COCO's own files, Karpathy's `dataset_coco.json` and `dataset_flickr30k.json`, and ShareGPT4V's.
 
-A file of COCO has one split; Karpathy's have all of them, with five captions an image.
+COCO's and ShareGPT4V's files have one split each; Karpathy's have all of them, with five captions an image.
 """
 
 import json
@@ -25,18 +25,21 @@ def read_caption_file(table: Path) -> Parts:
         table: the file. Its images are looked for in the folders that are usual for it.
 
     Raises:
-        ValueError: it is neither COCO's nor Karpathy's.
+        ValueError: it is neither COCO's nor Karpathy's nor ShareGPT4V's.
     """
     text = decoded(table.read_bytes(), table)
     try:
         content = json.loads(text)
-        splits = {"": _read_coco(content)} if "annotations" in content else _read_karpathy(content)
+        if isinstance(content, list):
+            splits = {"": _read_conversations(content)}
+        else:
+            splits = {"": _read_coco(content)} if "annotations" in content else _read_karpathy(content)
         if not splits:
             raise ValueError("no images")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{table} must have captions as COCO or Karpathy has them, got another JSON ({type(error).__name__} "
-            f"{error}): write a .csv with the columns image and caption"
+            f"{table} must have captions as COCO, Karpathy or ShareGPT4V has them, got another JSON "
+            f"({type(error).__name__} {error}): write a .csv with the columns image and caption"
         ) from None
     return {split: partial(_collect, table, split, captions) for split, captions in splits.items()}
 
@@ -48,6 +51,18 @@ def _read_coco(content: Any) -> dict[Any, Captions]:
     for annotation in content["annotations"]:
         captions[names[annotation["image_id"]]].append(annotation["caption"])
     return {name: read_captions(of_image) for name, of_image in captions.items()}
+
+
+def _read_conversations(content: list[Any]) -> dict[Any, Captions]:
+    """Return {path: captions} of ShareGPT4V's rows, each an image with one answer, which is its caption on one line."""
+    captions: dict[Any, Captions] = {}
+    for number, row in enumerate(content):
+        try:
+            (answer,) = (turn["value"] for turn in row["conversations"] if turn["from"] in ("gpt", "assistant"))
+            captions[row["image"]] = (*captions.get(row["image"], ()), " ".join(answer.split()))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ValueError(f"row {number} must have an image and one answer") from None
+    return captions
 
 
 def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:

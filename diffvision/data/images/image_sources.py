@@ -114,11 +114,12 @@ def find_images(
 
     Args:
         source: one of
-            a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too), or with a folder for each class
-            (as torchvision's ImageFolder numbers them), or with a metadata.csv, captions.csv, labels.csv, .tsv, .jsonl
-            or .parquet in it; splits are folders called train, val, test, ... above that, or tables that are called so;
+            a folder of images: with `x.txt` next to `x.jpg` (img2dataset's files too) or in Urban-1k's folders image/
+            and caption/, or with a folder for each class (as torchvision's ImageFolder numbers them), or with a
+            metadata.csv, captions.csv, labels.csv, .tsv, .jsonl or .parquet in it; splits are folders called train,
+            val, test, ... above that, or tables that are called so;
             a table (.csv, .tsv, .jsonl, .parquet, Flickr8k's captions.txt, COCO's captions_*.json, Karpathy's
-            dataset_coco.json and dataset_flickr30k.json), with paths relative to its folder;
+            dataset_coco.json and dataset_flickr30k.json, ShareGPT4V's JSON), with paths relative to its folder;
             a folder that `datasets` saved (save_to_disk), or one of .parquet files; a .zip of any of these folders.
         split: "train" (by default), "validation" or "test", of a source that has splits; see `data.splits`.
         columns: names of the columns "image", "caption" and "label", where they are not the usual ones (`COLUMNS`).
@@ -275,6 +276,8 @@ def _read_folder(
         return _open_tables(str(index), path, {"": [index]}, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))
     has_texts = any(image.with_suffix(".txt").is_file() for image in images)
+    if not is_classes and not has_texts and any(walk(path / "caption", (".txt",))) and (path / "image").is_dir():
+        return _read_texts(path, path / "image", path / "caption")
     if not is_classes and (has_texts or (not images and any(walk(path, (".txt",))))):
         return _read_texts(path)
     if images:
@@ -339,20 +342,26 @@ def _class_folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _read_texts(path: Path) -> ImageCollection:
-    """Read `x.txt` next to `x.jpg`; every other file is taken for an image, so that what is none is counted."""
+def _read_texts(path: Path, images: Path | None = None, texts: Path | None = None) -> ImageCollection:
+    """Read `x.txt` next to `x.jpg`; every other file is taken for an image, so that what is none is counted.
+
+    Urban-1k has images and texts in two folders, and a caption is the first line of its file.
+    """
     root = path.resolve()
     names: list[str] = []
     captions: list[Captions] = []
-    for file in sorted(path.rglob("*")):
+    for file in sorted((images or path).rglob("*")):
         if not file.is_file() or file.suffix.lower() in (".txt", *TABLES):
             continue
         text = file.with_suffix(".txt")
+        if images is not None and texts is not None:
+            text = texts / text.relative_to(images)
         for link in filter(Path.is_symlink, (file, text)):
             check_path(root, str(link.relative_to(path)), f"{link}, a link")
         names.append(file.relative_to(path).as_posix())
         # Bytes that are not UTF-8 become half surrogates, which training counts as bad.
-        captions.append((text.read_bytes().decode("utf-8-sig", "surrogateescape"),) if text.is_file() else ())
+        caption = text.read_bytes().decode("utf-8-sig", "surrogateescape") if text.is_file() else None
+        captions.append(() if caption is None else (caption if texts is None else caption.partition("\n")[0],))
     _check_undivided(path, names)
     return ImageCollection(str(path), names, ImageFiles(path, names), captions=captions)
 

@@ -157,6 +157,7 @@ def test_evaluating_on_the_training_pictures_is_a_warning(tmp_path):
 CLASSES = {"cat/1.png": None, "dog/2.png": None}
 JSON_ROW = '{"file": "1.png", "caption": "a"'
 SEVERAL = json.dumps(["1.png", "2.png"] * 50)
+ANSWER = {"from": "gpt", "value": "a cat"}
 REFUSED = {
     # files, the source among them ("." for their folder), what the message has
     "no folder": ({}, "none", "there is no"),
@@ -185,7 +186,9 @@ REFUSED = {
     "no path": ({"t.jsonl": '{"file": true, "caption": "a"}\n'}, "t.jsonl", "line 1: the image"),
     "cut line": ({"t.jsonl": JSON_ROW + "}\n" + JSON_ROW}, "t.jsonl", "line 2"),
     "no object": ({"t.jsonl": JSON_ROW + "}\n3\n"}, "t.jsonl", "line 2, must be"),
-    "conversations": ({"c.json": '[{"image": "1.png", "conversations": []}]'}, "c.json", "COCO"),
+    "no answer": ({"c.json": '[{"image": "1.png", "conversations": []}]'}, "c.json", "row 0"),
+    "two answers": ({"c.json": json.dumps([{"image": "1.png", "conversations": 2 * [ANSWER]}])}, "c.json", "row 0"),
+    "an answer about no image": ({"c.json": json.dumps([{"conversations": [ANSWER]}])}, "c.json", "row 0"),
     "a list of Karpathy's": ({"c.json": '{"images": [5]}'}, "c.json", "Karpathy"),
     "no split of Karpathy's": ({"c.json": '{"images": [{"filename": "0.png", "split": null}]}'}, "c.json", "Karpathy"),
     "no images of COCO's": ({"c.json": '{"images": []}'}, "c.json", "COCO"),
@@ -326,6 +329,28 @@ def test_coco_captions_of_which_training_draws_one(tmp_path):
     assert pictures.caption_key == "json:caption"
     drawn = {CaptionMember(pictures.caption_key).one(ImageSet(pictures).members((0, 2))) for _ in range(50)}
     assert drawn == {"one 2", "two 2", "three 2"}
+
+
+def test_long_captions_in_urban_1ks_and_sharegpt4vs_layouts(tmp_path):
+    rows = []
+    for n in range(4):
+        write(tmp_path / f"Urban1k/image/{n}.png", n)
+        write(tmp_path / f"share/coco/train2017/{n}.png", n)
+        (tmp_path / "Urban1k/caption").mkdir(exist_ok=True)
+        (tmp_path / f"Urban1k/caption/{n}.txt").write_text(f"a long {n}\n\nno caption\n")
+        asked = {"from": "human", "value": "<image>\nDescribe it."}
+        answer = {"from": "gpt", "value": f"a long {n}.\n\nIn two paragraphs."}
+        rows += [{"id": str(n), "image": f"coco/train2017/{n}.png", "conversations": [asked, answer]}]
+    (tmp_path / "share/sharegpt4v.json").write_text(json.dumps(rows))
+    urban, share = f"{tmp_path}/Urban1k", f"{tmp_path}/share/sharegpt4v.json"
+    for source, expected in ((urban, "a long {}"), (share, "a long {}. In two paragraphs.")):
+        assert captions_read(find_images(source)) == {n: [expected.format(n)] for n in range(4)}
+        [folder] = find_folders(source)
+        assert captions_evaluated(folder) == ({n: [expected.format(n)] for n in range(4)}, 4)
+    write(tmp_path / "Urban1k/image/4.png", 4)
+    assert find_images(urban).captions[-1] == ()  # counted when it is read
+    (tmp_path / "Urban1k/image/4.txt").write_text("beside it")
+    assert find_images(urban).captions[-1] == ("beside it",)  # texts beside the images are theirs
 
 
 @pytest.mark.parametrize("name", ["dataset_coco.json", "dataset_flickr30k.json"])
