@@ -36,23 +36,17 @@ def export(
         FileNotFoundError, ValueError: the model does not exist, is damaged or of an unknown kind, its weights are
             randomly initialised or not finite, the format does not support it, or the destination exists.
     """
+    from diffvision.export.finite_weights import open_for_export
     from diffvision.export.formats import DEFAULTS, FORMATS, Options, check_installed
     from diffvision.models.weight_files import check_free, written_whole
+    from diffvision.opening.vlm import find_trained
 
     target = Path(destination)
     if to is not None and to not in FORMATS:
         raise ValueError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     check_free(target)
-    if to is not None:
-        check_installed(to)  # before PyTorch is imported and the model is loaded
-    if tokenizer is not None and not Path(tokenizer).exists():
-        raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
-    from diffvision.opening.vlm import find_trained
-
     if (file := find_trained(model)) is not None:
         return _export_vision_language(file, target, to)
-    from diffvision.export.finite_weights import open_for_export
-
     opened = open_for_export(model, checkpoint)
     name = to or DEFAULTS[opened.library]
     check_installed(name)

@@ -86,14 +86,9 @@ def _compare(recorded: Mapping[str, Any], built: Mapping[str, Any], what: str) -
         )
 
 
-def metadata(model: nn.Module, about: Mapping[str, Any] = {}) -> dict[str, str]:
-    """Return the metadata of a safetensors file with the weights of a model, for `recorded` to read.
-
-    Args:
-        model: the model.
-        about: further values to record.
-    """
-    return {"format": "pt", METADATA: json.dumps({**about, KEY: architecture(model)})}
+def metadata(model: nn.Module) -> dict[str, str]:
+    """Return the metadata of a safetensors file with the weights of a model, for `recorded` to read."""
+    return {"format": "pt", METADATA: json.dumps({KEY: architecture(model)})}
 
 
 def check_start(source: str, model: nn.Module) -> None:

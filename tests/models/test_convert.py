@@ -152,47 +152,32 @@ def test_a_whole_vit_of_timm_in_our_names():
 # ---- what cannot be ------------------------------------------------------------------------------------------------
 
 
-def _foreign(folder):
-    save_file({"blocks.0.attn.qkv.weight": torch.zeros(3, 1), "head.bias": torch.zeros(1)}, folder / "x.safetensors")
-    return "x.safetensors", "2 tensors (blocks.0.attn.qkv.weight, head.bias, ...) of an unknown layout"
-
-
-def _infinite(folder):
-    weights = TimmDiffAttention(32, 2).half().state_dict()
-    weights["proj.weight"][0, 0] = float("inf")
-    torch.save(weights, folder / "x.pt")
-    return "x.pt", "1 tensors of {0}/x.pt are not finite, first proj.weight (torch.float16)"
-
-
-def _bare_folder(folder):
-    (folder / "model").mkdir()
-    return "model", "config.json"
-
-
-def _other_model(folder):
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    return "model", "'gpt2'"
-
-
-def _other_layout(folder):
-    save_file(TimmDiffAttention(32, 2).state_dict(), folder / "x.safetensors")
-    return (
-        "x.safetensors",
-        "DINT's weights have the same names): to must be diffvision",
-    )
+LAYER = TimmDiffAttention(32, 2).state_dict()
 
 
 @pytest.mark.parametrize(
-    "make",
-    [_foreign, _infinite, _bare_folder, _other_model, _other_layout],
+    ("content", "words"),
+    [
+        ({"blocks.0.attn.qkv.weight": torch.zeros(3, 1), "head.bias": torch.zeros(1)}, "2 tensors (blocks.0.attn.qkv."),
+        (LAYER | {"proj.weight": torch.full((32, 32), torch.inf).half()}, "not finite, first proj.weight"),
+        (LAYER, "to must be diffvision"),
+        ({"model_type": "gpt2"}, "'gpt2'"),
+        ({}, "config.json"),
+    ],
+    ids=["foreign", "infinite", "another layout", "another model", "no configuration"],
 )
-def test_one_error_and_nothing_left(make, tmp_path, capsys):
-    name, words = make(tmp_path)
+def test_one_error_and_nothing_left(content, words, tmp_path, capsys):
+    source = tmp_path / "model"
+    if content and all(isinstance(value, torch.Tensor) for value in content.values()):
+        source = tmp_path / "x.safetensors"
+        save_file(content, source)
+    else:
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(content))
     before = sorted(tmp_path.rglob("*"))
-    assert cli.main(["convert", str(tmp_path / name), str(tmp_path / "out"), "--to", "openclip"]) == 1
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "openclip"]) == 1
     error = capsys.readouterr().err
-    assert words.format(tmp_path) in error
+    assert words in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
