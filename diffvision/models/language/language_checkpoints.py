@@ -83,7 +83,7 @@ def load(path: str | Path) -> LanguageModel:
         ) from error
     with torch.device("meta"):
         model = LanguageModel(config)
-    check_fits(state, model.state_dict(), f"checkpoint {path} does not fit its configuration: it")
+    check_fits(state, model.state_dict(), f"checkpoint {path}")
     model.load_state_dict(state, assign=True)
     if KEY in about:  # older files have the configuration only, from which the model is built
         check(about, model, f"checkpoint {path}")
