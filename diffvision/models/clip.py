@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import open_clip
 import open_clip.pretrained
@@ -156,14 +156,10 @@ def _wrap_text(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(build)
     def build_text_tower(embed_dim, text_cfg, quick_gelu=False, cast_dtype=None):
         cfg = open_clip.CLIPTextCfg(**text_cfg) if isinstance(text_cfg, dict) else text_cfg
-        if (requested := _requested_attention(cfg, "text_cfg")) is None:
-            return build(embed_dim, text_cfg, quick_gelu, cast_dtype)
-        if cfg.hf_model_name:
-            raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's text tower: leave it out for {cfg.hf_model_name!r}"
-            )
+        requested = _requested_attention(cfg, "text_cfg", cfg.hf_model_name)
         tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        _use_text_attention(tower, *requested)
+        if requested is not None:
+            _use_text_attention(tower, *requested)
         return tower
 
     return build_text_tower
@@ -175,15 +171,11 @@ def _wrap_vision(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(build)
     def build_vision_tower(embed_dim, vision_cfg, quick_gelu=False, cast_dtype=None):
         cfg = open_clip.CLIPVisionCfg(**vision_cfg) if isinstance(vision_cfg, dict) else vision_cfg
-        if (requested := _requested_attention(cfg, "vision_cfg")) is None:
-            return build(embed_dim, vision_cfg, quick_gelu, cast_dtype)
-        if cfg.timm_model_name or isinstance(cfg.layers, list | tuple):
-            raise ValueError(
-                f"block_type {cfg.block_type!r} is for OpenCLIP's vision transformer: leave it out for "
-                f"{cfg.timm_model_name or 'a ResNet'!r}"
-            )
-        tower = build(embed_dim, cfg, quick_gelu, cast_dtype)
-        _use_attention(cast(Any, tower).transformer, cfg.width // cfg.head_width, *requested)
+        other = "a ResNet" if isinstance(cfg.layers, list | tuple) else cfg.timm_model_name
+        requested = _requested_attention(cfg, "vision_cfg", other)
+        tower: Any = build(embed_dim, cfg, quick_gelu, cast_dtype)
+        if requested is not None:
+            _use_attention(tower.transformer, cfg.width // cfg.head_width, *requested)
         return tower
 
     return build_vision_tower
@@ -207,18 +199,23 @@ def _wrap_tokenizer(get: Callable[..., Any]) -> Callable[..., Any]:
     return get_tokenizer
 
 
-def _requested_attention(cfg: Any, name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the variant and settings that a tower's `block_type` names; None if it is not a `diffvision:` type."""
-    block_type = getattr(cfg, "block_type", None) or ""
+def _requested_attention(cfg: Any, name: str, other: str | None) -> tuple[str, dict[str, Any]] | None:
+    """Return the variant and settings that a tower's `block_type` names; None if it is not a `diffvision:` type.
+
+    Raises:
+        ValueError: the tower is `other`, not of OpenCLIP's transformers, or has settings that our blocks do not read.
+    """
+    block_type = cfg.block_type or ""
     if block_type.partition(":")[0] != _PREFIX:
         return None
-    variant, settings = parse_block_type(block_type)
+    if other:
+        raise ValueError(f"block_type {block_type!r} is for OpenCLIP's transformers: leave it out for {other}")
     if custom := [field for field in _CUSTOM_BLOCK_FIELDS if getattr(cfg, field)]:
         raise ValueError(
             f"{name} sets {custom}, which block_type {block_type!r} does not read: put the variant's "
             "settings into block_type"
         )
-    return variant, settings
+    return parse_block_type(block_type)
 
 
 def patch() -> None:

@@ -335,7 +335,7 @@ def test_openclips_own_image_tower_takes_any_attention():
     assert [(type(layer), layer.num_heads, layer.value_dim) for layer in layers] == [(ATTENTION["v1"], 2, 16)] * 2
     assert tower(torch.randn(2, 3, 32, 32)).shape == (2, 8)
     for wrong in ({"timm_model_name": "plain_vit_debug_clip"}, {"layers": (1, 1, 1, 1)}):
-        with pytest.raises(ValueError, match="is for OpenCLIP's vision"):
+        with pytest.raises(ValueError, match="is for OpenCLIP's transformers"):
             open_clip.model._build_vision_tower(8, {**cfg, **wrong})
     with pytest.raises(ValueError, match=r"vision_cfg sets \['qk_norm'\]"):
         open_clip.model._build_vision_tower(8, {**cfg, "qk_norm": True})

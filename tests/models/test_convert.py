@@ -31,12 +31,6 @@ def golden_size(pretrained: bool = False, **settings) -> torch.nn.Module:
     return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
 
 
-def same_states(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 # ---- DiffCLIP ------------------------------------------------------------------------------------------------------
 
 
