@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+from diffvision import adapt
 from diffvision.cli import main
 from diffvision.export import adapted_folder as adapted
 from diffvision.export import save_folder
@@ -148,3 +149,18 @@ def test_images_of_one_channel(tmp_path, capsys):
     timm.models.save_for_hf(model, tmp_path / "grey", safe_serialization=True, model_args={"in_chans": 1})
     adapt_to_folder(str(tmp_path / "grey"), str(tmp_path / "v2"), method="v2")
     assert "v2: outputs differ by" in capsys.readouterr().out
+
+
+def test_outputs_that_differ_by_more_than_rounding_are_refused(folders, tmp_path, monkeypatch, capsys):
+    language.save(language.load(folders / "language").bfloat16(), tmp_path / "half")
+    adapt_to_folder(str(tmp_path / "half"), str(tmp_path / "v2"))
+    assert "(float64)" in capsys.readouterr().out
+
+    def spoil(model, method, heads):
+        adapt(model, method)
+        model.blocks[0].attn.proj.weight.data += 0.1
+
+    monkeypatch.setattr(adapted, "adapt_model", spoil)
+    with pytest.raises(ValueError, match="above"):
+        adapt_to_folder(str(folders / "language"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
