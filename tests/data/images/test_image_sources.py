@@ -639,11 +639,12 @@ def test_class_folders_with_captions_beside_them_are_classified(tree, beside, sp
         assert len(find_images(source, reads="captions").captions) == len(photos)
 
 
-def test_a_table_of_labels_beside_folders_is_what_counts(captioned):
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_table_of_labels_beside_folders_is_what_counts(captioned, ending):
     for n in range(4):
         write(captioned / ("left", "right")[n % 2] / f"{n}.png", n)
-    rows = [f"{('left', 'right')[n % 2]}/{n}.png,{KINDS[n % 3]}" for n in range(4)]
-    (captioned / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    rows = [{"file": f"{('left', 'right')[n % 2]}/{n}.png", "label": KINDS[n % 3]} for n in range(4)]
+    write_rows(captioned, rows, ending, "labels")
     assert find_images(captioned, reads="labels").classnames == KINDS
 
 
