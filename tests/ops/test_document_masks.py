@@ -150,6 +150,10 @@ def test_without_a_kernel_for_packed_sequences_there_is_the_mask(seen):
     out = ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=DOCUMENTS)
     assert [problem.packed for problem in seen] == [True]
     assert torch.equal(out, ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=DOCUMENTS.mask()))
+    plain = [q[:, :, 0]] * 3
+    assert torch.equal(
+        ops.softmax_attention(*plain, mask=DOCUMENTS), ops.softmax_attention(*plain, mask=DOCUMENTS.mask())
+    )
     with ops.attention_backend("sdpa"):
         torch.testing.assert_close(ops.diff_attention(q, q, q[:, :, 0], 0.5, mask=DOCUMENTS), out)
 
