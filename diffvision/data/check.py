@@ -3,21 +3,20 @@
 The commands are in `make`.
 """
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL.Image import Image
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from diffvision.data.conversations import conversation_key, read_row
 from diffvision.data.images.decode import check_processed, decode_image
@@ -34,7 +33,8 @@ from diffvision.data.images.samples import (
     label_key,
 )
 from diffvision.data.shards.index import MEMBER_TYPES, ShardIndex, scan
-from diffvision.data.shards.remote import Shard
+from diffvision.data.shards.reader import ShardReader
+from diffvision.data.shards.remote import Shard, ShardCache
 from diffvision.data.shards.sample import BadSample, Members
 from diffvision.data.shards.sources import (
     MANIFEST,
@@ -52,7 +52,6 @@ from diffvision.files import sha256
 from diffvision.progress import track
 
 Source = str | Path | Sequence[str]
-_PACKED_FIRST = (".zip", ".csv", ".tsv", ".jsonl", ".json", ".parquet")  # of pictures that are not in shards
 
 
 @dataclass
@@ -82,33 +81,103 @@ _Reading = tuple[str, Callable[[Members], Any]]
 """How the samples of a directory are read: as the tables have it, and what raises BadSample for one."""
 
 
-def _check_conversation(members: Members) -> None:
-    """Read a conversation and its images, without the tokens of any model."""
-    for data in read_row(members)[1]:
-        check_processed(decode_image(data).size, pads=True)  # as our models' processor does
+def check_shards(
+    source: Source,
+    num_workers: int = 2,
+    *,
+    image_key: str | Sequence[str] = IMAGE_KEYS,
+    caption_key: str | None = None,
+    label_key: str | None = None,
+) -> list[ShardCheck]:
+    """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
+
+    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch.
+
+    Args:
+        source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
+        num_workers: processes.
+        image_key: as in training.
+        caption_key, label_key: as in training; by default what the samples of each directory have.
+
+    Raises:
+        ValueError: both keys, or one of a type that is not read; no shards, or compressed ones.
+    """
+    if caption_key and label_key:
+        raise ValueError("caption_key and label_key belong to different trainings: give one of them")
+    image = ImageMember(_no_tensor, image_key)
+    chosen = _read_by(image, caption_key, label_key) if caption_key or label_key else None
+    checks: list[Callable[[], ShardCheck]] = []
+    for directory, shards in _list_directories(source).items():
+        if (directory / TOKENS).is_file():
+            checks.append(partial(_check_tokens, directory))
+            continue
+        reading = chosen or _find_reading(shards, directory, image)
+        listed = read_counts(directory) if directory.is_dir() else {}
+        for shard in shards:
+            problems = ["not in the manifest"] if listed and shard.name not in listed else []
+            checks.append(partial(_check_shard, shard, reading, problems))
+        if _is_directory(source) and (number := read_small_file(directory, "nshards.txt")) is not None:
+            there = sum(Path(shard.location).exists() for shard in shards)
+            if number.strip() != str(there):
+                problem = f"says {number.strip()[:40]!r}, but there are {there} shards"
+                checks.append(partial(ShardCheck, str(directory / "nshards.txt"), [problem]))
+    workers = min(num_workers, len(checks))
+    loader: Any = DataLoader(
+        checks,  # type: ignore[arg-type]  # a list will do
+        batch_size=None,
+        collate_fn=_call,
+        num_workers=workers if workers > 1 else 0,
+        generator=torch.Generator(),
+    )
+    return list(track(loader, "checking", total=len(checks)))
 
 
-def _check_documents(members: Members) -> None:
-    """Check all members of a sample that can be read, of a language corpus."""
-    texts = {name: data for name, data in members.items() if name.rpartition(".")[2] in MEMBER_TYPES}
-    if not texts:
-        raise BadSample("missing text")
-    for name, data in texts.items():
-        check_document(data, name)
+def _call(check: Callable[[], ShardCheck]) -> ShardCheck:
+    return check()
+
+
+def _is_directory(source: Source) -> bool:
+    return isinstance(source, (str, Path)) and Path(source).is_dir()
+
+
+def _list_directories(source: Source) -> dict[Path, list[Shard]]:
+    """Return the shards by directory, also those that a manifest lists and are missing; token files are no shards."""
+    if not _is_directory(source):
+        shards: dict[Path, list[Shard]] = {}
+        for shard in find_shards(source):
+            shards.setdefault(Path(shard.location).parent, []).append(shard)
+        return shards
+    names: dict[Path, set[str]] = {}
+    for path in Path(str(source)).rglob("*"):
+        of_shard = is_shard(uncompressed(str(path)))
+        if (of_shard or path.name in (MANIFEST, TOKENS)) and not path.parent.name.startswith("."):
+            names.setdefault(path.parent, set()).update([path.name] if of_shard else [])
+    if not names:
+        raise ValueError(f"{source} must have shards (.tar): write them by `diffvision data make folder`")
+    shards = {}
+    for directory in sorted(names):
+        listed = read_counts(directory)
+        every = sorted(names[directory] | listed.keys(), key=natural)
+        shards[directory] = [Shard(str(directory / name), **listed.get(name, {})) for name in every]
+    return shards
+
+
+def _is_file(shard: Shard) -> bool:
+    return shard.remote or Path(shard.location).is_file()  # to open a pipe would wait
 
 
 def _find_reading(shards: Sequence[Shard], directory: Path, image: ImageMember) -> _Reading:
     """Return how to read the shards of one directory, by the first of them that has samples."""
-    for shard in filter(is_file, shards):
-        with suppress(OSError, ValueError):
-            index, samples = open_shard(shard)
-            if len(index):
+    for shard in filter(_is_file, shards):
+        with suppress(BadSample, OSError, ValueError):
+            samples = ShardSet([shard])
+            if len(index := samples.reader(0).index):
                 return _reading_of(index, samples, directory, image)
-    return _read_by(image, "txt")
+    return _read_by(image)
 
 
 def _reading_of(index: ShardIndex, samples: ShardSet, directory: Path, image: ImageMember) -> _Reading:
-    """Return what to read of a shard: what its index or its folder says it is, and what its first sample has."""
+    """Return what to read of a shard: what its index or its folder says it is, and what its first samples have."""
     if index.types and {name.rpartition(".")[2] for name in index.types} <= {"txt", "json", "jsonl"}:
         return "text", _check_documents
     with suppress(ValueError, OSError):  # no evaluation folder, of which the directory may be a split
@@ -131,121 +200,28 @@ def _read_by(image: ImageMember, caption: str | None = None, label: str | None =
     return f"caption_key {key}", ImageText(image, CaptionMember(key), _no_tokens).decode
 
 
-class _Calls(Dataset):
-    """The number of a check -> its result."""
-
-    def __init__(self, calls: list[Callable[[], ShardCheck]]) -> None:
-        self.calls = calls
-
-    def __len__(self) -> int:
-        return len(self.calls)
-
-    def __getitem__(self, number: int) -> ShardCheck:
-        return self.calls[number]()
+def _check_conversation(members: Members) -> None:
+    """Read a conversation and its images, without the tokens of any model."""
+    for data in read_row(members)[1]:
+        check_processed(decode_image(data).size, pads=True)  # as our models' processor does
 
 
-def check_shards(
-    source: Source,
-    num_workers: int = 2,
-    *,
-    image_key: str | Sequence[str] = IMAGE_KEYS,
-    caption_key: str | None = None,
-    label_key: str | None = None,
-) -> list[ShardCheck]:
-    """Check every shard: manifest, size and sha256, tar structure, index; and decode each sample as training does.
-
-    Where training starts, the good samples and the bad ones by reason are those that it counts in an epoch.
-
-    Args:
-        source: as training takes it (`sources.find_shards`), or a directory with directories of shards at any depth.
-        num_workers: processes.
-        image_key: as in training.
-        caption_key, label_key: as in training; by default what the samples of each directory have.
-
-    Raises:
-        ValueError: both keys, or one of a type that is not read.
-    """
-    if caption_key and label_key:
-        raise ValueError("caption_key and label_key belong to different trainings: give one of them")
-    image = ImageMember(_no_tensor, image_key)
-    chosen = _read_by(image, caption_key, label_key) if caption_key or label_key else None
-    calls: list[Callable[[], ShardCheck]] = []
-    for directory, shards in list_directories(source).items():
-        if (directory / TOKENS).is_file():
-            calls.append(partial(_check_tokens, directory))
-            continue
-        reading = chosen or _find_reading(shards, directory, image)
-        listed = read_counts(directory) if directory.is_dir() else {}
-        for shard in shards:
-            problems = ["not in the manifest"] if listed and shard.name not in listed else []
-            calls.append(partial(_check_shard, shard, reading, problems))
-        if _is_directory(source):
-            calls += [partial(ShardCheck, *absent) for absent in _list_absent(directory, listed, shards)]
-    workers = min(num_workers, len(calls))
-    loader: Any = DataLoader(
-        _Calls(calls), batch_size=None, num_workers=workers if workers > 1 else 0, generator=torch.Generator()
-    )
-    return list(track(loader, "checking", total=len(calls)))
+def _check_documents(members: Members) -> None:
+    """Check all members of a sample that can be read, of a language corpus."""
+    texts = {name: data for name, data in members.items() if name.rpartition(".")[2] in MEMBER_TYPES}
+    if not texts:
+        raise BadSample("missing text")
+    for name, data in texts.items():
+        check_document(data, name)
 
 
-def _is_directory(source: Source) -> bool:
-    return isinstance(source, (str, Path)) and Path(source).is_dir()
+def _no_tensor(image: Image) -> Tensor:
+    """Stand in for a model's transform: it is enough that there is an image."""
+    return torch.empty(0)
 
 
-def list_directories(source: Source) -> dict[Path, list[Shard]]:
-    """Return the shards that exist, by directory; a directory of token files has none.
-
-    Raises:
-        ValueError: a table or an archive of pictures, or there are no shards, or a compressed one.
-    """
-    if not _is_directory(source):
-        shards = find_shards(source)
-        if other := [shard.location for shard in shards if Path(shard.location).suffix in _PACKED_FIRST]:
-            raise ValueError(f"data check must have shards, got {other[0]}: pack it by `diffvision data make folder`")
-        folders = [Path(shard.location).parent for shard in shards]
-        return {
-            folder: [shard for shard, of in zip(shards, folders, strict=True) if of == folder] for folder in folders
-        }
-    found: dict[Path, list[str]] = {}
-    for path in sorted(Path(cast(str, source)).rglob("*"), key=lambda path: natural(path.name)):
-        is_listed = is_shard(uncompressed(str(path))) or path.name in (MANIFEST, TOKENS)
-        if is_listed and not path.parent.name.startswith("."):
-            found.setdefault(path.parent, []).extend([path.name] * is_shard(path.name))
-    if not found:
-        raise ValueError(f"{source} must have shards (.tar): write them by `diffvision data make folder`")
-    counts = {directory: read_counts(directory) for directory in found}
-    return {
-        directory: [Shard(str(directory / name), **counts[directory].get(name, {})) for name in found[directory]]
-        for directory in sorted(found)
-    }
-
-
-def is_file(shard: Shard) -> bool:
-    """Return whether a shard can be opened without waiting: it is no pipe."""
-    return shard.remote or Path(shard.location).is_file()
-
-
-def _list_absent(directory: Path, listed: dict, shards: list[Shard]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what the manifest or nshards.txt has and the directory lacks, each with the problem."""
-    for name in sorted(listed.keys() - {shard.name for shard in shards}, key=natural):
-        yield str(directory / name), ["in the manifest, but not there"]
-    number = read_small_file(directory, "nshards.txt")
-    if number is not None and number.strip() != str(len(shards)):
-        yield str(directory / "nshards.txt"), [f"says {number.strip()[:40]!r}, but there are {len(shards)} shards"]
-
-
-def open_shard(shard: Shard) -> tuple[ShardIndex, ShardSet]:
-    """Return a shard's index, read from its headers; and its samples as training reads them.
-
-    Raises:
-        OSError: it cannot be read, fetched or unpacked.
-    """
-    samples = ShardSet([replace(shard, samples=shard.samples or 0)])  # not counted here: it may be damaged
-    with samples.reader(0).hold() as path:
-        index = scan(path)
-    if shard.samples is None:
-        samples = ShardSet([replace(samples.shards[0], samples=len(index))], samples.cache)
-    return index, samples
+def _no_tokens(captions: list[str]) -> Tensor:
+    return torch.empty(0)
 
 
 def _check_tokens(folder: Path) -> ShardCheck:
@@ -262,22 +238,24 @@ def _check_tokens(folder: Path) -> ShardCheck:
 
 def _check_shard(shard: Shard, reading: _Reading, problems: list[str]) -> ShardCheck:
     """Open a shard, compare it with its manifest, and read every sample as training does."""
-    if not is_file(shard):
-        return ShardCheck(shard.location, [*problems, "not a file"])
-    result = ShardCheck(shard.location, problems, reading[0])
+    if not _is_file(shard):
+        return ShardCheck(shard.location, [*problems, "not a file" if Path(shard.location).exists() else "missing"])
+    read, decode = reading
+    result = ShardCheck(shard.location, problems, read)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the same is reported as problems
-            index, samples = open_shard(shard)
-            result.problems += _problems(shard, index)
-            result.samples = len(samples)
-            for row in range(len(samples)):
-                try:
-                    reading[1](samples.reader(0).read(row))
-                    result.good += 1
-                except BadSample as reason:
-                    result.bad[str(reason)] += 1
-                    result.examples.setdefault(str(reason), index.key(row) if row < len(index) else f"sample {row}")
+        cache = ShardCache()
+        reader = ShardReader(cache.pin([shard])[0], cache)
+        with reader.hold() as path:
+            index = scan(path)
+        result.problems += _problems(shard, index)
+        result.samples = len(index) if shard.samples is None else shard.samples
+        for row in range(result.samples):
+            try:
+                decode(reader.read(row))
+                result.good += 1
+            except BadSample as reason:
+                result.bad[str(reason)] += 1
+                result.examples.setdefault(str(reason), index.key(row) if row < len(index) else f"sample {row}")
     except ValueError as error:  # training would stop
         result.problems.append(str(error))
     except OSError as error:
@@ -305,26 +283,21 @@ def _problems(shard: Shard, index: ShardIndex) -> list[str]:
     return problems
 
 
-def _no_tensor(image: Image) -> Tensor:
-    """Stand in for a model's transform: it is enough that there is an image."""
-    return torch.empty(0)
-
-
-def _no_tokens(captions: list[str]) -> Tensor:
-    return torch.empty(0)
-
-
 def check_tables(results: list[ShardCheck], source: Source) -> Group:
     """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
-    name = partial(name_shard, source)
+
+    def name(path: Path) -> str:
+        is_inside = _is_directory(source) and path != Path(str(source))
+        return str(path.relative_to(str(source))) if is_inside else str(path)
+
     totals = Table(title=f"{source}")
     for column in ("directory", "read", "shards", "samples", "good", "bad"):
         totals.add_column(column, justify="left" if column in ("directory", "read") else "right")
-    for part in sorted({result.path.parent for result in results}):
-        shards = [result for result in results if result.path.parent == part]
+    for directory in sorted({result.path.parent for result in results}):
+        shards = [result for result in results if result.path.parent == directory]
         sums = (sum(r.samples for r in shards), sum(r.good for r in shards), sum(r.bad.total() for r in shards))
         read = ", ".join(dict.fromkeys(r.read for r in shards if r.read))
-        totals.add_row(name(part), read, str(len(shards)), *(f"{value:,}" for value in sums))
+        totals.add_row(name(directory), read, str(len(shards)), *(f"{value:,}" for value in sums))
     problems = Table("shard", "problem", "samples", "first", title="problems")
     for result in results:
         for problem in result.problems:
@@ -332,9 +305,3 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
         for reason, count in result.bad.most_common():
             problems.add_row(name(result.path), reason, f"{count:,}", result.examples[reason])
     return Group(totals, problems) if problems.row_count else Group(totals)
-
-
-def name_shard(source: Source, path: Path) -> str:
-    if not _is_directory(source):
-        return str(path)
-    return str(path.relative_to(cast(str, source))) if path != Path(cast(str, source)) else path.name

@@ -35,6 +35,7 @@ def make_llava(
         num_workers: processes.
 
     Raises:
+        OSError: no such file.
         ValueError: not JSON, too many bad rows, or the directory has shards.
     """
     records = _Records(Path(source), Path(images or Path(source).parent))
@@ -57,12 +58,7 @@ class _Records:
 
     def __init__(self, path: Path, root: Path) -> None:
         self.source, self.root = str(path), root.resolve()
-        try:
-            self.rows = [row for _, row in read_rows(path)]
-        except FileNotFoundError:
-            raise BadSource(f"{path} must be LLaVA's .json or .jsonl, got no such file: correct the path") from None
-        except ValueError as error:
-            raise BadSource(str(error)) from None
+        self.rows = [row for _, row in read_rows(path)]
         self.names = range(len(self.rows))
 
     def __len__(self) -> int:
@@ -72,7 +68,7 @@ class _Records:
         record = self.rows[row]
         if not isinstance(record, dict):
             raise BadSample("row is not an object")
-        names: Any = next((value for key in ("image", "images") if (value := record.get(key)) is not None), [])
+        names: Any = next((record[key] for key in ("image", "images") if record.get(key) is not None), [])
         names = names if isinstance(names, list) else [names]
         names = [check_path(self.root, name, f"{self.source}, row {row}") for name in names]
         read_conversation(record, len(names))

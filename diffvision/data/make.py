@@ -24,8 +24,9 @@ def make(name: str, directory: str | Path, **options: Any) -> int:
     Raises:
         ValueError: there is no such dataset, or an option or the source cannot be used.
     """
+    module, _, function = find_dataset(name).partition(":")
     try:
-        written = _function(name)(directory, **options)
+        written = getattr(importlib.import_module(module), function)(directory, **options)
     except BadSource as error:
         raise ValueError(f"{error}; see diffvision data make {name} --help for its source") from None
     except KeyboardInterrupt:
@@ -33,11 +34,6 @@ def make(name: str, directory: str | Path, **options: Any) -> int:
         raise KeyboardInterrupt(f"interrupted{incomplete}") from None
     print(f"made {name} in {Path(directory)}" + (f": {written}" if written else ""))
     return 0
-
-
-def _function(name: str) -> Callable[..., Any]:
-    module, _, function = find_dataset(name).partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def make_command(name: str) -> Callable[..., int]:
@@ -153,14 +149,7 @@ def tokenize(
 
     lines = source.endswith(".jsonl")
     if lines and chat is None:
-        raise ValueError(
-            f"{source} is a file of rows: give --chat to say how conversations are written, or text shards"
-        )
-    if chat is not None and not lines and Path(source).is_file() and not source.endswith(".tar"):
-        raise ValueError(
-            f"{source} is neither shards (.tar) nor rows (.jsonl): write its rows as a JSON object in each line of a "
-            "file with the name .jsonl"
-        )
+        raise ValueError(f"{source} is a file of rows: give --chat to say how conversations are written")
     loaded = load_tokenizer(tokenizer)
     turns = None if chat is None else open_chat(chat, loaded, tokenizer)
     if turns is not None:

@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from diffvision.files import decoded
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
-"""The endings of files that `read_rows` knows, in any case; a file with another is a list of rows, or lines."""
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
@@ -20,21 +18,19 @@ def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
             left out, and pyarrow is needed.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a folder; a file that is not UTF-8, JSON or Parquet, or damaged; no pyarrow.
+        OSError: no such file, or a folder.
+        ValueError: the file is not UTF-8, JSON or Parquet, or damaged; no pyarrow.
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give files in it ({', '.join(SUFFIXES)})")
     if suffix == ".parquet":
-        yield from enumerate(_parquet(path), start=1)
+        yield from enumerate(_read_parquet(path), start=1)
         return
-    try:
-        content = decoded(path.read_bytes(), path)
-    except ValueError as error:
-        raise ValueError(f"{error}; {', '.join(SUFFIXES)} are read") from None
-    whole = _whole(content) if suffix == ".json" or content.lstrip().startswith("[") else None
+    content = decoded(path.read_bytes(), path)
+    whole = None
+    if suffix == ".json" or content.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):  # its lines may be JSON
+            whole = json.loads(content)
     if isinstance(whole, dict) and whole and all(isinstance(value, dict) for value in whole.values()):
         yield from whole.items()
     elif whole is not None:
@@ -43,38 +39,24 @@ def read_rows(path: str | Path) -> Iterator[tuple[int | str, Any]]:
         # Lines end at \n alone: JSON may have other line ends in its strings.
         for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
-                yield number, _line(line, f"line {number} of {path}")
+                yield number, _read_line(line, f"line {number} of {path}")
 
 
-def _whole(text: str) -> Any:
-    """Return what a file of JSON holds; None if it is not one value."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _line(text: str, where: str) -> Any:
+def _read_line(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be JSON, got an error ({error}): write one object on each line") from None
 
 
-def _parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a parquet file without their empty cells."""
     try:
-        import pyarrow
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise ValueError(f'.parquet files are read by pyarrow ({error}): pip install "diffvision[data]"') from None
     try:
-        table = read_table(path)
-        for index, field in enumerate(table.schema):
-            if field.type in (pyarrow.float16(), pyarrow.float32()):  # 0.1, and not 0.10000000149
-                numbers = table.column(index).cast(pyarrow.float32()).cast(pyarrow.string())
-                table = table.set_column(index, field.name, numbers.cast(pyarrow.float64()))
-        rows = table.to_pylist()
+        rows = read_table(path).to_pylist()
     except FileNotFoundError:
         raise
     except (OSError, OverflowError, ValueError) as error:  # pyarrow's are among them

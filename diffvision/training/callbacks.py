@@ -283,7 +283,7 @@ def describe_epoch(
         RuntimeError: the loaders' counts and the loop's differ.
     """
     first, whole = reports[0], add_reports([*earlier, *reports])
-    seen, skipped, bad = whole.seen, whole.skipped, whole.bad
+    seen, bad = whole.seen, whole.bad
     counts = {"seen": seen, "skipped": bad, "substituted": whole.substituted, "tail": first.tail}
     counts |= {"cut": whole.cut} if whole.cut else {}
     counted = sum(r.seen + r.bad for r in earlier)
@@ -298,10 +298,4 @@ def describe_epoch(
     parts = [f"{seen:,} seen", f"{bad:,} skipped"]
     parts += [f"{n:,} {what}" for what, n in rest.items() if n]
     text = f"epoch {first.epoch + 1}: {' + '.join(parts)} = {first.total - first.tail:,} of {first.total:,} samples"
-    for reason, count in skipped.most_common():
-        text += f"\n  {count:,} x {reason}: {', '.join(whole.examples[reason])}"
-    if whole.cut:
-        text += f"\n  {whole.cut:,} captions cut"
-    if besides := [f"{count:,} {name.replace('_', ' ')}" for name, count in first.extra_counts.items() if count]:
-        text += f"\n  besides: {', '.join(besides)}"
-    return text, counts
+    return "\n".join([text, *whole.details()]), counts

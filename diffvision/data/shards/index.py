@@ -66,11 +66,6 @@ class ShardIndex:
         start = int(self.key_ends[row - 1]) if row else 0
         return self.key_bytes[start : int(self.key_ends[row])].tobytes().decode("utf-8", "replace")
 
-    def members(self, row: int) -> list[str]:
-        """Return the types this sample has that can be read."""
-        offsets = zip(self.types, self.offsets[:, row], strict=True)
-        return [name for name, offset in offsets if offset >= 0 and _is_readable(name)]
-
 
 def _is_readable(member_type: str) -> bool:
     return member_type.rpartition(".")[2] in MEMBER_TYPES
@@ -98,17 +93,14 @@ class _Rows:
             self.key_bytes += key
             self.key_ends.append(len(self.key_bytes))
         self._seen.add(member_type)
-        is_readable = _is_readable(member_type)
-        if (
-            member_type not in self.types
-            and sum(_is_readable(name) == is_readable for name in self.types) == _MAX_TYPES
-        ):
-            if is_readable:
+        if member_type not in self.types:
+            is_readable = _is_readable(member_type)
+            if sum(_is_readable(name) == is_readable for name in self.types) == _MAX_TYPES:
+                if not is_readable:
+                    return
                 raise tarfile.ReadError(
-                    f"the shard has keys with dots: more than {_MAX_TYPES} types of members, as a key ends at the "
-                    "first dot of a name"
+                    f"the shard has more than {_MAX_TYPES} types of members: a key ends at the first dot of a name"
                 )
-            return
         column = self.types.setdefault(member_type, len(self.types))
         self.cells.extend((column, len(self.key_ends) - 1, member.offset_data, member.size))
 

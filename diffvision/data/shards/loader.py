@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from diffvision.data.shards.order import Order, SequentialOrder, ShuffledOrder
 from diffvision.data.shards.report import Limits, Report, Tally
 from diffvision.data.shards.sample import BadSample, SampleId, SampleKind, SampleSource
-from diffvision.data.shards.worker_batches import LONGEST_STALL, STALL_TIMEOUT, read_batches
+from diffvision.data.shards.worker_batches import STALL_TIMEOUT, make_loader, read_batches
 
 _PREPARING_THREADS = 2
 
@@ -181,8 +181,7 @@ class ShardLoader:
         stall_timeout: float = STALL_TIMEOUT,
         repeats: bool = False,
     ) -> None:
-        _check_settings(batch_size, stall_timeout)
-        if batch_size % world_size:
+        if batch_size < 1 or batch_size % world_size:
             raise ValueError(f"batch_size {batch_size} is that of all ranks: it must be a multiple of {world_size}")
         if len(shards) < batch_size:
             raise ValueError(
@@ -198,17 +197,8 @@ class ShardLoader:
         self.waited = 0.0
         reader = BatchReader(shards, kind, self.order, stride=batch_size, seed=seed, limits=self.limits)
         self._requests = _Requests(shards, self.order, batch_size, rank, world_size)
-        self._loader = DataLoader(
-            reader,
-            batch_size=None,
-            sampler=self._requests,
-            num_workers=num_workers,
-            timeout=stall_timeout / 2 if num_workers else 0.0,  # of which two in a row are a stall
-            collate_fn=tuple,  # of what is a pair already
-            generator=torch.Generator(),  # else each epoch would draw from the process's generator
-            persistent_workers=num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        shared = {"persistent_workers": num_workers > 0, "pin_memory": torch.cuda.is_available()}
+        self._loader = make_loader(reader, self._requests, num_workers, stall_timeout, **shared)
         # A trainer holds its loader in reference cycles. If the DataLoader were part of one, collecting it would wait
         # five seconds for each worker; so it is held from outside, and released as soon as this object is.
         weakref.finalize(self, len, (self._loader,)).atexit = False
@@ -341,12 +331,9 @@ class _Requests:
             weakref.finalize(self, wanted.put, None)
         return wanted
 
-    def __len__(self) -> int:
-        return len(self.shards) // self.batch_size
-
     def __iter__(self) -> Iterator[Request]:
         epoch, order, window = self.epoch, self.order(self.epoch), -1
-        for batch in range(self.first, len(self)):
+        for batch in range(self.first, len(order) // self.batch_size):
             start = batch * self.batch_size + self.rank * self.share
             if (number := order.window_at(start)) != window:
                 for shard in order.window_shards(number) + order.window_shards(number + 1):
@@ -383,41 +370,23 @@ class EvaluationLoader:
         limits: Limits | None = None,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> None:
-        _check_settings(batch_size, stall_timeout)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
         self.batch_size, self.limits = batch_size, limits or Limits(settable=False)
-        self._num_workers, self._stall_timeout = num_workers, stall_timeout
         start, stop = (len(source) * r // world_size for r in (rank, rank + 1))
         firsts = range(start, stop, batch_size)
         self._requests = [Request(0, first, min(first + batch_size, stop)) for first in firsts]
         self._new_report = partial(Report, stop - start, extra_counts=source.extra_counts)
         self.report = self._new_report()
-        order = partial(SequentialOrder, source.counts)
-        self._reader = BatchReader(source, kind, order, limits=self.limits)
+        reader = BatchReader(source, kind, partial(SequentialOrder, source.counts), limits=self.limits)
+        self._loader = make_loader(reader, self._requests, min(num_workers, len(self)), stall_timeout)
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Any]:
         self.report = self._new_report()
-        num_workers = min(self._num_workers, len(self))
-        loader = DataLoader(
-            self._reader,
-            batch_size=None,
-            sampler=self._requests,
-            num_workers=num_workers,
-            timeout=self._stall_timeout / 2 if num_workers else 0.0,
-            collate_fn=tuple,  # of what is a pair already
-            generator=torch.Generator(),  # else it would draw from the process's, and change the training around it
-        )
-        for batch, tally in read_batches(loader):
+        for batch, tally in read_batches(self._loader):
             self.report.add(tally, self.limits)
             if batch is not None:
                 yield batch
-
-
-def _check_settings(batch_size: int, stall_timeout: float) -> None:
-    """Raise ValueError for a setting that is out of range."""
-    if not 0 < stall_timeout <= LONGEST_STALL:
-        raise ValueError(f"stall_timeout must be above 0 and at most {LONGEST_STALL:,} seconds, got {stall_timeout}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

@@ -3,7 +3,6 @@
 The set of shards is in `storage`. The order in which samples are read is in `order`.
 """
 
-import hashlib
 import os
 import time
 import weakref
@@ -11,26 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from diffvision.data.shards.index import MEMBER_TYPES, ShardIndex, shard_index
 from diffvision.data.shards.remote import Shard, ShardCache, is_full
 from diffvision.data.shards.sample import BadSample, Members
-from diffvision.data.shards.sidecars import sha256_of
+from diffvision.data.shards.sidecars import Version, sha256_of, version_of
 
 _RETRY_AFTER = 60.0  # seconds before an unreadable shard is tried again: to give up on a server takes minutes
-_END_BYTES = 1 << 16  # read at either end of a shard of which only a count is known, to distinguish it from others
 _MAX_SAMPLE = 5 << 28  # bytes: a member of lines is at most 1 << 30
 _REMEDY = "write it again with diffvision.data.write_manifest"
-
-
-class _Version(NamedTuple):
-    """What changes whenever a file is written to or replaced; `ctime_ns` also with its mode and links."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-    ctime_ns: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,7 @@ class _Opened:
     """An open file with the index of this version of it."""
 
     file: int
-    version: _Version
+    version: Version
     index: ShardIndex
     close: weakref.finalize  # also when the reader is collected
 
@@ -51,18 +39,15 @@ class ShardReader:
     Args:
         shard: with what its manifest says.
         cache: where remote shards are kept; it compares them with their manifest when they arrive.
-
-    Attributes:
-        shard: with what its manifest says.
     """
 
     def __init__(self, shard: Shard, cache: ShardCache) -> None:
         self.shard, self._cache = shard, cache
         self._digest: str | None = None  # of the index that was first read
-        self._first: _Version | None = None  # the version that was first seen
+        self._first: Version | None = None  # the version that was first seen
         if not self.shard.remote:
             with suppress(OSError):  # the error is raised again where the shard is read
-                self._first = _version(shard.location)
+                self._first = version_of(shard.location)
         self._opened: _Opened | None = None
         self._rejection = ""  # why the file is not the expected shard, once it is not
         self._unreadable_until = 0.0
@@ -116,16 +101,12 @@ class ShardReader:
 
     @contextmanager
     def hold(self) -> Iterator[Path]:
-        """Hold the shard as a plain tar on local disk, fetched now if need be.
-
-        Raises:
-            OSError: it cannot be fetched.
-        """
-        if not self.shard.remote:
+        """Hold the shard as a plain tar on local disk, fetched now if need be; raise OSError if it cannot be."""
+        if self.shard.remote:
+            with self._cache.hold(self.shard) as path:
+                yield path
+        else:
             yield Path(self.shard.location)
-            return
-        with self._cache.hold(self.shard) as path:
-            yield path
 
     def prepare(self) -> None:
         """Fetch and verify the shard ahead of its use; any thread may call this."""
@@ -155,15 +136,8 @@ class ShardReader:
             return "sha256", self.shard.sha256
         if self._digest is not None:
             return "index", self._digest
-        if not self.shard.remote:
-            with suppress(OSError), open(self.shard.location, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                digest = hashlib.sha256(str(size).encode())
-                for begin in (0, max(0, size - _END_BYTES)):
-                    file.seek(begin)
-                    digest.update(file.read(_END_BYTES))
-                return "ends", digest.hexdigest()
-        return "sizes", f"{self.shard.name} {self.shard.bytes}"
+        size = self.shard.bytes if self._first is None else self._first.size
+        return "sizes", f"{self.shard.name} {size}"
 
     def _open(self) -> _Opened:
         """Open the shard's file and check that it is the expected shard."""
@@ -183,7 +157,7 @@ class ShardReader:
     def _open_verified(self, path: Path) -> _Opened:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            version, index = _version(file), shard_index(path)
+            version, index = version_of(file), shard_index(path)
             rejection = self._check(path, version, index)
             if not _is_unchanged(path, version):
                 raise OSError(f"{path} changes while it is opened: wait until it is written")
@@ -204,7 +178,7 @@ class ShardReader:
         self._unreadable_until = time.monotonic() + _RETRY_AFTER
         return BadSample("unreadable shard")
 
-    def _check(self, path: Path, version: _Version, index: ShardIndex) -> str:
+    def _check(self, path: Path, version: Version, index: ShardIndex) -> str:
         """Return why a version of the file is not the shard of its manifest, or "" where it is.
 
         Raises:
@@ -226,7 +200,7 @@ class ShardReader:
             )
         return "shard not as its manifest says" if is_other else ""
 
-    def _refuse_changed(self, version: _Version, index: ShardIndex) -> None:
+    def _refuse_changed(self, version: Version, index: ShardIndex) -> None:
         """Raise ValueError if a file without a manifest is neither what was first seen, nor a copy as by `cp -p`."""
         # The mode and links of a file may change before it is first opened.
         is_first = (self._first is None or version[:3] == self._first[:3]) and self._digest in (None, index.digest)
@@ -264,14 +238,7 @@ def _read(opened: _Opened, row: int) -> Members | None:
     return members
 
 
-def _version(file: int | str | os.PathLike) -> _Version:
-    """Return the version of an open file or of a path."""
-    status = os.stat(file)
-    return _Version(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
-
-
-def _is_unchanged(file: int | Path, version: _Version) -> bool:
+def _is_unchanged(file: int | Path, version: Version) -> bool:
     """Return whether a file still is this version; that an open file was removed changes its ctime alone."""
-    status = os.stat(file)
-    now = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
-    return now == version or (now[:3] == version[:3] and status.st_nlink == 0)
+    now = version_of(file)
+    return now == version or (now[:3] == version[:3] and os.stat(file).st_nlink == 0)

@@ -27,8 +27,7 @@ DEFAULT_BYTES = 100 * 10**9
 
 _REQUESTS = 16  # at a time, for the versions of shards
 _SECRETS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)(?:[^/@\s]*@)?([^?\s'\"]*)(\?[^\s'\"]*)?")
-_TRIES = 5
-_PAUSE = 1.0  # seconds before the second try; doubled before each later one
+_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds before the second try and the fifth, the last one: each is doubled
 _CONNECT, _READ = 20.0, 60.0  # seconds that a server may take to answer, and between two pieces
 _RETRIED_STATUSES = (408, 425, 429)  # HTTP's ways to say: later; and all from 500 on
 _VERSION_FIELDS = ("ETag", "Last-Modified", "LastModified", "generation", "blob_id", "size")  # of http, s3, gs, hf
@@ -140,9 +139,8 @@ class ShardCache:
                     self._fetch(shard, path)
                 except OSError as error:
                     if is_full(error):
-                        reason = f"the disk is full: make room, or lower cache_bytes, for shard {shard.shown}"
-                        raise OSError(errno.ENOSPC, reason, str(self.directory)) from error
-                    raise OSError(f"cannot fetch shard {shard.shown}: {without_secrets(str(error))}") from error
+                        raise
+                    raise OSError(f"cannot fetch shard {shard.shown}: {error}") from error
             os.utime(_lock(path), ns=(time.time_ns(), time.time_ns()))  # of the last use
             yield path
 
@@ -223,29 +221,28 @@ def _with_retries(location: str, act: Callable[[Any, str], Any]) -> Any:
     if location.startswith("http"):
         from aiohttp import ClientTimeout
 
-        timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_READ)
-        settings = {"client_kwargs": {"timeout": timeout}}
+        settings = {"client_kwargs": {"timeout": ClientTimeout(sock_connect=_CONNECT, sock_read=_READ)}}
     try:
         files, path = fsspec.core.url_to_fs(location, **settings)
     except ImportError as error:
         raise ValueError(f"{without_secrets(location)} needs a package that is not installed: {error}") from error
-    for number in range(_TRIES):
+    pause = _PAUSE
+    while True:
         try:
             files.invalidate_cache(path)  # of what an earlier request said
             return act(files, path)
         except Exception as error:
             # fsspec raises FileNotFoundError for any failure to ask for a file over HTTP.
             cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-            status = getattr(cause, "status", None)
+            status = getattr(cause, "status", 500)
             if isinstance(cause, FileNotFoundError) or status == 404:
                 raise FileNotFoundError("it does not exist") from error
             if is_full(cause):
                 raise
-            is_refused = isinstance(status, int) and status < 500 and status not in _RETRIED_STATUSES
             message = without_secrets(str(cause)) or type(cause).__name__
-            if is_refused or isinstance(cause, PermissionError) or number == _TRIES - 1:
+            is_refused = isinstance(cause, PermissionError) or (status < 500 and status not in _RETRIED_STATUSES)
+            if is_refused or pause > _LONGEST_PAUSE:
                 raise OSError(message) from error
-            pause = _PAUSE * 2**number
             _log.warning("%s: %s; again in %.0f s", without_secrets(location), message, pause)
             time.sleep(pause)
-    raise AssertionError
+            pause *= 2

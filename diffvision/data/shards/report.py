@@ -5,7 +5,6 @@ The loaders count; nothing is read or printed here.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 
 class BadDataError(RuntimeError):
@@ -107,9 +106,8 @@ class Report:
             self.in_a_row = self.in_a_row + 1 if position in tally.bad else 0
             longest = max(longest, self.in_a_row)
         share = self.total / self.world_size  # of the whole epoch, or a run resumed near its end would stop at one
-        remedy = "correct or remove the files"
-        if self.skipped.keys() == {"unreadable shard"}:
-            remedy = "check that the disk is mounted and the server answers"
+        is_away = self.skipped.keys() == {"unreadable shard"}
+        remedy = "check that the disk is mounted and the server answers" if is_away else "correct or remove the files"
         if longest >= limits.max_bad_in_a_row or tally.given_up:
             raise BadDataError(
                 f"{counted(longest)} in a row, nothing good to take their place: {remedy}.\n{self.summary()}"
@@ -121,24 +119,23 @@ class Report:
             )
 
     def summary(self) -> str:
-        """Return a line of counts, and one for each reason."""
-        lines = [
+        """Return a line of counts, and the lines of `details`."""
+        counts = (
             f"epoch {self.epoch + 1}: {self.seen:,} seen, {self.bad:,} skipped, {self.substituted:,} substituted, "
             f"{self.tail:,} in the incomplete last batch, of {self.total:,}"
-        ]
-        for reason, count in self.skipped.most_common():
-            lines.append(f"  {count:,} x {reason}: {', '.join(self.examples[reason])}")
-        lines += [f"  {name.replace('_', ' ')}: {count:,}" for name, count in self.extra_counts.items()]
-        if self.cut:
-            lines.append(f"  {self.cut:,} captions cut")
-        return "\n".join(lines)
+        )
+        return "\n".join([counts, *self.details()])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers for logging: {"seen": 1, "skipped": 1, "skipped/empty caption": 1, ...}."""
-        counts = {"total": self.total, "seen": self.seen, "skipped": self.bad, "substituted": self.substituted}
-        counts |= {"tail": self.tail, "before": self.before, "remaining": self.remaining}
-        counts |= self.extra_counts | ({"cut": self.cut} if self.cut else {})
-        return counts | {f"skipped/{reason}": count for reason, count in self.skipped.items()}
+    def details(self) -> list[str]:
+        """Return a line for each reason with its examples, one for cut captions, and one for the extra counts."""
+        lines = [
+            f"{count:,} x {reason}: {', '.join(self.examples[reason])}" for reason, count in self.skipped.most_common()
+        ]
+        if self.cut:
+            lines.append(f"{self.cut:,} captions cut")
+        if besides := [f"{count:,} {name.replace('_', ' ')}" for name, count in self.extra_counts.items() if count]:
+            lines.append(f"besides: {', '.join(besides)}")
+        return [f"  {line}" for line in lines]
 
 
 def counted(bad: int) -> str:

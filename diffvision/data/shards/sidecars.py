@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from diffvision.files import locked, replacing, sha256, user_cache
 
@@ -28,10 +28,24 @@ def write_sidecar(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
 
 
-def stamp(path: int | str | os.PathLike) -> str:
-    """Return size, times and inode of a file or of an open one, which are others once it was changed."""
-    status = os.stat(path)
-    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+class Version(NamedTuple):
+    """What changes whenever a file is written to or replaced; `ctime_ns` also with its mode and links."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+
+def version_of(file: int | str | os.PathLike) -> Version:
+    """Return the version of an open file or of a path."""
+    status = os.stat(file)
+    return Version(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
+
+
+def stamp(path: str | os.PathLike) -> str:
+    """Return the version of a file as text."""
+    return " ".join(map(str, version_of(path)))
 
 
 def sha256_of(path: Path, progress: Callable[[], object] = lambda: None) -> str:

@@ -47,9 +47,9 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
         is_folder = Path(location).is_dir()
         names = [] if is_folder else [path for name in expand_braces(location) for path in _matching(name)]
         shards = _directory(Path(location)) if is_folder else _with_counts(names)
-        # To open a pipe would wait for ever for somebody who writes to it.
-        if missing := [shard.location for shard in shards if not Path(shard.location).is_file()]:
-            raise ValueError(f"shards of {source} must be files, got {missing[0]} ({len(missing)} of {len(shards)})")
+        for path in (shard.location for shard in shards):
+            if not is_shard(path) or not Path(path).is_file():  # to open a pipe would wait for ever
+                raise ValueError(f"shards must be {TAR} files, got {path}: `diffvision data make folder` packs others")
     if not shards:
         raise ValueError(f"no shards in {source}: expected .tar files, not compressed")
     return shards
@@ -83,7 +83,7 @@ def list_splits(source: Any) -> dict[str, list[Shard]]:
         return {split: find_shards(Path(source, name)) for split, name in named_splits(folders, source).items()}
     if is_directory or (isinstance(source, str) and is_remote(location) and not is_shard(location)):
         shards = {shard.name: shard for shard in find_shards(source)}
-        if len(set().union(*map(shard_split, shards))) > 1:
+        if len(splits_in(*(name.removesuffix(TAR) for name in shards))) > 1:
             splits = by_split(shards, source)
             return {split: [shards[name] for name in sorted(splits[split], key=natural)] for split in splits}
     return {}
@@ -111,11 +111,6 @@ def _split_folders(path: Path) -> list[str]:
     for path in (path for folder in folders if splits_in(folder.name) for path in folder.iterdir()):
         uncompressed(str(path))  # else a split would be missing
     return names
-
-
-def shard_split(name: str) -> set[str]:
-    """Return the splits in the name of a shard."""
-    return splits_in(name.removesuffix(TAR))
 
 
 def _matching(pattern: str) -> list[str]:
@@ -208,42 +203,46 @@ def read_counts(directory: str | Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: the file is damaged, or says what cannot be.
     """
-    for name, parse in ((MANIFEST, _manifest_entries), (SIZES, _sizes_entries)):
-        if (text := read_small_file(directory, name)) is None:
-            continue
-        try:
-            entries = parse(json.loads(text))
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{directory}/{name} is not of the layout that is read: {_REMEDY}") from None
-        for shard, fields in entries:
-            _check_entry(shard, fields, f"{directory}/{name}")
-        counts = dict(entries)
-        if len(counts) < len(entries) or (name == MANIFEST and not entries):
-            reason = "lists a shard more than once" if entries else "lists no shards, because writing was cut short"
-            raise ValueError(f"{directory}/{name} {reason}: {_REMEDY}")
-        return counts
+    for name, parse in ((MANIFEST, _parse_manifest), (SIZES, _parse_sizes)):
+        if (text := read_small_file(directory, name)) is not None:
+            try:
+                return parse(json.loads(text))
+            except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+                reason = f"({type(error).__name__}: {error!s:.100})"
+                raise ValueError(f"{directory}/{name} cannot be used {reason}: {_REMEDY}") from None
     return {}
 
 
-def _manifest_entries(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _parse_manifest(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if manifest["format"] != MANIFEST_FORMAT:
-        raise ValueError
-    return [
-        (shard["name"], {"samples": shard["samples"], "bytes": shard["bytes"], "sha256": shard["sha256"].lower()})
+        raise ValueError(f"format must be {MANIFEST_FORMAT}")
+    counts = {
+        _file_name(shard["name"]): {
+            "samples": _count(shard["samples"]),
+            "bytes": _count(shard["bytes"]),
+            "sha256": shard["sha256"].lower(),
+        }
         for shard in manifest["shards"]
-    ]
+    }
+    if not counts or len(counts) < len(manifest["shards"]):
+        raise ValueError("a shard is listed more than once" if counts else "no shards, because writing was cut short")
+    return counts
 
 
-def _sizes_entries(sizes: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, {"samples": sizes[name]}) for name in sorted(sizes.keys(), key=natural)]
+def _parse_sizes(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {_file_name(name): {"samples": _count(sizes[name])} for name in sorted(sizes.keys(), key=natural)}
 
 
-def _check_entry(shard: Any, fields: dict[str, Any], where: str) -> None:
-    if not isinstance(shard, str) or "/" in shard or shard in ("", ".", "..") or shard.startswith("-"):
-        raise ValueError(f"names in {where} must be those of files in its folder, got {shard!r}: {_REMEDY}")
-    for field in fields.keys() & {"samples", "bytes"}:
-        if type(fields[field]) is not int or not 0 <= fields[field] < 1 << 62:
-            raise ValueError(f"{field} of {shard} in {where} must be a whole number, got {fields[field]!r}: {_REMEDY}")
+def _file_name(name: Any) -> str:
+    if not isinstance(name, str) or "/" in name or name in ("", ".", "..") or name.startswith("-"):
+        raise ValueError(f"names must be those of files in its folder, got {name!r}")
+    return name
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"counts must be whole numbers, got {value!r}")
+    return value
 
 
 def read_small_file(directory: str | Path, name: str) -> str | None:

@@ -1,20 +1,35 @@
-"""The batches of a DataLoader's workers: one clear error where a worker is stuck, or was killed."""
+"""The DataLoader of our loaders, and its batches: one clear error where a worker is stuck, or was killed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.shards.report import WorkerError
 
 STALL_TIMEOUT = 300.0
 """Seconds; less than the ten minutes after which NCCL gives up on the other ranks, to report the cause first."""
-LONGEST_STALL = 604_800
-"""Seconds, a week: a thread cannot wait for ever."""
 _REMEDY = (
     "check the disk, the server and the transform, or raise stall_timeout; if memory was full lower num_workers, if "
     "/dev/shm was full (SIGBUS) raise --shm-size"
 )
+
+
+def make_loader(
+    reader: Dataset, requests: Iterable[Any], num_workers: int, stall_timeout: float, **settings: Any
+) -> DataLoader:
+    """Return a DataLoader that reads one request after another, for `read_batches`; settings are DataLoader's."""
+    return DataLoader(
+        reader,
+        batch_size=None,
+        sampler=requests,
+        num_workers=num_workers,
+        timeout=stall_timeout / 2 if num_workers else 0.0,  # of which two in a row are a stall
+        collate_fn=tuple,  # of what is a pair already
+        generator=torch.Generator(),  # else each epoch would draw from the process's generator
+        **settings,
+    )
 
 
 def read_batches(loader: DataLoader) -> Iterator[Any]:

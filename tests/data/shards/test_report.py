@@ -15,17 +15,13 @@ def test_the_account_adds_up_at_every_moment():
         assert report.seen + report.bad + report.tail + report.before + report.remaining == 103
     assert (report.seen, report.bad, report.substituted, report.remaining) == (72, 8, 8, 0)
     assert report.examples == {"damaged image": ["a.tar: 21", "a.tar: 31", "a.tar: 41"]}
-    assert report.as_dict() == {
-        "total": 103,
-        "seen": 72,
-        "skipped": 8,
-        "substituted": 8,
-        "tail": 3,
-        "before": 20,
-        "remaining": 0,
-        "skipped/damaged image": 8,
-    }
-    assert "8 x damaged image: a.tar: 21, a.tar: 31, a.tar: 41" in report.summary()
+    report.cut, report.extra_counts = 1200, {"padding_tokens": 4272, "empty": 0}
+    assert report.summary().splitlines() == [
+        "epoch 1: 72 seen, 8 skipped, 8 substituted, 3 in the incomplete last batch, of 103",
+        "  8 x damaged image: a.tar: 21, a.tar: 31, a.tar: 41",
+        "  1,200 captions cut",
+        "  besides: 4,272 padding tokens",
+    ]
 
 
 def test_bad_samples_in_a_row_count_across_batches_and_a_good_one_ends_the_row():

@@ -1,3 +1,5 @@
+"""The shards that a source names: folders, patterns, URLs, and the manifests that count them."""
+
 import json
 import os
 
@@ -19,11 +21,17 @@ def names(source):
     return [shard.name for shard in find_shards(source)]
 
 
-def test_braces():
-    assert expand_braces("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
-    assert expand_braces("{b,a}/{0..1}.tar") == ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]
-    assert expand_braces("x{a,b{1..2}}") == ["xa", "xb1", "xb2"]
-    assert expand_braces("plain.tar") == ["plain.tar"]
+@pytest.mark.parametrize(
+    ("pattern", "expanded"),
+    [
+        ("a-{008..011}.tar", ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]),
+        ("{b,a}/{0..1}.tar", ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]),
+        ("x{a,b{1..2}}", ["xa", "xb1", "xb2"]),
+        ("plain.tar", ["plain.tar"]),
+    ],
+)
+def test_braces_stand_for_several_locations(pattern, expanded):
+    assert expand_braces(pattern) == expanded
     with pytest.raises(ValueError, match="balanced"):
         expand_braces("a-{008..011.tar")
 
@@ -31,15 +39,8 @@ def test_braces():
 @pytest.mark.parametrize(
     "location",
     [
-        "pipe:touch ran",
-        "a.tar::pipe:touch ran",
-        "-rf.tar",
-        "",
-        "file:///etc/passwd",
-        "ftp://example.org/a.tar",
-        "a\0.tar",
-        "{pipe:touch ran,b}.tar",
-        "{-a,b}.tar",
+        *("pipe:touch ran", "a.tar::pipe:touch ran", "-rf.tar", "", "file:///etc/passwd", "ftp://example.org/a.tar"),
+        *("a\0.tar", "{pipe:touch ran,b}.tar", "{-a,b}.tar"),
     ],
 )
 def test_commands_and_unknown_schemes_are_refused(location, tmp_path, monkeypatch):
@@ -57,10 +58,15 @@ def test_paths_and_known_urls_pass():
     assert not Shard("s3/a.tar").remote
 
 
-def test_a_directory_in_natural_order(tmp_path):
+def test_shards_of_a_directory_are_in_natural_order(tmp_path):
+    with pytest.raises(ValueError, match="no shards in"):
+        find_shards(tmp_path)
     touch(tmp_path, "10.tar", "9.tar", "readme.txt", "3.tar.part")
     assert names(tmp_path) == ["9.tar", "10.tar"]
     assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
+    for missing in ("{8..10}.tar", "readme.txt"):
+        with pytest.raises(ValueError, match=r"must be \.tar files, got .*(8\.tar|readme)"):
+            find_shards(f"{tmp_path}/{missing}")
 
 
 @pytest.mark.parametrize("name", ["1.tar.gz", "1.tgz", "1.tar.bz2", "1.tar.xz"])
@@ -78,7 +84,7 @@ def test_compressed_shards_are_not_left_out(tmp_path, name):
             read(tmp_path)
 
 
-def test_wildcards(tmp_path):
+def test_wildcards_match_shards_alone(tmp_path):
     touch(tmp_path, "part-10.tar", "part-9.tar", "other.tar", "part-1.txt")
     touch(tmp_path / "a" / "b", "part-2.tar")
     touch(tmp_path / "[x]", "0.tar")
@@ -93,97 +99,69 @@ def test_wildcards(tmp_path):
     assert [shard.samples for shard in find_shards(f"{tmp_path}/part-*.tar")] == [7, None]
 
 
-def test_nothing_there_says_so(tmp_path):
-    with pytest.raises(ValueError, match="no shards in"):
-        find_shards(tmp_path)
-    touch(tmp_path, "0.tar")
-    with pytest.raises(ValueError, match=r"\b1\.tar"):
-        find_shards(str(tmp_path / "{0..2}.tar"))
+def manifest(*shards):
+    full = [{"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | shard for shard in shards]
+    return json.dumps({"format": "diffvision-shards-1", "shards": full})
 
 
-def test_counts_from_the_manifest_or_from_openclips_sizes(tmp_path):
+def test_counts_are_those_of_the_manifest_or_of_openclips_sizes(tmp_path):
     touch(tmp_path, "0.tar", "1.tar")
-    (tmp_path / "sizes.json").write_text(json.dumps({"1.tar": 5, "0.tar": 4}))
+    (tmp_path / "sizes.json").write_bytes(b'\xef\xbb\xbf{"1.tar": 5, "0.tar": 4}')  # with the mark of an editor
     assert [shard.samples for shard in find_shards(tmp_path)] == [4, 5]
-    entries = [{"name": f"{n}.tar", "samples": n, "bytes": 0, "sha256": "x"} for n in (1, 0)]
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": "diffvision-shards-1", "shards": entries}))
-    assert [(shard.name, shard.samples, shard.sha256) for shard in find_shards(tmp_path)] == [
-        ("1.tar", 1, "x"),
-        ("0.tar", 0, "x"),
-    ]
+    (tmp_path / "manifest.json").write_text(manifest({"name": "1.tar"}, {"name": "0.tar", "samples": 0, "sha256": "X"}))
+    found = [(shard.name, shard.samples, shard.bytes, shard.sha256) for shard in find_shards(tmp_path)]
+    assert found == [("1.tar", 1, 1, "x"), ("0.tar", 0, 1, "x")]
     assert find_shards(str(tmp_path / "0.tar"))[0].samples == 0  # also for a shard by its name
-
-
-def manifest(**fields):
-    shard = {"name": "0.tar", "samples": 1, "bytes": 1, "sha256": "x"} | fields
-    return json.dumps({"format": "diffvision-shards-1", "shards": [shard]})
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        *(("manifest.json", text) for text in ("{", "[]", '{"format": "other", "shards": []}', manifest(sha256=None))),
+        *(("manifest.json", text) for text in ("{", "[]", '{"format": "other", "shards": []}', manifest({}, {}))),
         *(("manifest.json", '{"format": "diffvision-shards-1"' + more) for more in ("}", ', "shards": []}')),
-        *(("manifest.json", manifest(name=name)) for name in (3, "../0.tar")),
-        *(("manifest.json", manifest(**{field: count})) for field in ("samples", "bytes") for count in (-1, "3", True)),
+        *(("manifest.json", manifest(shard)) for shard in ({"name": 3}, {"name": "../0.tar"}, {"sha256": None})),
+        *(("manifest.json", manifest({field: n})) for field in ("samples", "bytes") for n in (-1, "3", True)),
         *(("sizes.json", text) for text in ("[1]", "[" * 100_000)),
         *(("sizes.json", json.dumps({name: 1})) for name in ("../0.tar", "/etc/0.tar", "-0.tar", "..")),
-        *(("sizes.json", json.dumps({"0.tar": count})) for count in (-1, 2.5, "3", None, True, [1])),
+        *(("sizes.json", json.dumps({"0.tar": count})) for count in (-1, 2.5, "3", None, True, [1], 1 << 62)),
+        *(("sizes.json", json.dumps(dict.fromkeys(listed, 1))) for listed in (["1.tar"], ["0.tar", "1.tar"], [])),
+        *(("nshards.txt", text) for text in ("2", "many")),
     ],
 )
-def test_a_manifest_that_is_none(tmp_path, name, text):
+def test_listings_that_are_wrong_are_named_with_their_remedy(tmp_path, name, text):
     touch(tmp_path, "0.tar")
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=rf"{name} ?.*write_manifest"):
+    if text == "{}":  # which counts nothing
+        assert names(tmp_path) == ["0.tar"]
+        return
+    with pytest.raises(ValueError, match=rf"{name}|the manifest of .*write_manifest"):
         find_shards(tmp_path)
 
 
-@pytest.mark.parametrize("listed", [["0.tar"], ["0.tar", "1.tar", "2.tar"]])
-def test_a_manifest_that_does_not_fit_the_directory(tmp_path, listed):
-    touch(tmp_path, "0.tar", "1.tar")
-    (tmp_path / "sizes.json").write_text(json.dumps(dict.fromkeys(listed, 1)))
-    with pytest.raises(ValueError, match=rf"got {'2' if len(listed) > 1 else '1'}\.tar .*write_manifest"):
-        find_shards(tmp_path)
-
-
-def test_clip_benchmarks_nshards(tmp_path):
+def test_clip_benchmarks_number_of_shards_is_that_of_shards_read(tmp_path):
     touch(tmp_path, "0.tar", "1.tar", "2.tar")
     (tmp_path / "nshards.txt").write_text("2\n")
     assert names(tmp_path) == ["0.tar", "1.tar"]
-    (tmp_path / "nshards.txt").write_text("4")
-    with pytest.raises(ValueError, match=r"says 4 shards, but 3\.tar is"):
-        find_shards(tmp_path)
-    (tmp_path / "nshards.txt").write_text("many")
-    with pytest.raises(ValueError, match=r"nshards\.txt must be a number"):
-        find_shards(tmp_path)
 
 
 def test_pipes_and_devices_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "0.tar")
-    with pytest.raises(ValueError, match=r"must be files, got .*0\.tar"):
-        find_shards(tmp_path)
     assert [result.problems for result in check_shards(tmp_path, 0)] == [["not a file"]]
-    (tmp_path / "0.tar").unlink()
-    (tmp_path / "0.tar").symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match=r"must be files, got .*0\.tar"):
-        find_shards(tmp_path)
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "0.tar").symlink_to("/dev/zero")
+    for source in (tmp_path, tmp_path / "device"):
+        with pytest.raises(ValueError, match=r"must be \.tar files, got .*0\.tar"):
+            find_shards(source)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "sizes.json", "nshards.txt"])
 def test_a_file_that_is_not_utf_8_is_named(name, tmp_path, serve):
     touch(tmp_path, "0.tar")
     (tmp_path / name).write_bytes('{"format": "é"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"{tmp_path}/{name} is not UTF-8 \(.* at"):
-        find_shards(tmp_path)
-    with pytest.raises(ValueError, match=f"{name} is not UTF-8"):
-        check_shards(tmp_path)
+    for read in (find_shards, check_shards):
+        with pytest.raises(ValueError, match=rf"{tmp_path}/{name} is not UTF-8 \(.* at"):
+            read(tmp_path)
     if name.endswith(".json"):
         url, _ = serve(tmp_path)
         with pytest.raises(ValueError, match=f"{url}/{name} is not UTF-8"):
             find_shards(f"{url}/0.tar")
-
-
-def test_the_mark_that_editors_put_before_utf_8_is_not_content(tmp_path):
-    touch(tmp_path, "0.tar")
-    (tmp_path / "sizes.json").write_bytes(b'\xef\xbb\xbf{"0.tar": 7}')
-    assert find_shards(tmp_path) == [Shard(str(tmp_path / "0.tar"), samples=7)]

@@ -73,12 +73,6 @@ def test_a_worker_that_does_not_go_on_is_a_clear_error(whole, act, error, messag
 
 def test_a_busy_training_loop_is_no_stall(whole):
     for count, _ in enumerate(loader_of(whole, list, timeout=2.0)):
-        if count in (1, 12):
+        if count == 12:
             time.sleep(2.5)
     assert count == 19
-
-
-@pytest.mark.parametrize("timeout", [0, 1e7, float("nan")])
-def test_a_limit_that_is_none(whole, timeout):
-    with pytest.raises(ValueError, match="stall_timeout"):
-        loader_of(whole, list, timeout=timeout)

@@ -1,7 +1,6 @@
 """Tars and their manifest: what is written, what is refused."""
 
 import json
-import os
 
 import pytest
 
@@ -16,12 +15,7 @@ def test_a_shard_holds_at_least_one_sample(tmp_path, corpus, per_shard):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_manifest_is_not_written_for_a_damaged_shard(tmp_path, corpus):
-    source = corpus.write(tmp_path / "s", 20, manifest=False)
-    os.truncate(source / "000001.tar", 5000)
-    with pytest.raises(ValueError, match=r"000001\.tar is damaged after"):
-        write_manifest(source)
-    assert not (source / "manifest.json").exists()
+def test_a_manifest_lists_at_least_one_shard(tmp_path):
     with pytest.raises(ValueError, match=r"no .tar files in"):
         write_manifest(tmp_path)
 
@@ -47,12 +41,12 @@ def test_what_was_cut_short_is_not_taken_for_all_of_it(tmp_path, corpus):
     assert len(list((tmp_path / "shards").glob("*.tar"))) == 2
     with pytest.raises(ValueError, match="has shards already"):
         write_shards(tmp_path / "shards", [corpus.sample(0)])
-    with pytest.raises(ValueError, match=r"manifest.json lists no shards"):
+    with pytest.raises(ValueError, match=r"manifest.json .*no shards"):
         ShardSet(tmp_path / "shards")
     write_manifest(tmp_path / "shards")
     assert len(ShardSet(tmp_path / "shards")) == 4
     listed = json.loads((tmp_path / "shards" / "manifest.json").read_text())
     listed["shards"] *= 2
     (tmp_path / "shards" / "manifest.json").write_text(json.dumps(listed))
-    with pytest.raises(ValueError, match=r"manifest.json lists a shard more than once"):
+    with pytest.raises(ValueError, match=r"manifest.json .*more than once"):
         ShardSet(tmp_path / "shards")

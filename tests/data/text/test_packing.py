@@ -68,7 +68,7 @@ def test_every_conversation_is_whole_in_one_window(made):
     read = list(batches)
     assert read[0]["tokens"].shape == read[0]["learned"].shape == (1, LENGTH + 1)
     assert texts(read, windows.account.eos_id) == sorted((len(r["prompt"]), len(r["response"]) + 1) for r in ROWS)
-    counts = batches.report.as_dict()
+    counts = batches.report.extra_counts
     assert counts["left_out_conversations"] == windows.long == 2
     tokens = sum(len(r["prompt"]) + len(r["response"]) + 1 for r in ROWS)
     assert counts["padding_tokens"] == len(windows) * (LENGTH + 1) - tokens

@@ -136,6 +136,6 @@ def test_bad_documents_stop_a_run_even_if_they_were_let_pass_before(places, tmp_
         data(0.4).prepare_data()
     loader = data(0.5).train_dataloader()
     assert read(loader)
-    assert loader.report.as_dict()["skipped_documents"] == 60
+    assert loader.report.extra_counts["skipped_documents"] == 60
     with pytest.raises(BadDataError, match="60 x damaged JSON"):
         data(0.4).prepare_data()

@@ -119,8 +119,8 @@ def test_an_epoch_has_each_window_once_in_an_order_of_seed_and_epoch(made, token
         assert len(set(starts)) == loader.report.seen == loader.report.total - loader.report.tail
         assert len(epoch) == len(loader)
     assert epochs[0] != epochs[1] != read(loader_of(made, seed=4))
-    assert loader.report.as_dict()["tail_tokens"] == loader.shards.extra_counts["tail_tokens"] > 0
-    assert "tail tokens:" in loader.report.summary()
+    assert loader.report.extra_counts["tail_tokens"] == loader.shards.extra_counts["tail_tokens"] > 0
+    assert " tail tokens" in loader.report.summary()
     assert loader.shards.describe((0, 0)) == "tokens/tokens.bin: from token 0"
 
 
@@ -230,7 +230,7 @@ def test_bad_documents_are_counted_by_reason_and_empty_ones_apart(spoiled, token
     assert list(documents) == [*good[:4], " \n", "", *good[4:]]
     assert (read.documents, read.empty, read.skipped) == (55, 2, account.skipped)
     assert "55 documents, 2 empty, 3 skipped\n  2 x text not UTF-8: 000000.tar: 003, 000001.tar: 020" in read.summary()
-    report = loader_of(tmp_path / "t").report.as_dict()
+    report = loader_of(tmp_path / "t").report.extra_counts
     assert (report["skipped_documents"], report["empty_documents"]) == (3, 2)
 
 
