@@ -74,8 +74,7 @@ class ShardSet(SampleSource):
             ValueError: the shard was changed, and no manifest says what it should hold.
         """
         number, row = sample
-        reader = self._readers[number] if number in self._used else self.reader(number)
-        return reader.read(row)
+        return self.reader(number).read(row)
 
     def first(self) -> list[Members]:
         """Return the first few samples of the first shard; none where it cannot be read."""
