@@ -287,8 +287,7 @@ def check_tables(results: list[ShardCheck], source: Source) -> Group:
     """Return the counts, a line for each directory with the setting by which samples were read; and the problems."""
 
     def name(path: Path) -> str:
-        is_inside = _is_directory(source) and path != Path(str(source))
-        return str(path.relative_to(str(source))) if is_inside else str(path)
+        return str(path.relative_to(str(source)) if _is_directory(source) else path)
 
     totals = Table(title=f"{source}")
     for column in ("directory", "read", "shards", "samples", "good", "bad"):
