@@ -178,6 +178,12 @@ def test_check_takes_the_keys_of_training(tmp_path):
     assert len(result.bad) == 2
 
 
+def test_class_numbers_alone_are_read_without_a_setting(tmp_path):
+    tar(tmp_path / "0.tar", *[(f"{n}", {"png": IMAGE, "cls": b"1" if n else b"cat"}) for n in range(4)])
+    (result,) = check_shards(tmp_path, 0)
+    assert (result.read, result.good, result.bad) == ("label_key cls", 3, {"label is not a class number": 1})
+
+
 def test_json_alone_is_read_by_training_and_check_without_a_setting(tmp_path):
     tar(tmp_path / "0.tar", *[(f"{n}", {"png": IMAGE, "json": b'{"caption": ["", "a"]}'}) for n in range(4)])
     (result,) = check_shards(tmp_path, 0)

@@ -207,6 +207,13 @@ def test_damage_costs_its_shard_and_pairs_stay_right(corpus, tmp_path, damage, n
         corpus.read(corpus.loader(shards, limits=Limits(0.05)))
 
 
+def test_an_unreadable_shard_has_no_first_samples(corpus, tmp_path):
+    shards = ShardSet(corpus.write(tmp_path / "s", 20))
+    assert len(shards.first()) == 10
+    (tmp_path / "s" / "000000.tar").unlink()
+    assert ShardSet(shards.shards).first() == []
+
+
 def test_where_only_counts_are_known_a_shard_must_have_as_many_samples(corpus, tmp_path):
     source = written(corpus, tmp_path / "s", "sizes", 60)
     path = source / "000002.tar"
