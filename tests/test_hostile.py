@@ -515,7 +515,7 @@ def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monke
     refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, message)
     with pytest.raises(ValueError, match="shards must be at a path"):
         ShardSet(location)
-    with pytest.raises(ValueError, match="must be files"):
+    with pytest.raises(ValueError, match=r"must be \.tar files"):
         find_shards("${WDS_X}.tar")
     with pytest.raises((ValueError, OSError)):
         ShardSet("s3://bucket/0.tar", ShardCache(tmp_path / "cache"))

@@ -212,6 +212,11 @@ class ShardLoader:
         """The loader itself, because Lightning calls `set_epoch` of a loader's sampler."""
         return self
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._position[0]
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a position that was restored within the same epoch stays."""
         if epoch != self._position[0]:

@@ -66,7 +66,7 @@ def test_epochs_follow_one_another_and_can_be_chosen(corpus, whole, two_epochs, 
     loader = corpus.loader(whole, seed=3, window=4, num_workers=num_workers)
     loader.sampler.set_epoch(1)  # as Lightning does
     assert corpus.read(loader) == two_epochs[1]
-    assert loader.state_dict()["epoch"] == 2
+    assert loader.epoch == 2
     loader.set_epoch(0)
     iterator = iter(loader)
     next(iterator)
