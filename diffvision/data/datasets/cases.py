@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from filecmp import cmp
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -126,14 +127,19 @@ class Images:
         """Return the path of an image; one that is missing is remembered.
 
         Raises:
-            ValueError: the name is a path that leads out of the folder.
+            ValueError: the name is a path that leads out of the folder, or two folders have other images of that name.
         """
         if name not in self._found:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name:
                 raise ValueError(f"{name!r} is not a path inside {self._folders[0]}: correct the row")
-            places = [folder / one for one in (path, self._other(path)) for folder in self._folders]
-            self._found[name] = next(filter(Path.is_file, places), None)
+            names = (path, self._other(path))
+            first, *inside = ([folder / one for one in names] for folder in self._folders)
+            found = [place for place in first if place.is_file()][:1]
+            found = found or [place for places in inside for place in places if place.is_file()]
+            if other := next((place for place in found[1:] if not cmp(place, found[0], shallow=False)), None):
+                raise ValueError(f"{name} must be one image, got {found[0]} and {other}: give the folder of one")
+            self._found[name] = found[0] if found else None
         return self._found[name] or self._folders[0] / name
 
     def check(self) -> None:

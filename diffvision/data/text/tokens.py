@@ -14,6 +14,7 @@ of tokens of each conversation, uint32 (`lengths.bin`). `packing` makes windows 
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 
 from diffvision.data.batches import TokenBatch
 from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource
-from diffvision.data.shards.sidecars import sha256_of
+from diffvision.data.shards.sidecars import sha256_of, stamp
 from diffvision.data.shards.sources import read_small_file
 from diffvision.data.splits import named_splits
 from diffvision.data.text.documents import DocumentAccount
@@ -140,7 +141,7 @@ def read_account(folder: Path) -> TokenAccount:
 class TokenFiles:
     """The token files of one folder, mapped into memory when they are first read.
 
-    Each file's sha256 is verified here, once for each version of the file.
+    Each file's sha256 is verified here, and again when the file was changed since.
 
     Args:
         folder: holds tokens.json.
@@ -154,17 +155,24 @@ class TokenFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.account = folder, read_account(folder)
+        self._paths = {name: os.path.join(folder, name) for name in self.account.dtypes}
+        self._stamps = {name: self._verify(name, sha256_of) for name in self._paths}
         self._arrays: dict[str, np.ndarray] = {}
-        for name in self.account.dtypes:
-            self._verify(name, sha256_of)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_arrays": {}}  # a memory map would be pickled with its content
 
     def array(self, name: str) -> np.ndarray:
-        """Return the content of a file, read-only."""
+        """Return the content of a file, read-only.
+
+        Raises:
+            OSError, ValueError: the file is gone, or was changed.
+        """
+        if stamp(self._paths[name]) != self._stamps[name]:  # a read beyond a truncated file's end kills the process
+            self._stamps[name] = self._verify(name, sha256_of)
+            self._arrays.pop(name, None)
         if name not in self._arrays:
-            mapped = np.memmap(self.folder / name, self.account.dtypes[name], "r")
+            mapped = np.memmap(self._paths[name], self.account.dtypes[name], "r")
             self._arrays[name] = mapped.view(np.ndarray)  # slices cost less than a memmap's
         return self._arrays[name]
 
@@ -193,17 +201,19 @@ class TokenFiles:
             if largest >= size:
                 raise ValueError(f"tokens in {self.folder / IDS} must be below {size:,}, got {largest:,}: {_REMEDY}")
 
-    def _verify(self, name: str, digest_of: Callable[[Path, Callable], str]) -> None:
-        """Raise ValueError if a file does not have the size and sha256 of tokens.json."""
+    def _verify(self, name: str, digest_of: Callable[[Path, Callable], str]) -> str:
+        """Return the stamp of a file; raise ValueError if it does not have the size and sha256 of tokens.json."""
         account, path = self.account, self.folder / name
         size = (account.documents if name == LENGTHS else account.count) * account.dtypes[name].itemsize
         found = path.stat().st_size if path.is_file() else 0
         if found != size:
             raise ValueError(f"{path} must have {size:,} bytes, got {found:,}: copy it again, or {_REMEDY}")
+        since = stamp(path)
         with bar("verifying", size >> 20) as advance:
             digest = digest_of(path, lambda: advance(1))
         if digest != account.sha256[name]:
             raise ValueError(f"the sha256 of {path} must be that in {TOKENS}: copy it again, or {_REMEDY}")
+        return since
 
 
 class Block(NamedTuple):

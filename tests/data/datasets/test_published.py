@@ -147,6 +147,15 @@ TAGS = {"tag": "Noun", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag"
 CAPTIONS = {"caption_0": "an adult behind a child", "caption_1": "a child behind an adult"}
 
 
+def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
+    source = sugarcrepe(tmp_path / "source")
+    picture(tmp_path / "train2017/000000000001.jpg", 1)
+    assert make_sugarcrepe(tmp_path / "made", source, tmp_path) == "7 samples in composition"
+    picture(tmp_path / "train2017/000000000001.jpg", 99)
+    with pytest.raises(ValueError, match=r"train2017/0+1\.jpg"):
+        make_sugarcrepe(tmp_path / "again", source, tmp_path)
+
+
 def test_winoground_is_pairs_by_their_tag(tmp_path):
     source = tmp_path / "winoground"
     images = [picture(tmp_path / f"{side}.png", side) for side in (0, 1)]

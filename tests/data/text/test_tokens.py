@@ -322,6 +322,18 @@ def test_damaged_token_files_are_one_error(made, tmp_path, damage):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_that_changes_during_a_run_is_an_error_and_new_times_are_not(made, tmp_path):
+    folder = copied(made, tmp_path / "changing")
+    windows = TokenWindows(folder, 16)
+    first = windows.members((0, 0))
+    os.utime(folder / "tokens.bin", (0, 0))
+    assert windows.members((0, 0)) == first
+    for damage in ("a flipped bit", "cut", "gone"):
+        DAMAGE[damage][0](folder)
+        with pytest.raises((ValueError, FileNotFoundError), match=r"tokens\.bin"):
+            windows.members((0, 0))
+
+
 def test_a_token_outside_of_the_vocabulary_is_a_bad_sample(made, tmp_path):
     folder = copied(made, tmp_path / "outside")
     tokens = np.fromfile(folder / "tokens.bin", "<u2")
