@@ -38,8 +38,8 @@ def read_caption_file(table: Path) -> Parts:
             raise ValueError("no images")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{table} must have captions as COCO, Karpathy or ShareGPT4V has them, got another JSON "
-            f"({type(error).__name__} {error}): write a .csv with the columns image and caption"
+            f"{table} must have captions as COCO, Karpathy or ShareGPT4V, got another JSON "
+            f"({type(error).__name__} {error}): write a .csv of image and caption"
         ) from None
     return {split: partial(_collect, table, split, captions) for split, captions in splits.items()}
 

@@ -42,7 +42,7 @@ def generate_answers(model: Any, processor: Any, questions: Sequence[ImageQuesti
     if limit is not None and length + max_new_tokens > limit:
         raise ValueError(
             f"question, images and answer must have at most {limit} tokens, got {length} and max_new_tokens="
-            f"{max_new_tokens}: lower max_new_tokens, or use smaller images"
+            f"{max_new_tokens}: lower it, or shrink the images"
         )
     ends = model.generation_config.eos_token_id
     out = model.generate(
