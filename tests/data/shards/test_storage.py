@@ -207,6 +207,15 @@ def test_damage_costs_its_shard_and_pairs_stay_right(corpus, tmp_path, damage, n
         corpus.read(corpus.loader(shards, limits=Limits(0.05)))
 
 
+def test_a_sample_that_is_cut_costs_itself_alone(corpus, tmp_path):
+    source = written(corpus, tmp_path / "s", "sizes", 10)
+    os.truncate(source / "000000.tar", 9 * 3072 + 1024 + 512 + 30)  # in the image of the last sample
+    shards = ShardSet(source)
+    with pytest.raises(BadSample, match="truncated shard"):
+        shards.members((0, 9))
+    assert shards.members((0, 8))["txt"] == b"sample 8"
+
+
 def test_an_unreadable_shard_has_no_first_samples(corpus, tmp_path):
     shards = ShardSet(corpus.write(tmp_path / "s", 20))
     assert len(shards.first()) == 10
