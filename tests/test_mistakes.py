@@ -126,7 +126,10 @@ def folder(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "photos/cat/1.png")
 
 
-@pytest.mark.quick(*[command for _, command, _ in MISTAKES[::4]])
+QUICK = {"convert x out --to opnclip", "fit --config class.yaml", *(command for _, command, _ in MISTAKES[::4])}
+
+
+@pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize(("status", "command", "names"), MISTAKES, ids=[command for _, command, _ in MISTAKES])
 @pytest.mark.usefixtures("folder")
 def test_a_mistake_is_answered_in_one_line(status, command, names, capsys):
