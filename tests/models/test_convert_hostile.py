@@ -67,6 +67,7 @@ def test_what_lies_beside_the_shards_is_not_read(llama, tmp_path):
     ("changed", "named"),
     [
         ({"num_hidden_layers": 10**9}, "depth .*1000000000"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers .*2.*3"),
         ({"num_attention_heads": "4"}, "num_attention_heads"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
         ({"rope_parameters": "default"}, "rope_parameters"),
