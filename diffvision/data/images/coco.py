@@ -9,8 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from diffvision.data.images.decode import is_caption
 from diffvision.data.images.image_set import Captions, ImageCollection, ImageFiles, Parts
-from diffvision.data.images.image_tables import check_path, read_captions
+from diffvision.data.images.image_tables import check_path
 from diffvision.files import decoded
 
 _NAMES_TRIED = 100  # images that are looked for, to find their folder
@@ -50,7 +51,7 @@ def _read_coco(content: Any) -> dict[Any, Captions]:
     captions: dict[Any, list[str]] = {name: [] for name in names.values()}
     for annotation in content["annotations"]:
         captions[names[annotation["image_id"]]].append(annotation["caption"])
-    return {name: read_captions(of_image) for name, of_image in captions.items()}
+    return {name: _check_captions(of_image) for name, of_image in captions.items()}
 
 
 def _read_conversations(content: list[Any]) -> dict[Any, Captions]:
@@ -73,10 +74,15 @@ def _read_karpathy(content: Any) -> dict[str, dict[Any, Captions]]:
         split = _KARPATHY.get(image["split"], image["split"])
         if not isinstance(split, str) or not split:
             raise ValueError(f"{name} is of the split {split!r}")
-        captions = read_captions([sentence["raw"] for sentence in image["sentences"]])
+        captions = _check_captions([sentence["raw"] for sentence in image["sentences"]])
         of_split = splits.setdefault(split, {})
         of_split[name] = of_split.get(name, ()) + captions
     return splits
+
+
+def _check_captions(captions: list[Any]) -> Captions:
+    """Return captions as they are, for a run resumes on the same ones alone; none where one of them is not a text."""
+    return tuple(captions) if is_caption(captions) else ()
 
 
 def _collect(table: Path, split: str, captions: dict[Any, Captions]) -> ImageCollection:
