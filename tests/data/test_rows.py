@@ -21,6 +21,7 @@ NESTED = {"question": "a", "meta": {"b": 1}}
     ("name", "data", "expected"),
     [
         ("a.jsonl", lines(), [(1, ROWS[0]), (3, ROWS[1])]),
+        ("list.jsonl", json.dumps(ROWS).encode(), LISTED),
         ("marked.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode(), LISTED),
         ("one.json", json.dumps(ROWS[0]).encode(), [(1, ROWS[0])]),
         ("keys.json", json.dumps({"q1": ROWS[0], "q2": ROWS[1]}).encode(), [("q1", ROWS[0]), ("q2", ROWS[1])]),
