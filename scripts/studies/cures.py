@@ -1,7 +1,6 @@
 """Gate, registers and the difference of V2, alone and together, on the emoji of `clip.py`: eight cells, one recipe.
 
     python scripts/studies/clip.py data --source data/emoji --data runs/clip/data.pt
-    python scripts/studies/cures.py repeat --data runs/clip/data.pt    # clip.py's plain and V2 again: equal? any sinks?
     python scripts/studies/cures.py run --data runs/clip/data.pt --hours 3    # again until all runs are done
     python scripts/studies/cures.py segment --data runs/clip/data.pt --source /usr/share/datasets/fashion-mnist
     python scripts/studies/cures.py report
@@ -26,9 +25,8 @@ Declared before the first run:
 - Sinks are secondary. If the plain model has none, the study is of accuracy, and its page says so.
 
 Each run is one JSON in a folder of its kind of processor. Repeated runs are equal on one kind, and not on two, so
-cells are compared within a folder. Plain's and V2's runs of `clip.py` are reused where the repeated ones are equal;
-elsewhere they are trained again at the same learning rates. Weights are left in the folder `--models`, for measurements
-to come.
+cells are compared within a folder. Plain and V2 are trained again at `clip.py`'s learning rates. Weights are left in
+the folder `--models`, for measurements to come.
 
 `segment` is such a measurement, and secondary: does the class token's map of the last layer lie on the objects? It
 takes `SCENES` scenes of fashion-scenes' test garments, whose masks are known, and as many of the map's highest patches
@@ -95,8 +93,8 @@ CELLS: dict[str, tuple[bool, ...]] = {
     "gate, registers": (True, True, False),
     "gate, registers, V2": (True, True, True),
 }
-REUSED = ("plain", "V2")
-FAMILIES = {name: clip.FAMILIES[name] if name in REUSED else towers(cell) for name, cell in CELLS.items()}
+OF_CLIP = ("plain", "V2")  # cells that are families of `clip.py`, whose learning rates they have
+FAMILIES = {name: clip.FAMILIES[name] if name in OF_CLIP else towers(cell) for name, cell in CELLS.items()}
 RIVALS = {
     "DnA": Towers("dna_vit_debug_clip", text="DnACLIP-debug"),
     "CoDA": Towers("coda_vit_debug_clip", text="CoDACLIP-debug"),
@@ -106,47 +104,19 @@ WITHOUT_REGISTERS = tuple(CELLS)[:4]
 
 
 class Cells(Grid):
-    """The grid on one kind of processor, two of whose cells are those of `clip.py` where a repeated run is equal.
-
-    Plain's and V2's learning rates are those of `clip.py` everywhere.
-    """
+    """The grid on one kind of processor. Plain's and V2's learning rates are those of `clip.py`."""
 
     def tuning(self) -> list[Run]:
         """Return the runs that choose the other cells' learning rates."""
-        return [run for run in super().tuning() if run.family not in REUSED]
+        return [run for run in super().tuning() if run.family not in OF_CLIP]
 
     def chosen(self, family: str) -> float | None:
         """Return a cell's learning rate; None before all its rates were tried."""
-        return clip.GRID.chosen(family) if family in REUSED else super().chosen(family)
-
-    def numbers(self, run: Run) -> Numbers | None:
-        """Return what a run measured, here or in `clip.py`'s study."""
-        found = super().numbers(run)
-        if found is None and run.family in REUSED and self.epochs == clip.GRID.epochs and self.repeats_clip():
-            return clip.GRID.numbers(run)
-        return found
-
-    def first(self, family: str) -> tuple[Run, Numbers | None, Numbers]:
-        """Return the first fresh run of plain or V2, what it measured here, and in `clip.py`'s study."""
-        rate = clip.GRID.chosen(family)
-        assert rate is not None
-        run = Run(family, rate, self.seeds[0])
-        theirs = clip.GRID.numbers(run)
-        assert theirs is not None
-        return run, super().numbers(run), theirs
+        return clip.GRID.chosen(family) if family in OF_CLIP else super().chosen(family)
 
     def fresh(self, family: str) -> list[Run]:
         """Return a cell's runs with fresh seeds."""
         return [Run(family, self.chosen(family) or 0, seed) for seed in self.seeds]
-
-    def repeats_clip(self) -> bool:
-        """Return whether the repeated runs of plain and V2 are there and equal those of `clip.py`."""
-        return all(ours is not None and not differing(ours, theirs) for _, ours, theirs in map(self.first, REUSED))
-
-
-def differing(ours: Numbers, theirs: Numbers) -> list[str]:
-    """Return what a repeated run measured differently from `clip.py`'s, but for its time."""
-    return [name for name, value in theirs.items() if name != "seconds" and ours[name] != value]
 
 
 def grid_of(cells: tuple[str, ...], results: Path) -> Cells:
@@ -243,18 +213,6 @@ def run_all(data: Data, results: Path, models: Path, hours: float, quick: bool) 
                     return
                 if grid.numbers(run) is None:
                     grid.train([run], train)
-
-
-def repeat(data: Data, results: Path, models: Path) -> None:
-    """Train the first seed of plain and V2 again, compare it with that of `clip.py`, and print the sinks."""
-    grid = grid_of(WITHOUT_REGISTERS, results)
-    for family in REUSED:
-        run, *_ = grid.first(family)
-        grid.train([run], trainer(data, grid.epochs, models))
-        run, ours, theirs = grid.first(family)
-        assert ours is not None
-        print(f"{run.name} differs from clip.py's in: {', '.join(differing(ours, theirs)) or 'nothing'}")
-        print(json.dumps(ours["sinks"]), flush=True)
 
 
 # ---- segmentation --------------------------------------------------------------------------------------------------
@@ -357,7 +315,7 @@ def report(results: Path) -> None:
     for metrics in (PRIMARY, clip.SECONDARY[:3], clip.SECONDARY[3:]):
         print(grid.means(metrics), end="\n\n")
     print_contrasts("points of image R@1", {name: grid.by_seed(name, PRIMARY[0]) for name in cells})
-    again = differences({name: grid.by_seed(name, PRIMARY[0]) for name in REUSED})
+    again = differences({name: grid.by_seed(name, PRIMARY[0]) for name in OF_CLIP})
     print(f"\nV2 minus plain alone, as in clip.py: {again['V2'].text(2)}")
     print_runs(grid)
     if (file := results / "segmentation.json").is_file():
@@ -422,7 +380,7 @@ def print_segmentation(grid: Cells, found: Numbers) -> None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["repeat", "run", "segment", "report"])
+    parser.add_argument("what", choices=["run", "segment", "report"])
     parser.add_argument("--data", type=Path, default=Path("runs", "clip", "data.pt"))
     parser.add_argument("--models", type=Path, default=Path("runs", "cures"), help="the folder of weights")
     parser.add_argument("--source", type=Path, help="with segment: the folder of Fashion-MNIST's files")
@@ -441,10 +399,7 @@ def main() -> None:
         segment(weights, options.source, options.data, results)
         return
     data = Data(options.data)
-    if options.what == "repeat":
-        repeat(data, results, options.models)
-    else:
-        run_all(data, results, options.models, options.hours, options.quick)
+    run_all(data, results, options.models, options.hours, options.quick)
 
 
 if __name__ == "__main__":
