@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffvision.data.datasets import find_dataset, read_interface
-from diffvision.data.shards.sample import BadSource
+from diffvision.data.shards.sample import BadSource, SampleSource
 from diffvision.progress import track
 from diffvision.tables import show
 
@@ -104,7 +104,7 @@ def tokenizer(
         raise ValueError(f"{target} is there already: remove it, or choose another path")
     account = DocumentAccount()
     if isinstance(source, str) and source.endswith(".jsonl"):
-        read: tuple[ShardSet | JsonLines, TextMember] = JsonLines(source), MessageMember()
+        read: tuple[SampleSource, TextMember] = JsonLines(source), MessageMember()
     else:
         read = ShardSet(source), (MessageMember if text_key == "json" else TextMember)(text_key)
     documents = documents_of(*read, limits=Limits(max_bad_fraction), account=account)

@@ -301,7 +301,7 @@ def _without_space(tokenizer: Tokenizer, *schemes: str) -> Tokenizer:
         scheme = part.get("prepend_scheme", "always")
         return part | {key: value for key, value in _NO_SPACE.items() if key in part and scheme in schemes}
 
-    settings = json.loads(tokenizer.__getstate__()["file"])
+    settings = tokenizer.settings()
     parts = {name: settings.get(name) for name in ("normalizer", "pre_tokenizer")}
     edited = json.loads(json.dumps(parts), object_hook=changed)
     if edited == parts:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from diffvision.data.shards.index import MEMBER_TYPES
-from diffvision.data.shards.sample import BadSample, Members, SampleId, check_key
+from diffvision.data.shards.sample import BadSample, Members, SampleId, SampleSource, check_key
 
 
 @dataclass(kw_only=True)
@@ -117,8 +117,8 @@ class RowMember(TextMember):
         super().__init__(key)
 
 
-class JsonLines:
-    """Lines of a .jsonl file as samples of one member `json`, with the interface of a `ShardSet` of one shard.
+class JsonLines(SampleSource):
+    """Lines of a .jsonl file as samples of one member `json`, in one shard.
 
     Args:
         path: the file; its empty lines are skipped.
@@ -140,9 +140,6 @@ class JsonLines:
             raise ValueError(f"{path} has no rows: it needs a JSON object in each line")
         self._rows = np.array(rows, dtype=np.int64)
         self.counts = np.array([len(rows)], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def members(self, sample: SampleId) -> Members:
         """Return one line as the member `json`."""
@@ -173,5 +170,8 @@ def check_document(data: bytes, member_type: str) -> None:
     if not text.strip():
         raise BadSample("empty document")
     kind = member_type.rpartition(".")[2]
-    for record in text.split("\n") if kind == "jsonl" else [text] * (kind == "json"):
-        read_json(record.strip() or "0")
+    if kind == "json":
+        read_json(text)
+    if kind == "jsonl":
+        for line in filter(str.strip, text.split("\n")):
+            read_json(line)

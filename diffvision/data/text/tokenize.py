@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from diffvision.data.shards.remote import identity
 from diffvision.data.shards.report import BadDataError, Limits
-from diffvision.data.shards.sample import BadSample, SampleId
+from diffvision.data.shards.sample import BadSample, SampleId, SampleSource
 from diffvision.data.shards.storage import ShardSet
 from diffvision.data.text.chat import Chat
-from diffvision.data.text.documents import DocumentAccount, JsonLines, TextMember
+from diffvision.data.text.documents import DocumentAccount, TextMember
 from diffvision.data.text.tokenizers import BadText, Tokenizer
 from diffvision.data.text.tokens import IDS, LEARNED, LENGTHS, TOKENS, TOKENS_FORMAT, TokenAccount, TokenFiles
 from diffvision.files import locked, scratch, sweep, user_cache
@@ -34,18 +35,15 @@ Part = tuple[DocumentAccount, dict[str, np.ndarray]]
 """What became of some documents, and their share of each token file."""
 
 
+@dataclass
 class _Parts(Dataset):
     """(shard, first row, the one after the last) -> `Part`."""
 
-    def __init__(
-        self,
-        source: ShardSet | JsonLines,
-        text: TextMember,
-        tokenizer: Tokenizer,
-        chat: Chat | None,
-        dtypes: dict[str, np.dtype],
-    ) -> None:
-        self.source, self.text, self.tokenizer, self.chat, self.dtypes = source, text, tokenizer, chat, dtypes
+    source: SampleSource
+    text: TextMember
+    tokenizer: Tokenizer
+    chat: Chat | None
+    dtypes: dict[str, np.dtype]
 
     def __getitem__(self, part: tuple[int, int, int]) -> Part:
         number, first, stop = part
@@ -54,7 +52,6 @@ class _Parts(Dataset):
         for row in range(first, stop):
             for document in _read_sample(self.source, (number, row), self.text, account):
                 if not document.strip():
-                    account.empty += 1
                     continue
                 try:
                     ids, learned = self._encode(document)
@@ -75,7 +72,7 @@ class _Parts(Dataset):
 
 
 def tokenize_shards(
-    source: ShardSet | JsonLines,
+    source: SampleSource,
     directory: str | Path,
     tokenizer: Tokenizer,
     text: TextMember | None = None,
@@ -164,7 +161,7 @@ def check_limits(account: DocumentAccount, limits: Limits, expected: int = 0) ->
 
 
 def documents_of(
-    source: ShardSet | JsonLines,
+    source: SampleSource,
     text: TextMember | None = None,
     *,
     limits: Limits | None = None,
@@ -187,21 +184,19 @@ def documents_of(
     for read, sample in enumerate(samples, start=1):
         for document in _read_sample(source, sample, text, account):
             account.documents += bool(document.strip())
-            account.empty += not document.strip()
             yield document
         # A sample may have one document or many, so their number is estimated from those read.
         check_limits(account, limits, expected=before + (account.seen - before) * len(source) // read)
 
 
-def _read_sample(
-    source: ShardSet | JsonLines, sample: SampleId, text: TextMember, account: DocumentAccount
-) -> Iterator[str]:
-    """Yield the documents of a sample; unusable ones are counted."""
+def _read_sample(source: SampleSource, sample: SampleId, text: TextMember, account: DocumentAccount) -> Iterator[str]:
+    """Yield the documents of a sample; unusable and empty ones are counted."""
     try:
         for document in text.documents(source.members(sample)):
             if isinstance(document, BadSample):
                 account.skip(str(document), source.describe(sample))
             else:
+                account.empty += not document.strip()
                 yield document
     except BadSample as reason:
         account.skip(str(reason), source.describe(sample))

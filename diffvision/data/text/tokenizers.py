@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,8 @@ class Tokenizer:
         self.start_id: int | None = None if bos is None else vocabulary[bos]
         self.vocab_size: int = max(vocabulary.values()) + 1  # not the number of tokens: ids may leave gaps
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"file": self._backend.to_str(), "eos": self.eos, "bos": self.bos}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        backend = tokenizers.Tokenizer.from_str(state["file"])
-        self.__init__(backend, state["eos"], state.get("bos"))  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self._backend.to_str(), self.eos, self.bos)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without any added before or after.
@@ -118,6 +115,10 @@ class Tokenizer:
         """Return the id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    def settings(self) -> dict[str, Any]:
+        """Return the content of tokenizer.json."""
+        return json.loads(self._backend.to_str())
+
     @property
     def identity(self) -> tuple[int, int, str]:
         """What token files note of their tokenizer: the bound of the ids, the end's id, and the fingerprint."""
@@ -126,14 +127,14 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """A digest of what the tokenizer does, wherever its file lies."""
-        canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
+        canonical = json.dumps(self.settings(), sort_keys=True)
         return hashlib.sha256(f"{canonical} {self.eos}".encode()).hexdigest()[:16]
 
     def save(self, path: str | os.PathLike) -> None:
         """Write tokenizer.json: at this path, or in it if it is a directory."""
         path = Path(path, FILE) if Path(path).is_dir() else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_json(path, json.loads(self._backend.to_str()))
+        _write_json(path, self.settings())
         begins = {} if self.bos is None else {"bos_token": self.bos, "add_bos_token": True}
         if begins or find_end(self.vocabulary(), {}) != self.eos:
             _write_json(path.with_name(CONFIG), {"eos_token": self.eos, **begins})
@@ -150,6 +151,10 @@ class Tokenizer:
         if self.eos_id in ids:
             raise BadText("text that its tokenizer takes for the end of a document", f"leave {self.eos!r} out")
         return ids
+
+
+def _unpickle(content: str, eos: str, bos: str | None) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(content), eos, bos)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -213,16 +218,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, pattern: str | Non
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    is_empty = True
+    others = filter(None, texts)
+    first = next(others, None)
+    if first is None:
+        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
 
     def checked() -> Iterator[str]:
-        nonlocal is_empty
-        for text in filter(None, texts):
+        for text in chain([first], others):
             check_text(text)
-            is_empty = False
             yield text
 
     backend.train_from_iterator(checked(), trainer)
-    if is_empty:
-        raise ValueError("no text to train a tokenizer on: the source has no documents, or empty ones")
     return Tokenizer(backend, END)

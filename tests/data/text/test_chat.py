@@ -108,7 +108,7 @@ ROLES = (
 def test_white_space_at_special_tokens_is_that_of_the_whole_text(scheme, rstrip):
     """Compare with the tokenizers library, which finds the special tokens in the text by itself."""
     chat, tokens = spaced(scheme, template=ROLES, rstrip=rstrip)
-    library = tokenizers.Tokenizer.from_str(chat.tokenizer.__getstate__()["file"])
+    library = tokenizers.Tokenizer.from_str(chat.tokenizer._backend.to_str())
     library.encode_special_tokens = False
     turns = ("a= 1", "b", "a", "2")
     text = render(ROLES, {"messages": alternating(turns)}).rstrip()
