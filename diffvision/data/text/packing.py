@@ -110,7 +110,9 @@ class PackedWindows(TokenWindows):
         """Return the conversations of a window: ids in uint32, which are learned, and the tokens of each."""
         file, (starts, sizes) = self._blocks[sample[0]].file, self._packed[sample[0]].conversations(sample[1])
         pieces = [slice(start, start + size) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-        ids, learned = (np.concatenate([file.array(name)[piece] for piece in pieces]) for name in (IDS, LEARNED))
+        ids, learned = (
+            np.concatenate([content[piece] for piece in pieces]) for content in (file.array(IDS), file.array(LEARNED))
+        )
         return {IDS: ids.astype(MEMBER_DTYPE).tobytes(), LEARNED: learned.tobytes(), LENGTHS: sizes.tobytes()}
 
     def _first_token(self, sample: SampleId) -> int:

@@ -178,11 +178,12 @@ class TokenFiles:
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield the tokens of each document in order, without the end token; of a conversation all its tokens."""
-        ids, begin = self.array(IDS), 0
         if self.account.chat is not None:
-            yield from np.split(ids, np.cumsum(self.array(LENGTHS), dtype=np.int64)[:-1])
+            yield from np.split(self.array(IDS), np.cumsum(self.array(LENGTHS), dtype=np.int64)[:-1])
             return
-        for start in range(0, len(ids), _PIECE):
+        begin = 0
+        for start in range(0, self.account.count, _PIECE):
+            ids = self.array(IDS)
             for end in (start + np.flatnonzero(ids[start : start + _PIECE] == self.account.eos_id)).tolist():
                 yield ids[begin:end]
                 begin = end + 1

@@ -195,35 +195,30 @@ def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, nam
     assert not (tmp_path / "made").exists()
 
 
-def test_missing_images_are_counted_before_anything_is_written(tmp_path):
-    source = sugarcrepe(tmp_path / "source")
-    for number in (1, 4):
-        (tmp_path / f"val2017/{number:012d}.jpg").unlink()
-    with pytest.raises(ValueError, match=r"2 of 7 images are not in .*val2017, first 000000000001\.jpg"):
-        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
-    assert not (tmp_path / "made").exists()
-
-
-def test_a_damaged_image_is_refused_before_anything_is_written(tmp_path):
-    source = sugarcrepe(tmp_path / "source")
-    last = tmp_path / "val2017/000000000006.jpg"
-    last.write_bytes(last.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"000000000006\.jpg:"):
-        make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
-    assert not (tmp_path / "made").exists()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "JSON"),
-        ("[]", "has no rows"),
-        ('{"0": {"filename": "a.jpg", "caption": 3}}', "caption in row 1 .*must be a str"),
-        ('{"0": {"filename": "../a.jpg", "caption": "a", "negative_caption": "b"}}', r"'\.\./a\.jpg'"),
+        ({"val2017/000000000001.jpg": None, "val2017/000000000004.jpg": None}, r"2 of 7 images .*, first 0+1\.jpg"),
+        ({"val2017/000000000006.jpg": "cut"}, r"000000000006\.jpg:"),
+        ({"source/data/add_att.json": b"{"}, "JSON"),
+        ({"source/data/add_att.json": b"[]"}, "has no rows"),
+        (
+            {"source/data/add_att.json": b'{"0": {"filename": "a.jpg", "caption": 3}}'},
+            "caption in row 1 .*must be a str",
+        ),
+        (
+            {"source/data/add_att.json": b'{"0": {"filename": "../a.jpg", "caption": "a", "negative_caption": "b"}}'},
+            r"'\.\./a\.jpg'",
+        ),
     ],
 )
-def test_damaged_questions_and_paths_outside_are_refused(tmp_path, content, message):
+def test_missing_and_damaged_files_and_paths_outside_are_refused_before_anything_is_written(tmp_path, content, message):
     source = sugarcrepe(tmp_path / "source")
-    text(source / f"data/{KINDS[0]}.json", content)
+    for name, data in content.items():
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        if data is not None:
+            (tmp_path / name).write_bytes(before[:-200] if data == "cut" else data)
     with pytest.raises(ValueError, match=message):
         make_sugarcrepe(tmp_path / "made", source, tmp_path / "val2017")
+    assert not (tmp_path / "made").exists()

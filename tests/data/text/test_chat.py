@@ -199,25 +199,27 @@ def test_rows_that_cannot_be_used(row, reason):
         Chat(chat_tokenizer(), template + CHATML, "x").encode(row)
 
 
-def test_templates_that_cannot_be_used(tmp_path):
-    tokenizer = chat_tokenizer()
-    with pytest.raises(ValueError, match="chat template mine cannot be used"):
-        Chat(tokenizer, "{{ messages | length }}" + CHATML, "mine").check_training()
-    with pytest.raises(ValueError, match="chat template mine, line 1"):
-        Chat(tokenizer, "{% for", "mine")
-    with pytest.raises(ValueError, match="unsafe"):
-        Chat(tokenizer, "{{ messages.__class__.__mro__ }}", "mine").check_training()
-    with pytest.raises(ValueError, match="got 'chatlm'"):
-        open_chat("chatlm", tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="has no chat template"):
-        open_chat("tokenizer", tokenizer, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": "{{bos_token}}"}]}
-        )
-    )
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages | length }}" + CHATML, "chat template mine cannot be used"),
+        ("{% for", "chat template mine, line 1"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_templates_that_cannot_be_used(template, message):
+    with pytest.raises(ValueError, match=message):
+        Chat(chat_tokenizer(), template, "mine").check_training()
+
+
+def test_names_of_templates_that_are_not_there(tmp_path):
+    for chosen, message in (("chatlm", "got 'chatlm'"), ("tokenizer", "has no chat template")):
+        with pytest.raises(ValueError, match=message):
+            open_chat(chosen, chat_tokenizer(), tmp_path)
+    templates = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": "{{bos_token}}"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(templates))
     with pytest.raises(ValueError, match="no learned token"):  # it writes no message
-        open_chat("tokenizer", tokenizer, tmp_path).check_training()
+        open_chat("tokenizer", chat_tokenizer(), tmp_path).check_training()
 
 
 # --- the command ---

@@ -85,14 +85,6 @@ def test_best_fit_decreasing_by_hand():
     assert len(windows) <= 1.02 * sizes.sum() / 128 + 1
 
 
-def test_ranks_share_windows(made):
-    def rows(**settings):
-        return [{name: part.tolist() for name, part in batch.items()} for batch in loader(made, 4, **settings)[0]]
-
-    parts = [rows(rank=rank, world_size=2) for rank in range(2)]
-    assert [{k: a[k] + b[k] for k in a} for a, b in zip(*parts, strict=True)] == rows()
-
-
 def test_the_data_module_packs_conversations_and_says_what_does_not_fit(made, tmp_path):
     data = TextData(made, 4, LENGTH, made, num_workers=0)
     message = r"2 of 302 conversations are longer than 41 tokens and left out, the first is made: conversation 301"
