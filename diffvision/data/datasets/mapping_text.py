@@ -7,7 +7,6 @@ of many-shot learning, in evaluation and in the training text of small models al
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 TEMPLATE = "{text}: {label}\n"
 KINDS = {
@@ -26,22 +25,3 @@ NAMES = "dax wug blick toma fep zorp kiki gazzer modi lorp tulver pim"
 def draw_mapping(draw: random.Random, classes: int) -> dict[str, str]:
     """Draw {kind: name} of `classes` kinds with different names."""
     return dict(zip(draw.sample(list(KINDS), classes), draw.sample(NAMES.split(), classes), strict=True))
-
-
-def draw_word(draw: random.Random, kind: str) -> str:
-    """Draw a word of a kind."""
-    return draw.choice(KINDS[kind].split())
-
-
-def training_documents(count: int, *, seed: int = 0) -> Iterator[str]:
-    """Yield contexts with a mapping each, of two to eight kinds and 8 to 64 words, to mix into training text.
-
-    Args:
-        count: the number of contexts.
-        seed: other seeds give other documents; the evaluation draws its mappings and words separately.
-    """
-    for number in range(count):
-        draw = random.Random(f"mapping training {seed} {number}")
-        names = draw_mapping(draw, draw.randint(2, 8))
-        kinds = draw.choices(list(names), k=draw.randint(8, 64))
-        yield "".join(TEMPLATE.format(text=draw_word(draw, kind), label=names[kind]) for kind in kinds)
