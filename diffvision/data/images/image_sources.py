@@ -144,7 +144,7 @@ def open_source(source: str | Path, columns: dict[str, str] | None = None, reads
         return ImageSource(location, _find_parts(path, columns, reads))
     if path.suffix.lower() == ARCHIVE:
         return ImageSource(location, _find_in_archive(path, columns, reads))
-    return ImageSource(location, _open_tables(location, path.parent, {"": [path]}, columns))
+    return ImageSource(location, _open_tables(location, path.parent, {"": [path.name]}, columns))
 
 
 def _renumber(images: ImageCollection, classnames: Sequence[str]) -> ImageCollection:
@@ -215,7 +215,7 @@ def _has_classes(path: Path, columns: dict[str, str]) -> bool:
     return len(folders) > 1 and not any(has_labels(p, columns) for p in path.iterdir() if p.suffix.lower() in _ROWS)
 
 
-def _open_tables(location: str, root: Path, tables: Mapping[str, Sequence[Any]], columns: dict[str, str]) -> Parts:
+def _open_tables(location: str, root: Path, tables: Mapping[str, Sequence[str]], columns: dict[str, str]) -> Parts:
     """Return {split: reads its images} of tables of captions or labels in one format, whose paths are relative to root.
 
     Args:
@@ -273,7 +273,7 @@ def _read_folder(
         return read_saved(path, columns)[""]()
     is_classes = reads == "labels" and _has_classes(path, columns)
     if not is_classes and (index := _find_index_table(path)) is not None:
-        return _open_tables(str(index), path, {"": [index]}, columns)[""]()
+        return _open_tables(str(index), path, {"": [index.name]}, columns)[""]()
     images = list(walk(path, IMAGE_SUFFIXES))
     has_texts = any(image.with_suffix(".txt").is_file() for image in images)
     if not is_classes and not has_texts and any(walk(path / "caption", (".txt",))) and (path / "image").is_dir():

@@ -300,14 +300,16 @@ def test_an_archive_that_was_unpacked_in_part_is_unpacked_again(tree, tmp_path, 
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
-def test_tables(captioned, ending):
+def test_tables(captioned, ending, monkeypatch):
     rows = [{"file": f"{n}.png", "what it shows": f"picture {n}", "kind": KINDS[n % 3]} for n in range(12)]
     table = write_rows(captioned, rows, ending)
     columns = {"caption": "what it shows", "label": "kind"}
-    pictures = find_images(table, columns=columns)
-    assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
-    assert labels_read(pictures) == {n: n % 3 for n in range(12)}
-    assert pictures.classnames == KINDS
+    monkeypatch.chdir(captioned.parent)
+    for source in (table, table.relative_to(captioned.parent)):
+        pictures = find_images(source, columns=columns)
+        assert captions_read(pictures) == {n: [f"picture {n}"] for n in range(12)}
+        assert labels_read(pictures) == {n: n % 3 for n in range(12)}
+        assert pictures.classnames == KINDS
     with pytest.raises(ValueError, match="caption"):
         find_images(table)
     with pytest.raises(ValueError, match="'kin'"):
@@ -640,12 +642,14 @@ def test_class_folders_with_captions_beside_them_are_classified(tree, beside, sp
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_a_table_of_labels_beside_folders_is_what_counts(captioned, ending):
+def test_a_table_of_labels_beside_folders_is_what_counts(captioned, ending, monkeypatch):
     for n in range(4):
         write(captioned / ("left", "right")[n % 2] / f"{n}.png", n)
     rows = [{"file": f"{('left', 'right')[n % 2]}/{n}.png", "label": KINDS[n % 3]} for n in range(4)]
     write_rows(captioned, rows, ending, "labels")
-    assert find_images(captioned, reads="labels").classnames == KINDS
+    monkeypatch.chdir(captioned.parent)
+    for source in (captioned, captioned.name):
+        assert find_images(source, reads="labels").classnames == KINDS
 
 
 def test_a_task_chooses_between_labels_and_captions(captioned):
