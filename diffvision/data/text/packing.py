@@ -88,7 +88,7 @@ class PackedWindows(TokenWindows):
             for number, (first, stop) in enumerate(pairwise(edges)):
                 self._blocks.append(Block(file, number, first, stop))
                 self._packed.append(self._pack(self._blocks[-1], starts[first:stop], lengths[first:stop]))
-        counts = [len(windows.stops) for windows in self._packed]
+        counts = [len(windows.edges) - 1 for windows in self._packed]
         if not any(counts):
             raise ValueError(f"data.length must hold a conversation, got {self.length:,}: all are longer")
         return counts
@@ -133,19 +133,20 @@ class PackedWindows(TokenWindows):
             for window in best_fit_decreasing(sizes[first : first + _BUFFER], capacity)
         ]
         order = np.array([index for window in windows for index in window], dtype=np.int64)
-        return _Windows(starts[order], sizes[order], np.cumsum([len(window) for window in windows], dtype=np.int64))
+        edges = np.cumsum([0, *map(len, windows)], dtype=np.int64)
+        return _Windows(starts[order], sizes[order], edges)
 
 
 class _Windows(NamedTuple):
-    """The windows of a block: each conversation's first token and number of tokens, and where each window ends."""
+    """The windows of a block: each conversation's first token and number of tokens, and the windows' edges in these."""
 
     starts: np.ndarray
     sizes: np.ndarray
-    stops: np.ndarray
+    edges: np.ndarray
 
     def conversations(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the first token of each conversation of a window, and its number of tokens."""
-        part = slice(int(self.stops[window - 1]) if window else 0, int(self.stops[window]))
+        part = slice(self.edges[window], self.edges[window + 1])
         return self.starts[part], self.sizes[part]
 
 
