@@ -1,5 +1,6 @@
 """Synthetic text to be continued from its context."""
 
+import hashlib
 import re
 
 import pytest
@@ -19,6 +20,7 @@ def test_the_documents_are_written_as_they_are_made(tmp_path):
     made = make_recall(tmp_path / "a", documents=40, seed=3)
     documents = read(tmp_path / "a")
     assert documents == list(recall_documents(40, seed=3))
+    assert hashlib.sha256("\n".join(documents).encode()).hexdigest()[:16] == "1dc7cdbf2a9b94fd"  # as ever
     assert made == f"{sum(map(len, documents)):,} characters"
     assert [n for n, text in enumerate(documents) if "#" not in text] == list(range(3, 40, 4))
     assert documents != list(recall_documents(40, seed=4))
