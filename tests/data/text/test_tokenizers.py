@@ -51,6 +51,7 @@ def test_a_worker_process_gets_all_of_it(tokenizer):
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode(f"a{END}b") == tokenizer.encode(f"a{END}b")
     assert copy.fingerprint == tokenizer.fingerprint
+    assert (copy.eos_id, copy.start_id) == (tokenizer.eos_id, tokenizer.start_id)
 
 
 def words(tokens, special=()):
