@@ -45,6 +45,10 @@ def export(
     if to is not None and to not in FORMATS:
         raise ValueError(f"to must be one of {', '.join(FORMATS)}, got {to!r}")
     check_free(target)
+    if to is not None:
+        check_installed(to)  # before the model is loaded
+    if tokenizer is not None and not Path(tokenizer).exists():
+        raise FileNotFoundError(f"no tokenizer {tokenizer}: give a tokenizer.json, or a directory that holds one")
     if (file := find_trained(model)) is not None:
         return _export_vision_language(file, target, to)
     opened = open_for_export(model, checkpoint)
