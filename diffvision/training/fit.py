@@ -242,7 +242,9 @@ class FitCLI(LightningCLI):
             self.trainer.fit(model, ckpt_path=path, **more)
 
     def validate(self, model: pl.LightningModule, verbose: bool = True, **more: Any) -> None:
-        """Trainer.validate, with the names of its metrics whole."""
+        """Trainer.validate, with the names of its metrics whole; the metrics that its run logged stay."""
+        lightning_internals.ignore_advice(is_fitting=False)
+        lightning_internals.keep_logged_metrics(self.trainer)
         by_loader = self.trainer.validate(model, verbose=False, **more)
         if verbose and self.trainer.is_global_zero:
             metrics = {name: value for metrics in by_loader for name, value in metrics.items()}

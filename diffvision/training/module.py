@@ -110,7 +110,7 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
         Raises:
             ValueError: a callback monitors a metric that validation will not log.
         """
-        lightning_internals.ignore_advice()
+        lightning_internals.ignore_advice(self.is_fitting)
         data = getattr(self.trainer, "datamodule", None)
         if self.is_fitting:
             self.set_monitors(lightning_internals.find_callbacks(self.trainer, pl.Callback), data)

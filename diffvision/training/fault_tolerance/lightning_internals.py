@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import disable_possible_user_warnings
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from diffvision.analysis.curves import keep_metrics
+
 Kind = TypeVar("Kind")
-ADVISERS = (
-    r"lightning\.(pytorch\.(callbacks\.model_checkpoint|trainer\.call|utilities\.data)|fabric\.loggers\.csv_logs)"
-)
+ADVISERS = r"lightning\.pytorch\.(callbacks\.model_checkpoint|trainer\.call|utilities\.data)"
+LOSSES = r"The dirpath has changed|Be aware that when using `ckpt_path`"  # of a resumed run
 
 # --- what Lightning sets without a declaration, so that type checkers do not know it ---
 
@@ -123,15 +126,24 @@ def would_misplace_moments(strategy: Any, states: list[dict[str, Any]]) -> bool:
 # --- logs and warnings ---
 
 
-def ignore_advice() -> None:
+def ignore_advice(is_fitting: bool = True) -> None:
     """Ignore Lightning's warnings about what is not the user's to change, until the context of warnings ends.
 
-    They are its possible warnings, and those of checkpoints (directories with files, metrics that come later), of
-    callbacks that a validation leaves out, of data without an evaluation, and of torch's new versions.
+    They are its possible warnings, and those of checkpoints (directories with files, metrics that come later), of data
+    without an evaluation, and of torch's new versions. In a fit, where a resumed run would lose them, the best scores
+    so far (with another directory) and the states of missing callbacks are warned of.
     """
     disable_possible_user_warnings()
-    warnings.filterwarnings("ignore", category=UserWarning, module=ADVISERS)
+    warnings.filterwarnings("ignore", f"(?!{LOSSES})" if is_fitting else "", UserWarning, ADVISERS)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
+
+
+def keep_logged_metrics(trainer: pl.Trainer) -> None:
+    """Rename the metrics that a CSVLogger would delete, and ignore its warning until the context of warnings ends."""
+    warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        if isinstance(logger, CSVLogger):
+            keep_metrics(Path(logger.log_dir))
 
 
 def has_open_version(logger: Any) -> bool:

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from diffvision.analysis.curves import keep_metrics
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import (
     EXACT,
@@ -75,9 +73,7 @@ def prepare_run(
         for directory in directories if trainer.is_global_zero else ():
             stack.enter_context(lock_directory(directory))
             remove_temporary_files(directory)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            if isinstance(logger, CSVLogger):
-                keep_metrics(Path(logger.log_dir))
+        lightning_internals.keep_logged_metrics(trainer)
         yield path
 
 
