@@ -1,12 +1,19 @@
-"""What tests of training share: a quiet Trainer, the gradients of its first step, and two processes."""
+"""What tests of training share: a quiet Trainer, data, the gradients of its first step, and two processes."""
 
 import os
 import socket
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import multiprocessing
+from torch.utils.data import DataLoader
+
+from diffvision.data.datasets.digits import png
+from diffvision.training.fault_tolerance import LastCheckpoint
+
+LANGUAGE = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
 
 
 def trainer(*callbacks, **settings):
@@ -22,6 +29,46 @@ def train(module, *callbacks, data, **settings):
     made = trainer(*callbacks, **{"limit_val_batches": 0} | settings)
     made.fit(module, datamodule=data)
     return made
+
+
+class Rows(pl.LightningDataModule):
+    """Rows in batches of `batch_size` over all ranks, of which each takes its slice, the same in every process.
+
+    The first `validated` of them are validated; of two ranks the first one takes the first `split`, or both take all.
+    """
+
+    batch_size, eval_batch_size, validated, split, collate = 8, 4, None, None, None
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def train_dataloader(self):
+        local = self.batch_size // self.trainer.world_size
+        starts = range(self.trainer.global_rank * local, len(self.rows), self.batch_size)
+        rows = [row for start in starts for row in self.rows[start : start + local]]
+        return DataLoader(rows, batch_size=local, collate_fn=self.collate)
+
+    def val_dataloader(self):
+        rows = self.rows[: self.validated]
+        if self.trainer.world_size == 2 and self.split is not None:
+            rows = rows[self.split :] if self.trainer.global_rank else rows[: self.split]
+        return DataLoader(rows, batch_size=self.eval_batch_size, collate_fn=self.collate)
+
+
+def noise(count, **members):
+    """Return samples of noisy images, each with members that are functions of its number."""
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        texts = {name: str(text(i)) for name, text in members.items()}
+        yield {"__key__": f"{i:03d}", "png": png(rng.integers(0, 256, (32, 32, 3))), **texts}
+
+
+class EachStep(LastCheckpoint):
+    """Keeps the file of each step."""
+
+    def save(self, trainer, name):
+        return super().save(trainer, f"exact={trainer.global_step}.ckpt")
 
 
 class Gradients(pl.Callback):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ranks import on_ranks
-from tiny_runs import BATCH, BATCHES, EPOCHS, TASKS, Cut, Outcome, Setting, once, quietly, run, unequal
+from tiny_runs import BATCH, BATCHES, EPOCHS, TASKS, Cut, Outcome, Setting, once, quietly, run, unequal, write_data
 
 ONCE = {
     "before the first step": [Cut("on_train_batch_start", 0)],
@@ -114,6 +114,22 @@ def one_part(data: Path, kept: Path, setting: Setting, cut: Cut | None, world_si
     if ended != (cut is None):
         raise AssertionError(f"not interrupted at {cut}" if cut else "did not end")
     return outcome
+
+
+class Matrix:
+    """Compares interrupted runs with those never stopped, each of which is trained once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.data = root, root / "data"
+        self.whole: dict[Case, Outcome] = {}
+        write_data(self.data)
+
+    def check(self, case: Case, kept: Path) -> None:
+        outcome = outcome_of(self.data, kept, case)
+        assert len(outcome.began) == 1 + len(CUTS[case.cut])
+        if case.whole not in self.whole:
+            self.whole[case.whole] = outcome_of(self.data, self.root / f"whole{len(self.whole)}", case.whole)
+        assert verdict(case, outcome, self.whole[case.whole]) == []
 
 
 def add(whole: Outcome, ranks: list[Outcome]) -> None:

@@ -1,76 +1,24 @@
-"""Two ranks that train: rank 0 is gone, the port is taken, or one sees other shards.
+"""Two ranks that train: the port is taken, or one sees other shards.
 
-`tests/training/fault_tolerance/test_preemption.py` has the same with rank 1, and signals to either.
+`tests/training/fault_tolerance/test_preemption.py` has ranks that end, and signals to either.
 """
 
 import os
 import socket
 import sys
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-import training_fits
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from command_line import KEPT, fit, run, write_data
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
-from diffvision.training.fault_tolerance.preemption import Preemption
-from diffvision.training.fault_tolerance.ranks import SameShards
-from ranks import Ranks, kill
+from ranks import Ranks
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]
-
-
-class Line(pl.LightningModule):
-    """A linear layer that does something to its process at a step, on one rank."""
-
-    def __init__(self, at: int | None = None, act: Callable[[], object] = int, rank: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.at, self.act, self.rank = nn.Linear(3, 3), at, act, rank
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.trainer.global_step == self.at and self.global_rank == self.rank:
-            self.act()
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-def train(module: Line) -> None:
-    """Train as one of two ranks, 6 steps an epoch, with a checkpoint every 2."""
-    saver = ModelCheckpoint(KEPT, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    settings = {"devices": 2, "strategy": DDPStrategy(timeout=timedelta(minutes=10)), "use_distributed_sampler": True}
-    settings |= {"max_epochs": 2, "max_steps": -1, "plugins": [DurableCheckpointIO()]}
-    trainer = training_fits.trainer(saver, SameShards(), Preemption(None), **settings)
-    trainer.fit(module, DataLoader(torch.ones(12, 3)))
-
-
-def leave() -> None:
-    os._exit(0)
-
-
-def fail() -> None:
-    raise KeyError("no such colour")
-
-
-@pytest.mark.parametrize("act", [kill, leave, fail])
-def test_rank_1_ends_in_time_when_rank_0_is_gone(act):
-    _, left = Ranks(Path("ranks"), lambda: train(Line(3, act))).ended()
-    assert left.code not in (0, None), left
-    assert (KEPT / "step=2.ckpt").is_file()
+COMMAND = ("--trainer.devices=2", "--trainer.strategy=ddp")
 
 
 def test_a_port_that_is_taken_is_named():
+    write_data()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -78,7 +26,7 @@ def test_a_port_that_is_taken_is_named():
 
         def rank() -> None:
             os.environ["MASTER_PORT"] = port
-            train(Line())
+            sys.exit(run(*fit(*COMMAND))[0])
 
         (first,) = Ranks(Path("ranks"), rank, count=1).ended()
     assert first.code == 1, first.output[-300:]
@@ -91,7 +39,7 @@ def test_a_shard_that_is_missing_on_one_rank_is_an_error_before_the_first_step()
 
     def work() -> None:
         data = "all" if os.environ["LOCAL_RANK"] == "0" else "some"
-        sys.exit(run(*fit("--trainer.devices=2", "--trainer.strategy=ddp", data=data))[0])
+        sys.exit(run(*fit(*COMMAND, data=data))[0])
 
     ended = Ranks(Path("ranks"), work).ended(30)
     assert [rank.code for rank in ended] == [1, 1]

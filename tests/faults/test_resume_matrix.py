@@ -5,13 +5,10 @@ A sample of the matrix in which every value occurs; the whole of it with `--faul
 
 import random
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 
-import tiny_runs
-from resume_matrix import CUTS, Case, cases, outcome_of, verdict
-from tiny_runs import Outcome
+from resume_matrix import Case, Matrix, cases
 
 pytestmark = [
     pytest.mark.faults,
@@ -46,26 +43,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("matrix") / "data"
-    tiny_runs.write_data(root)
-    return root
+def matrix(tmp_path_factory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
 
 
-@pytest.fixture(scope="module")
-def whole(data):
-    """Return the outcome of a case's run that is not interrupted, trained once."""
-    known: dict[Case, Outcome] = {}
-
-    def outcome(case: Case) -> Outcome:
-        if case.whole not in known:
-            known[case.whole] = outcome_of(data, data.parent / f"whole{len(known)}", case.whole)
-        return known[case.whole]
-
-    return outcome
-
-
-def test_an_interrupted_run_is_the_run_never_stopped(case, data, whole, tmp_path):
-    outcome = outcome_of(data, tmp_path / "kept", case)
-    assert len(outcome.began) == 1 + len(CUTS[case.cut])
-    assert not verdict(case, outcome, whole(case))
+def test_an_interrupted_run_is_the_run_never_stopped(case, matrix, tmp_path):
+    matrix.check(case, tmp_path / "kept")

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +24,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from training_fits import noise
 
 from diffvision.data.conversations import VisionLanguageData
-from diffvision.data.datasets.digits import png
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData
-from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.data.text.chat import TEMPLATES, Chat
 from diffvision.data.text.documents import JsonLines, RowMember
 from diffvision.data.text.text_data import TextData
@@ -123,25 +123,23 @@ class Outcome:
 # --- data ---
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = ["".join(LETTERS[(i * k) % 26] for k in range(3, 8)) for i in range(1, 27)]
+TEXTS = [" ".join(WORDS[(n * k) % 26] for k in range(1, 4)) for n in range(1, 22)]
+
+
+def write_texts(folder: Path, texts: list[str]) -> None:
+    write_shards(folder, ({"__key__": f"{n:03d}", "txt": text} for n, text in enumerate(texts)), per_shard=7)
+
+
 def write_data(root: Path) -> None:
     """Write shards of 26 images with captions and classes, an evaluation folder, and shards of text."""
-    rng = np.random.default_rng(0)
-
-    def images(count: int) -> Iterator[dict[str, Any]]:
-        for i in range(count):
-            picture = png(rng.integers(0, 256, (32, 32, 3)))
-            yield {"__key__": f"{i:03d}", "png": picture, "txt": f"number {i}", "cls": str(i % 3)}
-
-    write_shards(root / "images", images(BATCH * BATCHES + 2), per_shard=10)
-    evaluation = root / "zero_shot" / "eval"
-    write_evaluation_split(evaluation / "test", ({k: v for k, v in s.items() if k != "txt"} for s in images(24)))
-    write_lines(evaluation / "classnames.txt", ["one", "two", "three"])
-    write_lines(evaluation / "zeroshot_classification_templates.txt", ["a photo of a {c}"])
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["".join(letters[(i * k) % 26] for k in range(3, 8)) for i in range(1, 27)]
-    texts = [" ".join(words[(n * k) % 26] for k in range(1, 4)) for n in range(1, 22)]
-    write_shards(root / "text", ({"__key__": f"{n:03d}", "txt": t} for n, t in enumerate(texts)), per_shard=7)
-    tokenizer = train_tokenizer(texts, VOCABULARY)
+    texts_and_classes = {"txt": lambda i: f"number {i}", "cls": lambda i: i % 3}
+    write_shards(root / "images", noise(BATCH * BATCHES + 2, **texts_and_classes), per_shard=10)
+    classes = {"classnames": ["one", "two", "three"], "templates": ["a photo of a {c}"]}
+    write_evaluation_split(root / "zero_shot" / "eval" / "test", noise(24, cls=lambda i: i % 3), **classes)
+    write_texts(root / "text", TEXTS)
+    tokenizer = train_tokenizer(TEXTS, VOCABULARY)
     tokenizer.save(root / "tokenizer.json")
     # A window for each of 26, of which unequal parts are learned; the last two share one.
     rows = [{"prompt": "a" * (10 - n % 9), "response": "b" * (1 + n % 9)} for n in range(25)]
@@ -150,9 +148,11 @@ def write_data(root: Path) -> None:
     chat = Chat(tokenizer, TEMPLATES["plain"], "plain")
     lines = JsonLines(root / "rows.jsonl")
     tokenize_shards(lines, root / "conversations", tokenizer, RowMember(), chat=chat, num_workers=0)
-    talks = [{"user": "a" * (1 + n % 5), "assistant": "b" * (1 + n % 7)} for n in range(BATCH * BATCHES + 2)]
-    samples = ({**s, "json": json.dumps({"texts": [t]})} for s, t in zip(images(len(talks)), talks, strict=True))
-    write_shards(root / "vision-language", samples, per_shard=10)
+
+    def talk(number: int) -> str:
+        return json.dumps({"texts": [{"user": "a" * (1 + number % 5), "assistant": "b" * (1 + number % 7)}]})
+
+    write_shards(root / "vision-language", noise(BATCH * BATCHES + 2, **texts_and_classes, json=talk), per_shard=10)
 
 
 def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
@@ -230,6 +230,12 @@ def plain_checkpoint(state: dict[str, torch.Tensor], step: int) -> dict[str, Any
 # --- runs ---
 
 
+HOOKS = (
+    *("on_train_epoch_start", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_validation_start", "on_validation_batch_end", "on_validation_end"),
+)
+
+
 class Cutter(pl.Callback):
     """Records what the model is given, and ends the run where it must be cut."""
 
@@ -247,23 +253,13 @@ class Cutter(pl.Callback):
         self.samples[trainer.fit_loop.total_batch_idx] = digests
         self.reached("on_train_batch_start", trainer)
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.reached("on_before_optimizer_step", trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.reached("on_train_batch_end", trainer)
+def _cutting(hook: str) -> Callable[..., None]:
+    return lambda self, trainer, *_: self.reached(hook, trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.reached("on_validation_start", trainer)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.reached("on_validation_batch_end", trainer)
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.reached("on_validation_end", trainer)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.reached("on_train_epoch_start", trainer)
+for _hook in HOOKS:
+    setattr(Cutter, _hook, _cutting(_hook))
 
 
 class Memory(Logger):

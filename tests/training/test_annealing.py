@@ -30,7 +30,6 @@ class Adapted(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.03)
 
 
-@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 @pytest.mark.parametrize("schedule", [LambdaAnnealing, LambdaWarmup])
 def test_lambda_follows_its_schedule_and_what_is_new_learns(schedule, tmp_path):
     module = Adapted()

@@ -1,40 +1,33 @@
 """Supervised training of a timm model: counts that are exact over ranks, soft targets, layer decay, EMA."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from training_fits import trainer
+from training_fits import Rows, trainer
 
 from diffvision.data import ImageLabelData
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.optim import OptimizerSettings
 
-# Lightning's advice on loaders (more workers) is not for these.
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
 
 
-class Images(pl.LightningDataModule):
+class Images(Rows):
     """Random images and labels; a rank validates its part, and the parts are unequal."""
 
-    def __init__(self, batch_size: int = 8, samples: int = 21):
-        super().__init__()
+    split, eval_batch_size = 17, 8
+
+    def __init__(self, batch_size: int = 8):
         generator = torch.Generator().manual_seed(0)
-        image = torch.randn(samples, 3, 32, 32, generator=generator)
-        label = torch.randint(0, 10, (samples,), generator=generator)
-        self.rows = [{"image": i, "label": t} for i, t in zip(image, label, strict=True)]
+        image = torch.randn(21, 3, 32, 32, generator=generator)
+        label = torch.randint(0, 10, (21,), generator=generator)
+        super().__init__([{"image": i, "label": t} for i, t in zip(image, label, strict=True)])
         self.batch_size = batch_size
 
     def train_dataloader(self):
         return DataLoader(self.rows, batch_size=self.batch_size, drop_last=True)
-
-    def val_dataloader(self):
-        cuts = [0, 17, len(self.rows)] if self.trainer.world_size == 2 else [0, len(self.rows)]
-        rows = self.rows[cuts[self.trainer.global_rank] : cuts[self.trainer.global_rank + 1]]
-        return DataLoader(rows, batch_size=self.batch_size)
 
 
 def make(**settings):

@@ -10,8 +10,7 @@ import torch
 import training_fits
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader
-from training_fits import Gradients, same
+from training_fits import Gradients, Rows, same
 
 from diffvision.data.images.folders import EvaluationFolder
 from diffvision.export.formats import Options
@@ -21,30 +20,20 @@ from diffvision.opening import open_model
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.optim import OptimizerSettings
 
-# Lightning's advice on loaders (more workers, no validation) is not for these.
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
 LENGTH = open_clip.get_model_config("DiffCLIP-debug")["text_cfg"]["context_length"]
 
 
-class Pairs(pl.LightningDataModule):
-    """Random images and captions' tokens, the same in every process; a rank takes its slice of each global batch."""
+class Pairs(Rows):
+    """Random images and captions' tokens."""
 
-    def __init__(self, batch_size: int = 8, batches: int = 2):
-        super().__init__()
+    def __init__(self, batches: int = 2, length: int = LENGTH):
         generator = torch.Generator().manual_seed(0)
-        self.batch_size = batch_size
-        self.image = torch.randn(batch_size * batches, 3, 32, 32, generator=generator)
-        self.text = torch.randint(1, 98, (batch_size * batches, LENGTH), generator=generator)
+        self.image = torch.randn(8 * batches, 3, 32, 32, generator=generator)
+        self.text = torch.randint(1, 98, (8 * batches, LENGTH), generator=generator)
         self.text[:, 20] = 99  # OpenCLIP pools at the largest token, the end
-
-    def train_dataloader(self):
-        world = self.trainer.world_size if self.trainer else 1
-        rank = self.trainer.global_rank if self.trainer else 0
-        local = self.batch_size // world
-        rows = [{"image": i, "text": t} for i, t in zip(self.image, self.text, strict=True)]
-        starts = range(rank * local, len(rows), self.batch_size)
-        return DataLoader([row for s in starts for row in rows[s : s + local]], batch_size=local)
+        text = nn.functional.pad(self.text, (0, length - LENGTH))
+        super().__init__([{"image": i, "text": t} for i, t in zip(self.image, text, strict=True)])
 
 
 def train(module, *callbacks, data=None, **settings):
@@ -141,9 +130,8 @@ def test_logit_scale_stays_between_1_and_100():
 
 
 def test_a_checkpoint_opens_at_its_context_length(tmp_path):
-    module, data = ContrastiveModule("DiffCLIP-debug", context_length=40, optimizer=SETTINGS), Pairs(batches=1)
-    data.text = nn.functional.pad(data.text, (0, 40 - LENGTH))
-    train(module, data=data).save_checkpoint(tmp_path / "x.ckpt")
+    module = ContrastiveModule("DiffCLIP-debug", context_length=40, optimizer=SETTINGS)
+    train(module, data=Pairs(batches=1, length=40)).save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert stored["diffvision"]["architecture"]["layers"][""]["context_length"] == 40
     opened = open_model(str(tmp_path / "x.ckpt"))

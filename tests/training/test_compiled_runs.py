@@ -2,7 +2,6 @@
 
 import os
 
-import lightning.pytorch as pl
 import pytest
 import timm
 import torch
@@ -10,35 +9,30 @@ import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.data import DataLoader
-from training_fits import in_two, same
+from training_fits import LANGUAGE, EachStep, Rows, in_two, same
 
-from diffvision.data.datasets.digits import make_digits
+import command_line
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.compilation import compile_in_place
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance import LastCheckpoint, protect
+from diffvision.training.fault_tolerance import protect
 from diffvision.training.fit import fit
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:resumed from"),  # an ordinary loader does not save its position
-]
+pytestmark = pytest.mark.filterwarnings("ignore:resumed from")  # an ordinary loader does not save its position
 # eps: biases of keys have a gradient of rounding errors alone, which AdamW would scale up to whole steps.
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, clip_norm=1.0, eps=1e-4)
-LANGUAGE = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
 
 
-class Samples(pl.LightningDataModule):
-    """16 samples in batches of 8 or fewer, of which a rank takes its share; validation ends with a batch of 3."""
+class Samples(Rows):
+    """16 samples; validation ends with a batch of 3."""
+
+    validated = 11
 
     def __init__(self, kind, size=8):
-        super().__init__()
-        self.size = size
         generator = torch.Generator().manual_seed(0)
         image = torch.randn(16, 3, 32, 32, generator=generator)
         text = torch.randint(1, 98, (16, 24), generator=generator)
@@ -50,15 +44,8 @@ class Samples(pl.LightningDataModule):
         rows = {"vit": {"image": image, "label": label}, "clip": {"image": image, "text": text}}
         rows["packed"] = {"tokens": tokens, "documents": documents, "learned": learned}
         columns = rows.get(kind, {"tokens": tokens})
-        self.rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-    def train_dataloader(self):
-        local = self.size // self.trainer.world_size
-        starts = range(self.trainer.global_rank * local, 16, self.size)
-        return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
-
-    def val_dataloader(self):
-        return DataLoader(self.rows[:11], batch_size=4)
+        super().__init__([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        self.batch_size = size
 
 
 def make(kind, **settings):
@@ -124,28 +111,17 @@ def test_a_compiled_run_is_the_eager_one(backend, kind, model, trainer, graphs, 
         torch.testing.assert_close(measured[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
-class Kept(LastCheckpoint):
-    """Keeps the file of each step."""
-
-    def save(self, trainer, name):
-        return super().save(trainer, f"step={trainer.global_step}.ckpt")
-
-
-def saver(directory):
-    return ModelCheckpoint(directory)
-
-
 @pytest.mark.parametrize(
     "kind", ["vit", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("clip", "language"))]
 )
 def test_a_compiled_run_resumes_exactly_across_an_epochs_end(backend, kind, tmp_path):
     """In another process, which makes the same graphs again."""
     model = {"compile": True} | ({"accum_freq": 3} if kind == "clip" else {})
-    whole, _, graphs = train(kind, tmp_path, saver(tmp_path), Kept(1), model=model, max_epochs=3)
+    whole, _, graphs = train(kind, tmp_path, ModelCheckpoint(tmp_path), EachStep(1), model=model, max_epochs=3)
     for step in (2, 4):  # where the second epoch and the third begin
-        path, directory = tmp_path / f"step={step}.ckpt", tmp_path / f"from_{step}"
+        path, directory = tmp_path / f"exact={step}.ckpt", tmp_path / f"from_{step}"
         resumed, _, again = train(
-            kind, directory, saver(directory), Kept(1), model=model, max_epochs=3, ckpt_path=str(path)
+            kind, directory, ModelCheckpoint(directory), EachStep(1), model=model, max_epochs=3, ckpt_path=str(path)
         )
         assert again == graphs
         same(resumed, whole, rtol=0, atol=0)
@@ -196,54 +172,22 @@ def test_torch_that_computes_wrong_gradients_is_told_not_to(version, options, mo
     assert given == {"fullgraph": True, "dynamic": False, "options": options}
 
 
-ARGUMENTS = [
-    "fit",
-    "--model=ClassificationModule",
-    "--model.model=diff_vit_debug",
-    "--model.num_classes=10",
-    "--model.optimizer.warmup_steps=0",
-    "--model.compile=true",
-    "--data=ImageLabelData",
-    "--data.batch_size=8",
-    "--data.num_workers=0",
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=1",
-    "--trainer.max_steps=2",
-    "--trainer.logger=false",
-    "--trainer.enable_checkpointing=false",
-]
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data")
-    make_digits(directory / "digits", copies=1)
-    return [f"--data.train={directory}/digits/train", f"--trainer.default_root_dir={directory}"]
-
-
-class Steps(pl.Callback):
-    def __init__(self):
-        self.seen = 0
-
-    def on_train_batch_end(self, *_):
-        self.seen += 1
-
-
 def no_kernel(graph, inputs):
     raise RuntimeError("no kernel\nfor this")
 
 
 @pytest.mark.parametrize("cause", ["backend", "graph break"])
-def test_a_run_that_cannot_be_compiled_ends_before_its_first_step(cause, digits, monkeypatch):
+def test_a_run_that_cannot_be_compiled_ends_before_its_first_step(cause, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command_line.write_data(count=1)
     compiled = nn.Module.compile
     chosen = {"backend": no_kernel if cause == "backend" else "eager", "options": None}
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
     if cause == "graph break":
         monkeypatch.setattr(timm.layers.Mlp, "forward", lambda self, x: torch._dynamo.graph_break() or x)
     torch.compiler.reset()
-    steps = Steps()
     with pytest.raises(ValueError, match=r"model\.compile") as caught:
-        fit([*ARGUMENTS, *digits], callbacks=[steps])
+        fit(command_line.fit("--model.compile=true"))
     assert "\n" not in str(caught.value)
-    assert not steps.seen
+    assert not [*command_line.KEPT.glob("*.ckpt")]
     torch.compiler.reset()

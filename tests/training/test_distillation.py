@@ -16,7 +16,6 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 LETTERS = train_tokenizer(["abcdef"], 257)
 LLAMA = {
     "vocab_size": 264,

@@ -3,20 +3,18 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from lightning.pytorch.callbacks import Callback
+from training_fits import noise
 
 import diffvision
-from diffvision.data.datasets.digits import png
-from diffvision.data.shards.writer import write_evaluation_split, write_lines, write_shards
+from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.errors import Mistake
 from diffvision.training import fit as command
 from diffvision.training.from_python import _data_options, options
 
 # Lightning's advice is not for these; the recipe monitors a metric that a few steps without evaluation do not have.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*could not find the monitored key"),
     pytest.mark.filterwarnings("ignore:The lr scheduler dict contains the key"),
 ]
@@ -27,18 +25,11 @@ EVALUATION = "data.init_args.evaluation"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """A folder as `data make` writes it: shards in train/, and an evaluation folder for each of two tasks."""
-    rng, root = np.random.default_rng(0), tmp_path_factory.mktemp("made") / "data"
-
-    def images(count: int, member: str, text: str):
-        for i in range(count):
-            yield {"__key__": f"{i:03d}", "png": png(rng.integers(0, 256, (32, 32, 3))), member: text}
-
-    write_shards(root / "train", images(16, "txt", "a number"))
-    write_evaluation_split(root / "zero_shot" / "test", images(4, "cls", "1"))
-    write_lines(root / "zero_shot" / "classnames.txt", ["one", "two"])
-    write_lines(root / "zero_shot" / "zeroshot_classification_templates.txt", ["a {c}"])
-    write_evaluation_split(root / "retrieval" / "test", images(4, "txt", "a number"))
-    write_lines(root / "retrieval" / "dataset_type.txt", ["retrieval"])
+    root = tmp_path_factory.mktemp("made") / "data"
+    write_shards(root / "train", noise(16, txt=str))
+    classes = {"classnames": ["one", "two"], "templates": ["a {c}"]}
+    write_evaluation_split(root / "zero_shot" / "test", noise(4, cls=lambda i: 1), **classes)
+    write_evaluation_split(root / "retrieval" / "test", noise(4, txt=str), dataset_type=["retrieval"])
     (root / "validation").mkdir()
     return root
 
@@ -107,12 +98,11 @@ def test_errors_are_exceptions_of_one_sentence(settings, kind, message, tmp_path
 @pytest.mark.filterwarnings("ignore:.*is what the model is trained on")
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint saves nothing")
 def test_the_number_of_classes_is_that_of_the_data(tmp_path):
-    rng, photos = np.random.default_rng(0), tmp_path / "photos"
+    photos = tmp_path / "photos"
     for name in ("cat", "dog", "fox"):
-        for number in range(4):
-            path = photos / name / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png(rng.integers(0, 256, (32, 32, 3))))
+        (photos / name).mkdir(parents=True)
+        for sample in noise(4):
+            (photos / name / f"{sample['__key__']}.png").write_bytes(sample["png"])
     quiet = {"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 1, "limit_val_batches": 0}
     settings = quiet | {"data.init_args.batch_size": 4, "trainer.logger.init_args.save_dir": str(tmp_path / "runs")}
     done = diffvision.fit("vision/debug.yaml", data=photos, **settings)

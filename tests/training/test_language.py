@@ -8,7 +8,7 @@ import torch
 import training_fits
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from training_fits import Gradients, same
+from training_fits import LANGUAGE, Gradients, Rows, same
 
 from diffvision.models import language
 from diffvision.models.architecture import architecture
@@ -16,42 +16,24 @@ from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
-# Lightning's advice on loaders (more workers, no validation) is not for these.
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, decay="linear", clip_norm=0.1)
-SMALL = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
 
 
-class Tokens(pl.LightningDataModule):
-    """Random packed sequences, the same in every process; a rank takes its slice of each, and the rest to validate."""
+class Tokens(Rows):
+    """Random packed sequences, of which 11 are validated: of two ranks the second has 3."""
+
+    validated, split, eval_batch_size = 11, 8, 2
 
     def __init__(self, *, documents: bool = False, learned: bool = False, batch_size: int = 4, length: int = 12):
-        super().__init__()
         generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, LANGUAGE["vocab_size"], (4 * batch_size, length + 1), generator=generator)
+        super().__init__([{"tokens": row} for row in tokens])
         self.batch_size, self.length = batch_size, length
-        tokens = torch.randint(0, SMALL["vocab_size"], (4 * batch_size, length + 1), generator=generator)
-        self.rows = [{"tokens": row} for row in tokens]
-        if documents:
-            for number, row in enumerate(self.rows):  # the ranks' counts of predictions differ
-                row["documents"] = torch.arange(length + 1) // (2 + number)
-        if learned:
-            for number, row in enumerate(self.rows):
+        for number, row in enumerate(self.rows):
+            if documents:
+                row["documents"] = torch.arange(length + 1) // (2 + number)  # the ranks' counts of predictions differ
+            if learned:
                 row["learned"] = torch.arange(length + 1) % (1 + number % 8) == 0
-
-    def _rank_and_world(self):
-        return self.trainer.global_rank, self.trainer.world_size
-
-    def train_dataloader(self):
-        rank, world = self._rank_and_world()
-        local = self.batch_size // world
-        starts = range(rank * local, len(self.rows), self.batch_size)
-        return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
-
-    def val_dataloader(self):
-        """11 sequences, of which the second of two ranks has 3."""
-        rank, world = self._rank_and_world()
-        cuts = [0, 8, 11] if world == 2 else [0, 11]
-        return DataLoader(self.rows[cuts[rank] : cuts[rank + 1]], batch_size=2)
 
 
 def train(module, *callbacks, data=None, **settings):
@@ -60,7 +42,7 @@ def train(module, *callbacks, data=None, **settings):
 
 def make(name="diff-debug", model_args=None, **settings):
     torch.manual_seed(0)
-    return LanguageModule(name, model_args=SMALL | (model_args or {}), **{"optimizer": SETTINGS} | settings)
+    return LanguageModule(name, model_args=LANGUAGE | (model_args or {}), **{"optimizer": SETTINGS} | settings)
 
 
 def gradients(*, data=None, precision="64-true", **settings):
@@ -158,7 +140,7 @@ def test_a_steps_gradients_are_autograds(name, documents, monkeypatch):
     if documents:
         kept = numbers[:, 1:] == numbers[:, :-1]
         logits, targets = logits[kept], targets[kept]
-    F.cross_entropy(logits.reshape(-1, SMALL["vocab_size"]), targets.reshape(-1)).backward()
+    F.cross_entropy(logits.reshape(-1, LANGUAGE["vocab_size"]), targets.reshape(-1)).backward()
     same({n: p.grad for n, p in model.named_parameters()}, actual)
 
 

@@ -11,53 +11,36 @@ import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.utils.data import DataLoader
-from training_fits import in_two
+from training_fits import LANGUAGE, EachStep, Rows, in_two, same
 
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance import LastCheckpoint, protect
+from diffvision.training.fault_tolerance import protect
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.sharding import find_blocks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:resumed from"
-    ),  # an ordinary loader does not save its position, here an epoch's end
+    pytest.mark.filterwarnings("ignore:resumed from"),  # an ordinary loader does not save its position
 ]
 STEPS = 4
 # eps: biases of keys have a gradient of rounding errors alone, which AdamW would scale up to whole steps.
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, clip_norm=1.0, eps=1e-4)
-
-
 SPOILED = 49  # the first token of a sample whose loss is NaN
-SMALL = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64, "depth": 2}
 
 
-class Samples(pl.LightningDataModule):
+class Samples(Rows):
     """Two batches of 8; a rank trains on its half of each, and validates unequal parts."""
 
+    split = 12
+
     def __init__(self, spoiled: int | None = None):
-        super().__init__()
         tokens = torch.randint(0, SPOILED, (16, 13), generator=torch.Generator().manual_seed(0))
         if spoiled is not None:
             tokens[spoiled, 0] = SPOILED
-        self.rows = [{"tokens": row} for row in tokens]
-
-    def train_dataloader(self):
-        local = 8 // self.trainer.world_size
-        starts = range(self.trainer.global_rank * local, 16, 8)
-        return DataLoader([row for s in starts for row in self.rows[s : s + local]], batch_size=local)
-
-    def val_dataloader(self):
-        cuts = [0, 12, 16] if self.trainer.world_size == 2 else [0, 16]
-        return DataLoader(
-            self.rows[cuts[self.trainer.global_rank] :][: cuts[self.trainer.global_rank + 1]], batch_size=4
-        )
+        super().__init__([{"tokens": row} for row in tokens])
 
 
 class Module(LanguageModule):
@@ -68,7 +51,7 @@ class Module(LanguageModule):
 
 def make(name="diff-debug", **settings):
     torch.manual_seed(0)
-    return Module(name, model_args=SMALL, **{"optimizer": SETTINGS} | settings)
+    return Module(name, model_args=LANGUAGE | {"depth": 2}, **{"optimizer": SETTINGS} | settings)
 
 
 class Losses(pl.Callback):
@@ -79,18 +62,11 @@ class Losses(pl.Callback):
         self.seen.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")})
 
 
-class Kept(LastCheckpoint):
-    """Keeps the file of each step."""
-
-    def save(self, trainer, name):
-        return super().save(trainer, f"exact={trainer.global_step}.ckpt")
-
-
 def fit(module, directory, *callbacks, data=None, ckpt_path=None, **settings):
     """Train, and save a checkpoint after each epoch of two steps; return the trainer and what each step logged."""
     losses, saver = Losses(), ModelCheckpoint(directory, filename="{step}", save_top_k=-1)
     settings = {"max_steps": STEPS, "max_epochs": -1, "log_every_n_steps": 1, "limit_val_batches": 1.0} | settings
-    trainer = training_fits.trainer(losses, saver, Kept(1), *callbacks, default_root_dir=directory, **settings)
+    trainer = training_fits.trainer(losses, saver, EachStep(1), *callbacks, default_root_dir=directory, **settings)
     with protect(trainer, module, ckpt_path=ckpt_path, ranks="any") as path:
         trainer.fit(module, datamodule=data or Samples(), ckpt_path=path, weights_only=True)
     return trainer, losses.seen
@@ -115,13 +91,6 @@ def states(path):
     return stored["state_dict"], {f"{i}.{k}": torch.as_tensor(v) for i, m in moments.items() for k, v in m.items()}
 
 
-def same(a, b, **tolerance):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].shape == b[name].shape, name
-        torch.testing.assert_close(a[name], b[name], **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.slow
 def test_another_optimizer_with_layer_decay_resumes_exactly(tmp_path):
     def contrastive():
@@ -129,14 +98,8 @@ def test_another_optimizer_with_layer_decay_resumes_exactly(tmp_path):
         settings = OptimizerSettings(name="lion", lr=1e-3, warmup_steps=0, clip_norm=1.0)
         return ContrastiveModule("CLIP-debug", optimizer=settings, text_layer_decay=0.5)
 
-    class Pairs(Samples):
-        def __init__(self):
-            super().__init__()
-            self.rows = [
-                {"image": torch.randn(3, 32, 32), "text": torch.arange(24).roll(n)} for n, _ in enumerate(self.rows)
-            ]
-
-    data, module = Pairs(), contrastive()
+    data = Rows([{"image": torch.randn(3, 32, 32), "text": torch.arange(24).roll(n)} for n in range(16)])
+    module = contrastive()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     fit(module, tmp_path / "whole", data=data)
     assert sum(not torch.equal(before[key], value) for key, value in module.state_dict().items()) > 50

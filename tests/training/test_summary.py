@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from training_fits import noise
 
 from diffvision.cli import main
-from diffvision.data.datasets.digits import png
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from diffvision.models.bundled import WEIGHTS
 from diffvision.opening import best_checkpoint
@@ -32,18 +31,10 @@ NANO = WEIGHTS / "diffv2-nano.stdlib"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     """32 noisy images with captions and labels, and an evaluation folder of 12 in three classes."""
-    rng = np.random.default_rng(0)
     root = tmp_path_factory.mktemp("data")
-
-    def samples(count: int):
-        for i in range(count):
-            image = png(rng.integers(0, 256, (32, 32, 3)))
-            yield {"__key__": f"{i:03d}", "png": image, "txt": f"number {i}", "cls": str(i % 3)}
-
-    write_shards(root / "train", samples(32))
-    write_evaluation_split(root / "noise" / "test", ({k: v for k, v in s.items() if k != "txt"} for s in samples(12)))
-    (root / "noise" / "classnames.txt").write_text("one\ntwo\nthree\n")
-    (root / "noise" / "zeroshot_classification_templates.txt").write_text("a {c}\n")
+    write_shards(root / "train", noise(32, txt=str, cls=lambda i: i % 3))
+    classes = {"classnames": ["one", "two", "three"], "templates": ["a {c}"]}
+    write_evaluation_split(root / "noise" / "test", noise(12, cls=lambda i: i % 3), **classes)
     return root
 
 

@@ -1,5 +1,7 @@
 """Training of vision-language models: the loss against torch's, what is trained at which rate, stages, LoRA, DDP."""
 
+import shutil
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -8,8 +10,7 @@ from PIL import Image
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from training_fits import Gradients, same
+from training_fits import Gradients, Rows, same
 
 from diffvision.cli import main
 from diffvision.data.text.tokenizers import train_tokenizer
@@ -23,7 +24,6 @@ import transformers
 from diffvision.models.vision_language import load
 from diffvision.training.vision_language import BARE_HEADS, PARTS, Lora, VisionLanguageModule
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0, decay="linear")
 LENGTH, IMAGES = 40, 16  # tokens of the longest row, and of an image
 VOCABULARY = 258  # and the placeholder, which is beyond it
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory):
 
 
 def train(module, *callbacks, data=None, **settings):
-    return training_fits.train(module, *callbacks, data=data or Rows(), **settings)
+    return training_fits.train(module, *callbacks, data=data or Conversations(), **settings)
 
 
 def make(tokenizer=None, name="vlm-debug", **settings):
@@ -48,16 +48,15 @@ def make(tokenizer=None, name="vlm-debug", **settings):
     )
 
 
-class Rows(pl.LightningDataModule):
-    """Eight random conversations of unequal lengths, with one image, two or none; a rank takes its share of each batch.
+class Conversations(Rows):
+    """Eight random ones of unequal lengths, with one image, two or none."""
 
-    `batch_size` is that of all ranks.
-    """
+    split, eval_batch_size = 4, 3
 
     def __init__(self, batch_size: int = 8, images=(1, 1, 2, 1, 0, 1, 1, 1)):
-        super().__init__()
+        super().__init__([])
         generator = torch.Generator().manual_seed(0)
-        self.batch_size, self.rows = batch_size, []
+        self.batch_size = batch_size
         for number, count in enumerate(images):
             text = torch.randint(0, VOCABULARY, (LENGTH - 2 - number,), generator=generator)
             text[1 : 1 + count * IMAGES] = VOCABULARY
@@ -74,21 +73,19 @@ class Rows(pl.LightningDataModule):
             "lengths": torch.tensor([len(row["tokens"]) for row in rows]),
         }
 
-    def train_dataloader(self):
-        local = self.batch_size // self.trainer.world_size
-        starts = range(self.trainer.global_rank * local, len(self.rows), self.batch_size)
-        rows = [row for start in starts for row in self.rows[start : start + local]]
-        return DataLoader(rows, batch_size=local, collate_fn=self.collate)
 
-    def val_dataloader(self):
-        return DataLoader(self.rows[self.trainer.global_rank :: self.trainer.world_size], 3, collate_fn=self.collate)
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trained") / "x.ckpt"
+    train(make(tokenizer)).save_checkpoint(path)
+    return path
 
 
 def expected_gradients():
     """Of the mean over all learned tokens, from transformers' logits of each row alone, without padding."""
     model = make().model.double()
     nats, count = 0.0, 0
-    for row in Rows().rows:
+    for row in Conversations().rows:
         images = row["image"].double() if len(row["image"]) else None
         logits = model(row["tokens"][None], images).logits[0, :-1]
         learned = row["learned"][1:]
@@ -104,7 +101,7 @@ def expected_gradients():
 @pytest.mark.parametrize("accumulated", [1, 4])
 def test_a_step_has_the_mean_over_its_learned_tokens_in_whichever_batch_they_are(accumulated):
     kept, (expected, loss) = Gradients(), expected_gradients()
-    data = Rows(batch_size=8 // accumulated)
+    data = Conversations(batch_size=8 // accumulated)
     validated = {"limit_val_batches": 1.0, "accumulate_grad_batches": accumulated, "log_every_n_steps": 1}
     trainer = train(make(), kept, data=data, precision="64-true", **validated)
     same(expected, kept.seen, rtol=1e-4, atol=1e-7)  # Llama normalises in float32
@@ -143,7 +140,7 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path, kind):
     module = make(language=hugging_face(tmp_path, kind, **HEADS[kind]), language_args=None).eval()
     assert module.returns_logits is (kind not in BARE_HEADS)
     assert any(layer.training for layer in make(language=f"hf:{tmp_path}", language_args=None).modules())
-    batch = Rows.collate(Rows().rows)
+    batch = Conversations.collate(Conversations().rows)
     with torch.no_grad():
         _, nats, count = module.sum_losses(batch)
         logits, targets = module.model(batch["tokens"][:, :-1], batch["image"]).logits, batch["tokens"][:, 1:]
@@ -158,7 +155,7 @@ def test_recomputed_activations_change_nothing_and_a_batch_without_images_trains
     train(make(), plain)
     train(make(grad_checkpointing=True), again)
     same(plain.seen, again.seen)
-    train(make(), again, data=Rows(images=[0] * 8))
+    train(make(), again, data=Conversations(images=[0] * 8))
     assert again.seen.keys() == plain.seen.keys()
     assert not any(gradient.any() for name, gradient in again.seen.items() if not name.startswith("language_model."))
 
@@ -232,19 +229,16 @@ def test_a_second_stage_begins_from_the_first_and_a_checkpoint_needs_no_other_fi
         ({"language_args": {"vocab_size": VOCABULARY, "max_length": 64, "mlp_dim": 100}}, "intermediate_size"),
     ],
 )
-def test_weights_of_another_model_are_refused(settings, message, tokenizer, tmp_path):
-    train(module := make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
+def test_weights_of_another_model_are_refused(settings, message, tokenizer, checkpoint):
     with pytest.raises(ValueError, match=message):
-        make(tokenizer, pretrained=str(tmp_path / "x.ckpt"), **settings)
-    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
+        make(tokenizer, pretrained=str(checkpoint), **settings)
     with pytest.raises(ValueError, match=message):
-        make(tokenizer, **settings).on_load_checkpoint(content)
+        make(tokenizer, **settings).on_load_checkpoint(torch.load(checkpoint, weights_only=True))
+
+
+def test_another_tokenizer_other_adapters_and_text_models_are_refused(tokenizer, checkpoint, tmp_path):
+    module, content = make(tokenizer), torch.load(checkpoint, weights_only=True)
     module.on_load_checkpoint(content)
-
-
-def test_another_tokenizer_other_adapters_and_text_models_are_refused(tokenizer, tmp_path):
-    train(module := make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
-    content = torch.load(tmp_path / "x.ckpt", weights_only=True)
     train_tokenizer(["other other words words"], 258).save(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer"):
         make(str(tmp_path)).on_load_checkpoint(content)
@@ -264,11 +258,11 @@ def test_adapters_alone_are_trained_and_merge(tmp_path):
     trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
     assert trained
     assert all(name.startswith("multi_modal_projector.") or ".lora_" in name for name in trained)
-    train(module, max_steps=3, data=Rows(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
+    train(module, max_steps=3, data=Conversations(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
     assert any(p.any() for name, p in module.model.named_parameters() if ".lora_B." in name)
     loaded, about = load(tmp_path / "x.ckpt")
     assert about["lora"] == {"r": 2, "alpha": 6, "dropout": 0.0, "targets": "all-linear"}
-    batch = Rows.collate(Rows().rows)
+    batch = Conversations.collate(Conversations().rows)
     with torch.no_grad():
         expected, actual = (m.eval()(batch["tokens"], batch["image"]).logits for m in (module.model, loaded))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -282,7 +276,7 @@ def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_pa
     import transformers
 
     module = make(tokenizer, lora={"r": 2})
-    train(module, max_steps=2, data=Rows(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
+    train(module, max_steps=2, data=Conversations(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
     opened = open_vlm(tmp_path / "x.ckpt")
     assert (opened.name, opened.weights) == ("vlm-debug", str(tmp_path / "x.ckpt"))
     assert main(["export", str(tmp_path / "x.ckpt"), str(tmp_path / "folder")]) == 0
@@ -298,8 +292,8 @@ def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_pa
     same(dict(theirs.state_dict()), dict(again.model.state_dict()), 0, 0)
 
 
-def test_a_checkpoint_is_not_opened_with_another_tokenizer(tokenizer, tmp_path):
-    train(make(tokenizer)).save_checkpoint(tmp_path / "x.ckpt")
+def test_a_checkpoint_is_not_opened_with_another_tokenizer(checkpoint, tmp_path):
+    shutil.copy(checkpoint, tmp_path / "x.ckpt")
     train_tokenizer(["other other words words"], 258).save(tmp_path / "tokenizer.json")  # comes before the recorded one
     with pytest.raises(ValueError, match="is not the tokenizer that"):
         open_vlm(tmp_path / "x.ckpt")
@@ -326,7 +320,7 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             make(**settings)
-    data = Rows()
+    data = Conversations()
     data.length = 65
     with pytest.raises(ValueError, match="65"):
         train(make(), data=data)
@@ -359,7 +353,7 @@ def test_a_compiled_run_is_the_eager_one(monkeypatch):
 def test_ddp_has_the_gradients_and_the_validation_of_one_process(settings, tmp_path):
     """The ranks' batches have unequal numbers of images and of learned tokens."""
     validated = {"limit_val_batches": 1.0, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "precision": "64-true"}
-    kept, data = Gradients(), Rows(batch_size=4)
+    kept, data = Gradients(), Conversations(batch_size=4)
     one = train(make(**settings), kept, data=data, **validated)
     both = train(make(**settings), Gradients(tmp_path), data=data, devices=2, strategy="ddp_fork", **validated)
     for rank in (0, 1):

@@ -4,8 +4,6 @@ The meta device computes nothing: `.item()`, `bool()` and most operations with a
 `scripts/benchmarks/waits.py` counts the waits of a CUDA device.
 """
 
-import math
-import re
 import sys
 from functools import partial
 
@@ -20,24 +18,21 @@ from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
+from training_fits import LANGUAGE
 
 from diffvision.analysis.curves import read_metrics
-from diffvision.training import fault_tolerance, optim
+from diffvision.training import optim
 from diffvision.training.callbacks import Throughput
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.ema import EMA
-from diffvision.training.fault_tolerance import finite
-from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.preemption import Preemption
 from diffvision.training.fault_tolerance.ranks import SameShards
 from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 OPTIMIZER = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 1.0}
-SMALL = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64, "depth": 2}
 IMAGE = torch.zeros(3, 32, 32)
 
 
@@ -54,7 +49,9 @@ def classification(model):
 
 def language(model, **row):
     tokens = torch.ones(13, dtype=torch.int64)
-    return LanguageModule(model, model_args=SMALL, optimizer=OPTIMIZER, z_loss=1e-4), {"tokens": tokens} | row
+    return LanguageModule(model, model_args=LANGUAGE | {"depth": 2}, optimizer=OPTIMIZER, z_loss=1e-4), {
+        "tokens": tokens
+    } | row
 
 
 def vision_language():
@@ -227,68 +224,3 @@ def test_losses_that_are_read_are_those_of_all_ranks(case, monitor, tmp_path):
     assert [logged[step] for step in read] == pytest.approx([(one[step] + other[step]) / 2 for step in read], rel=1e-6)
     rows = read_metrics(tmp_path / "lightning_logs" / "version_0")["train/loss"]
     assert list(rows.values) == pytest.approx([logged[2], logged[5]])
-
-
-# --- steps that are read later ---
-
-
-class Tiny(pl.LightningModule):
-    """Two lines."""
-
-    def __init__(self, **guard):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net, self.guard = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), finite.StepGuard(**guard)
-
-    def configure_callbacks(self):
-        return [self.guard]
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch["x"]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5, fused=True)
-
-
-class Loader(DataLoader):
-    def names(self, epoch, batch):
-        return [f"{epoch}.tar: {batch * self.batch_size + i}" for i in range(self.batch_size)]
-
-
-def train(root, bad, monkeypatch, *, steps=10, **guard):
-    """Fit as on a GPU, where steps are read when every fifth is logged."""
-    monkeypatch.setattr(
-        fault_tolerance.lightning_internals, "may_wait_for_device", fault_tolerance.lightning_internals.is_logging_step
-    )
-    rows = torch.randn(steps, 4, 3, generator=torch.Generator().manual_seed(0))
-    for number in bad:
-        rows[number, 1] = math.nan
-    module = Tiny(clip_norm=1.0, **guard)
-    saver = ModelCheckpoint(root / "kept", filename="{step}", every_n_train_steps=3, save_top_k=1)
-    settings = {"max_epochs": 1, "max_steps": -1, "log_every_n_steps": 5, "plugins": [DurableCheckpointIO()]}
-    trainer = training_fits.trainer(saver, logger=CSVLogger(root, "fit", version=0), default_root_dir=root, **settings)
-    data = Loader([{"x": row} for row in rows.flatten(0, 1)], batch_size=4)
-    return module, trainer, data
-
-
-def reported(warned):
-    """The number of each step that was reported as skipped, how many there were in a row, and its first sample."""
-    pattern = r"at step (\d+) .*skipped \((\d+) in a row\); samples: (0.tar: \d+)"
-    lines = [re.search(pattern, str(line.message)) for line in warned]
-    return [(int(line[1]), int(line[2]), line[3]) for line in lines if line]
-
-
-def test_steps_skipped_between_two_readings_change_nothing_and_are_all_reported(monkeypatch, tmp_path):
-    module, trainer, data = train(tmp_path, (2, 6, 9), monkeypatch)
-    with pytest.warns(UserWarning, match="skipped") as warned:
-        trainer.fit(module, data)
-    good, other, rest = train(tmp_path / "good", (), monkeypatch)
-    kept = [row for number, row in enumerate(rest.dataset) if number // 4 not in (2, 6, 9)]
-    other.fit(good, Loader(kept, batch_size=4))
-    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), good.state_dict().values(), strict=True))
-    moments = zip(trainer.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True)
-    assert all(torch.equal(one[name], two[name]) for one, two in moments for name in one)
-    assert reported(warned) == [(step, 1, f"0.tar: {step * 4}") for step in (2, 6, 9)]
-    assert trainer.logged_metrics["train/skipped_steps"] == 3
-    saved = torch.load(tmp_path / "kept" / "step=9.ckpt", weights_only=True)
-    assert saved["callbacks"]["StepGuard"] == {"skipped": 2, "in_a_row": 0}

@@ -7,12 +7,11 @@ import resource
 import signal
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from training_fits import LANGUAGE, Rows
 
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -32,7 +31,6 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from tiny_runs import plain_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 IO = DurableCheckpointIO()
 
 
@@ -203,23 +201,11 @@ def test_objects_are_refused_before_they_replace_anything(tmp_path):
 # --- our modules ---
 
 
-class Rows(pl.LightningDataModule):
-    """Each row again and again."""
-
-    def __init__(self, row):
-        super().__init__()
-        self.row = row
-
-    def train_dataloader(self):
-        return DataLoader([self.row] * 8, batch_size=2)
-
-
 SETTINGS = OptimizerSettings(lr=1e-3, warmup_steps=0)
-TOKENS = {"vocab_size": 50, "dim": 32, "num_heads": 2, "head_dim": 8, "mlp_dim": 48, "max_length": 64}
 MODULES = {
     "clip": lambda: ContrastiveModule("DiffCLIP-debug", optimizer=SETTINGS),
     "classification": lambda: ClassificationModule("diff_vit_debug", num_classes=3, optimizer=SETTINGS),
-    "language": lambda: LanguageModule("diff-debug", model_args=TOKENS, optimizer=SETTINGS),
+    "language": lambda: LanguageModule("diff-debug", model_args=LANGUAGE, optimizer=SETTINGS),
 }
 
 
@@ -240,7 +226,7 @@ def test_every_checkpoint_of_our_modules_is_plain(name, tmp_path):
     averages = [EMA(decay=0.9)] if name == "classification" else []
     callbacks = best, *averages, LastCheckpoint()
     trainer = training_fits.trainer(*callbacks, max_steps=3, plugins=[DurableCheckpointIO()])
-    trainer.fit(module, datamodule=Rows(row_of(module)))
+    trainer.fit(module, datamodule=Rows([row_of(module)] * 16))
     names = {path.name for path in find_checkpoints(tmp_path)}
     assert len(names) == 4  # the best two, the last exact one and the final weights
     for path in find_checkpoints(tmp_path):

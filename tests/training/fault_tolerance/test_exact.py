@@ -1,7 +1,6 @@
 """A resumed run against the run never stopped, bit by bit: a few cells of the resume matrix; and its warnings."""
 
 import shutil
-import tarfile
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,20 +12,16 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
 import tiny_runs
-from diffvision.data.shards.writer import write_shards
 from diffvision.models import language
 from diffvision.training.ema import EMA
 from diffvision.training.fault_tolerance import exact
 from diffvision.training.fault_tolerance.checkpoints import find_newest
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, describe_changes
 from diffvision.training.fault_tolerance.random_state import capture_random_state, restore_random_state
-from resume_matrix import CUTS, Case, outcome_of, verdict
+from resume_matrix import CUTS, Case, Matrix
 from tiny_runs import BATCHES, EPOCHS, Cut, Outcome, Setting, once, quietly
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:resumed from:UserWarning")
 TRAINED = Setting("language", ema=True, accumulate=3)
 # One cell by day, and the tasks that the matrix in `tests/faults` does not have.
 CASES = [
@@ -37,30 +32,18 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("matrix")
-    tiny_runs.write_data(root / "data")
-    return root
+def matrix(tmp_path_factory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.fixture(scope="module")
-def whole(root):
-    """The outcome of a case's run that is not interrupted, trained once."""
-    known: dict[Case, Outcome] = {}
-
-    def outcome(case: Case) -> Outcome:
-        if case.whole not in known:
-            known[case.whole] = outcome_of(root / "data", root / f"whole{len(known)}", case.whole)
-        return known[case.whole]
-
-    return outcome
+def root(matrix) -> Path:
+    return matrix.root
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_interrupted_run_is_the_run_never_stopped(root, whole, case, tmp_path):
-    outcome = outcome_of(root / "data", tmp_path / "kept", case)
-    assert len(outcome.began) == 1 + len(CUTS[case.cut])
-    assert verdict(case, outcome, whole(case)) == []
+def test_an_interrupted_run_is_the_run_never_stopped(matrix, case, tmp_path):
+    matrix.check(case, tmp_path / "kept")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -167,15 +150,6 @@ def test_a_warning_names_what_differs(root, kept):
     assert settings.endswith("settings have changed: model.lr 2 (was 1)")
 
 
-def texts_of(folder):
-    """The samples of text shards, in order."""
-    for shard in sorted(folder.glob("*.tar")):
-        with tarfile.open(shard) as members:
-            for member in members:
-                key, _, name = member.name.partition(".")
-                yield {"__key__": key, name: members.extractfile(member).read().decode()}
-
-
 @pytest.mark.parametrize("cut", ["step saved", "an epoch begins"])
 def test_other_data_are_refused_wherever_a_run_is_resumed(cut, root, tmp_path):
     kept, data = tmp_path / "kept", tmp_path / "data"
@@ -184,8 +158,7 @@ def test_other_data_are_refused_wherever_a_run_is_resumed(cut, root, tmp_path):
     with quietly():
         once(data, kept, Setting("language"), outcome, *CUTS[cut])
         shutil.rmtree(data / "text")
-        samples = ({**sample, "txt": sample["txt"][::-1]} for sample in texts_of(root / "data" / "text"))
-        write_shards(data / "text", samples, per_shard=7)
+        tiny_runs.write_texts(data / "text", [text[::-1] for text in tiny_runs.TEXTS])
         with pytest.raises(ValueError, match="cannot resume: "):
             once(data, kept, Setting("language"), outcome, None)
     assert outcome.began[1] == EPOCHS * BATCHES  # no step was made

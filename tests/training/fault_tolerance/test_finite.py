@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.training.clip import ContrastiveModule, detach_zero_rows
-from diffvision.training.fault_tolerance import LastCheckpoint
+from diffvision.training.fault_tolerance import LastCheckpoint, lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import (
     LAST,
     DurableCheckpointIO,
@@ -25,8 +25,6 @@ from diffvision.training.fault_tolerance.checkpoints import (
 from diffvision.training.fault_tolerance.finite import StepGuard
 from diffvision.training.optim import OptimizerSettings, create_optimizer, param_groups
 
-# Lightning's advice on loaders (more workers, no validation) is not for these.
-pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 NAN, INF = math.nan, math.inf
 
 
@@ -125,6 +123,28 @@ def test_a_skipped_step_changes_nothing_and_is_reported(tmp_path):
     assert "(epoch 0, batches 2)" in text
     assert text.endswith("samples: 0.tar: 8, 0.tar: 9, 0.tar: 10, 0.tar: 11")
     assert trainer.logged_metrics["train/skipped_steps"] == 2
+
+
+def test_steps_skipped_between_two_readings_change_nothing_and_are_all_reported(monkeypatch, tmp_path):
+    """As on a GPU, where steps are read when every fifth is logged, by a fused optimizer."""
+
+    class Fused(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+
+    monkeypatch.setattr(lightning_internals, "may_wait_for_device", lightning_internals.is_logging_step)
+    module, good, states, untouched = Fused(clip_norm=1.0), Fused(clip_norm=1.0), States(), States()
+    saver = ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=3)
+    with pytest.warns(UserWarning, match="skipped") as warned:
+        trainer = fit(module, batches(10, b2=NAN, b6=NAN, b9=NAN), tmp_path, states, saver, log_every_n_steps=5)
+    fit(good, batches(10)[[0, 1, 3, 4, 5, 7, 8]], tmp_path / "good", untouched)
+    assert equal(states.after[-1], untouched.after[-1])
+    assert steps(warned) == [2, 6, 9]
+    texts = [str(line.message) for line in warned]
+    assert all(any(f"skipped (1 in a row); samples: 0.tar: {4 * n}," in text for text in texts) for n in (2, 6, 9))
+    assert trainer.logged_metrics["train/skipped_steps"] == 3
+    saved = torch.load(tmp_path / "kept" / "step=9.ckpt", weights_only=True)
+    assert saved["callbacks"]["StepGuard"] == {"skipped": 2, "in_a_row": 0}
 
 
 def test_fused_sgd_begins_its_momentum_after_a_skipped_first_step(tmp_path):

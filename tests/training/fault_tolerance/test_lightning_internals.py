@@ -1,6 +1,5 @@
 """Lightning's private names: few are used, and its rule of accumulation is followed."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -17,49 +16,24 @@ PACKAGE = Path(diffvision.__file__).parent
 TORCHS = {"_orig_mod", "_rebuild_parameter", "_utils"}  # names of PyTorch's that Lightning has too
 
 
-def private_identifiers(source: str) -> set[str]:
-    """The identifiers of one leading underscore that are read, written, imported, called or named in strings."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute):
-            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            found |= set() if is_own else {node.attr}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= set(re.findall(r"(?<!\w)_[A-Za-z]\w*", node.value))
-        elif isinstance(node, ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(f"def {node.name}")
-    return {name for name in found if re.fullmatch(r"(def )?_[A-Za-z]\w*", name)}
-
-
-def lightnings_names() -> set[str]:
-    """The private names that Lightning's sources define: of classes, functions and attributes."""
-    names: set[str] = set()
-    for package in (lightning.pytorch, lightning.fabric):
-        for file in Path(package.__file__).parent.rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    names.add(node.name)
-                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    names.add(node.attr)
-    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+def names_in(package: Path, pattern: str) -> set[str]:
+    """The private names that a pattern finds in the files of a package that mention Lightning."""
+    texts = [file.read_text() for file in package.rglob("*.py")]
+    return {name for text in texts if "lightning" in text for name in re.findall(pattern, text)}
 
 
 def test_at_most_eight_private_names_are_used():
-    """Counted by syntax over the whole package, strings included; what a file defines itself is its own."""
-    theirs, used = lightnings_names(), set()
-    for file in PACKAGE.rglob("*.py"):
-        text = file.read_text()
-        if "lightning" in text:
-            found = private_identifiers(text)
-            own = {name.removeprefix("def ") for name in found if name.startswith("def ")}
-            used |= (found - own) & theirs
-    used -= TORCHS
+    """Of attributes, imports, strings and hooks, over the whole package; what it defines itself is its own."""
+    defined = r"(?:def |class |\w\.)(_[A-Za-z]\w*)(?:[(:]|(?:: [^=\n]+)? = )"
+    theirs = {
+        name for part in (lightning.pytorch, lightning.fabric) for name in names_in(Path(part.__file__).parent, defined)
+    }
+    read = names_in(PACKAGE, r"""(?:(?<!self)(?<!cls)\.|["'{]|import )(_[A-Za-z]\w*)""")
+    used = read & theirs - names_in(PACKAGE, r"(?:def |class |self\.)(_[A-Za-z]\w*)") - TORCHS
     for hook in (lightning_internals.BatchHook, TrainingModule, FitCLI):
         base = next(cls for cls in (*hook.__mro__, pl.LightningModule) if cls.__module__.startswith("lightning."))
         used |= {name for name in vars(hook) if name in theirs and hasattr(base, name)}
-    assert len(used) <= 8, used
+    assert 3 < len(used) <= 8, used
 
 
 @pytest.mark.parametrize("is_last", [False, True])

@@ -30,7 +30,6 @@ from ranks import Ended, Ranks, alive, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
 ]
@@ -325,13 +324,22 @@ def boom():
     raise KeyError("no such colour")
 
 
+def leave():
+    os._exit(0)
+
+
+@pytest.mark.quick("boom-1", "kill-1", "leave-1")
 @pytest.mark.forks
-@pytest.mark.parametrize("end", [boom, kill, lambda: os._exit(0)])
-def test_a_rank_that_is_gone_ends_the_others(tmp_path, end):
-    first, second = two(tmp_path, Tiny(3, end, ranks=(1,)))
-    assert first.code == 1
-    assert second.code in (0, 1, -signal.SIGKILL)
-    assert second.output.count("KeyError: 'no such colour'") == (end is boom)
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("end", [boom, kill, leave], ids=["boom", "kill", "leave"])
+def test_a_rank_that_is_gone_ends_the_others(tmp_path, end, gone):
+    ranks = two(tmp_path, Tiny(3, end, ranks=(gone,)))
+    ended, left = ranks[gone], ranks[1 - gone]
+    assert left.code != 0
+    if gone == 1:
+        assert left.code == 1
+    assert ended.code in (0, 1, -signal.SIGKILL)
+    assert ended.output.count("KeyError: 'no such colour'") == (end is boom)
     assert (tmp_path / "step=2.ckpt").is_file()
 
 

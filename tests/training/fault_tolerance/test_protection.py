@@ -26,10 +26,7 @@ from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO,
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import RunSummary
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:resumed from:UserWarning")
 
 
 class Tiny(pl.LightningModule):

@@ -22,7 +22,6 @@ from diffvision.training.fault_tolerance.resume import check_resumable, lock_dir
 
 # Lightning's advice (more workers; that a run resumed by its path saves elsewhere) is not for these.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
     pytest.mark.filterwarnings("ignore:resumed from:UserWarning"),  # test_exact.py asserts these warnings
 ]
@@ -124,6 +123,18 @@ def test_another_file_is_resumed_from_only_by_name_and_says_that_it_is_not_exact
     assert run(tmp_path, "auto", steps=3) == [0, 1, 2]
     with pytest.warns(UserWarning, match="as Lightning resumes, not exactly"):
         assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=1.ckpt"), version=7) == [1]
+
+
+def test_a_run_warns_of_what_it_loses_when_it_resumes(tmp_path):
+    """The best scores, because it saves elsewhere, and the state of a callback that it does not have."""
+    run(tmp_path)
+    given = saved(tmp_path) / "step=1.ckpt"
+    rewritten(given, lambda content: content["callbacks"].update(Gone={"count": 1}))
+    with pytest.warns(UserWarning, match="dirpath|callbacks") as warned:
+        run(tmp_path, ckpt_path=str(given))
+    texts = [str(line.message) for line in warned]
+    assert any("The dirpath has changed" in text for text in texts)
+    assert any("add the following callbacks: ['Gone']" in text for text in texts)
 
 
 def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
@@ -261,17 +272,6 @@ def test_another_number_of_processes_is_refused_or_accepted(checkpoint):
     with pytest.raises(ValueError, match="1 processes trained it, not 4"):
         check_resumable(str(checkpoint), module, world_size=4, ranks="same")
     check_resumable(str(checkpoint), module, world_size=4, ranks="any")
-
-
-@pytest.mark.parametrize("content", [{"state_dict": {}, "global_step": 1}, {"object": Path(".")}, [1], None], ids=repr)
-def test_what_is_no_checkpoint_is_refused(content, tmp_path):
-    path = tmp_path / "x.ckpt"
-    if content is None:
-        path.write_bytes(b"PK\x03\x04 and no more")
-    else:
-        torch.save(content, path)
-    with pytest.raises(ValueError, match=r"cannot resume from .*x.ckpt"):
-        check_resumable(str(path), Tiny(layers=2), world_size=1, ranks="same")
 
 
 def hold(directory, ready, done):
