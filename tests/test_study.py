@@ -84,7 +84,7 @@ REFUSED = {
     "--rates 0": "rates",
     "--test name=other --print": "test",
     "--test https://nowhere.invalid/shards-{00..03}.tar": "test",
-    f"{LANGUAGE} --test https://nowhere.invalid/text-000.tar": "test",
+    f"{LANGUAGE} --test none-000.tar": "test",
     f"{LANGUAGE} --test none.txt": "test",
 }
 
