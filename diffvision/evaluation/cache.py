@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -22,7 +21,6 @@ from diffvision.models.architecture import architecture
 Rows = dict[str, Any]
 """Tensors and lists, with a row for each image, caption or class."""
 FORMAT = 8
-_DAMAGED = (OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 def load_or_compute(path: Path, compute: Callable[[], tuple[Rows, str]]) -> tuple[Rows, str]:
@@ -34,7 +32,7 @@ def load_or_compute(path: Path, compute: Callable[[], tuple[Rows, str]]) -> tupl
         try:
             rows, note = torch.load(path, weights_only=True)
             return rows, note
-        except _DAMAGED as error:
+        except Exception as error:  # a damaged file can fail torch's reader in any way
             warnings.warn(f"{path} is damaged ({error}): it is computed again", stacklevel=2)
     computed, content = compute(), io.BytesIO()
     torch.save(computed, content)

@@ -144,9 +144,9 @@ class TrainingModule(lightning_internals.BatchHook, pl.LightningModule):
             elif parts == [HEADLINE] or (
                 metrics is not None and parts[0] in stages and "/".join(parts[:3]) not in metrics
             ):
-                known = metrics[0] if metrics else "its name"
+                known = f"such as {metrics[0]}" if metrics else "that is logged, and the data has no evaluation"
                 name = type(callback).__name__
-                raise ValueError(f"{name}.monitor must be a metric such as {known}, got {'/'.join(parts)}")
+                raise ValueError(f"{name}.monitor must be a metric {known}, got {'/'.join(parts)}")
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return a loader's batch as a dictionary; raise ValueError if a required key is missing."""

@@ -66,6 +66,7 @@ def test_features_are_computed_once_and_damaged_files_again(loaded, data, expect
     assert len(counted) == batches
     for file in files:
         file.write_bytes(file.read_bytes()[:100])
+    torch.save([1], files[0])
     with pytest.warns(UserWarning, match="is damaged") as warned:
         assert metrics(loaded, data, cache=tmp_path) == expected
     assert len(warned) == 4

@@ -102,6 +102,12 @@ def test_the_tokenizer_of_a_folder_comes_along(llama, tmp_path, capsys):
     Tokenizer(words).save(str(folder / "tokenizer.json"))
     convert(str(folder), str(tmp_path / "words"), to="language")
     assert (tmp_path / "words" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    many = Tokenizer(WordLevel({str(number): number for number in range(1000)}))
+    for content, message in ((many.to_str(), "at most the model's"), ("{", "is damaged")):
+        (folder / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            convert(str(folder), str(tmp_path / "other"), to="language")
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_tied_head_that_is_another(llama, tmp_path):

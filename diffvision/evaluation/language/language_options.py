@@ -90,7 +90,7 @@ class LanguageOptions:
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} must have each value once, or it counts twice, got {list(values)}")
             small = [number for number in values if isinstance(number, int) and number < 1]
-            if small and name not in ("seed", "depths"):
+            if small and name not in ("seed", "depths", "max_bad_fraction"):
                 raise ValueError(f"{name} must be at least 1, got {small[0]}")
         for name, known in (("schemes", SCHEMES), ("pruning_methods", METHODS)):
             if unknown := [value for value in getattr(self, name) or () if value not in known]:

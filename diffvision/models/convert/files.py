@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import open_clip
+import tokenizers
 import torch
 from safetensors.torch import save_file
 from timm.models import is_model
@@ -61,13 +62,34 @@ def write_layers(source: Weights, file: Path) -> None:
 
 
 def write_language(source: Path, folder: Path) -> None:
-    """Write a folder of transformers as one of our language models, with its tokenizer.json."""
+    """Write a folder of transformers as one of our language models, with its tokenizer.json.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_language`, or the tokenizer is damaged or of a larger vocabulary.
+    """
     if not (source / "tokenizer.json").is_file():
         print(
             f"{source} has no tokenizer.json, so {folder.name} has none: transformers' "
             f"AutoTokenizer.from_pretrained({str(source)!r}).save_pretrained(FOLDER) writes one"
         )
-    language.save(read_language(source), folder, language.find_tokenizer(source))
+    model, tokenizer = read_language(source), language.find_tokenizer(source)
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer, model.config.vocab_size)
+    language.save(model, folder, tokenizer)
+
+
+def _check_tokenizer(file: Path, vocab_size: int) -> None:
+    """Raise a ValueError if a tokenizer.json or its settings cannot be read, or it has more tokens than the model."""
+    try:
+        size = tokenizers.Tokenizer.from_file(str(file)).get_vocab_size()
+    except Exception as error:  # the library raises this class itself
+        raise ValueError(f"{file} is damaged, or no tokenizer.json ({error}): get the file again") from None
+    if size > vocab_size:
+        raise ValueError(
+            f"{file} must have at most the model's {vocab_size} tokens, got {size}: take its own tokenizer"
+        )
+    if (settings := file.with_name("tokenizer_config.json")).is_file():
+        read_json(settings)
 
 
 def read_language(folder: Path) -> LanguageModel:

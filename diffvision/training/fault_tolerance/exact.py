@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -306,9 +307,16 @@ def describe_changes(saved: dict[str, str], current: dict[str, str]) -> Iterator
     """Describe each setting that has changed since the checkpoint was saved."""
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name, "not set"), current.get(name, "not set")
-        # Whether jsonargparse reads 3 as 3.0 depends on which modules are imported.
-        if {before, now} != {"not set", "None"} and before.removesuffix(".0") != now.removesuffix(".0"):
+        if {before, now} != {"not set", "None"} and _normalise_number(before) != _normalise_number(now):
             yield f"{name} {now:.100} (was {before:.100})"
+
+
+def _normalise_number(value: str) -> str:
+    """Return "3" for "3.0": whether jsonargparse reads 3 as 3.0 depends on which modules are imported.
+
+    "1.0" stays, because Lightning takes 1.0 as a fraction and 1 as a count.
+    """
+    return value if value == "1.0" else re.sub(r"\A(\d+)\.0\Z", r"\1", value)
 
 
 def list_few(items: Any, joint: str = ", ", limit: int = 3) -> str:

@@ -18,12 +18,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from diffvision.training.fault_tolerance import lightning_internals
 from diffvision.training.fault_tolerance.checkpoints import (
     EXACT,
+    FINAL,
     RUN_KEY,
     explain_unwritable,
     find_checkpoints,
     find_newest,
     read_checkpoint,
     remove_temporary_files,
+    set_aside,
 )
 from diffvision.training.fault_tolerance.exact import LastCheckpoint, list_few, run_directories
 
@@ -73,6 +75,8 @@ def prepare_run(
         for directory in directories if trainer.is_global_zero else ():
             stack.enter_context(lock_directory(directory))
             remove_temporary_files(directory)
+            if path is None and (directory / FINAL).is_file():  # of another run; Lightning numbers its own files
+                set_aside(directory / FINAL)
         lightning_internals.keep_logged_metrics(trainer)
         yield path
 

@@ -201,3 +201,7 @@ def test_bad_commands_are_refused_before_anything_runs(home):
 def test_options_that_would_count_twice_or_never_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         LanguageOptions(**{name: value})
+
+
+def test_shares_may_be_whole_numbers():
+    assert LanguageOptions(max_bad_fraction=0, depths=(0, 1)).max_bad_fraction == 0

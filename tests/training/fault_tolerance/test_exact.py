@@ -168,6 +168,7 @@ def test_settings_that_make_no_difference_are_not_named():
     before = {"batches": "3", "lr": "1", "seed_everything": "0"}
     now = {"batches": "3.0", "lr": "2", "seed_everything": "3", "eval_columns": "None"}  # a later version's setting
     assert list(describe_changes(before, now)) == ["lr 2 (was 1)", "seed_everything 3 (was 0)"]
+    assert list(describe_changes({"limit": "1.0"}, {"limit": "1"})) == ["limit 1 (was 1.0)"]  # all, or one batch
 
 
 def test_generators_continue_where_they_were(tmp_path):

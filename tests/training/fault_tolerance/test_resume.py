@@ -123,6 +123,9 @@ def test_another_file_is_resumed_from_only_by_name_and_says_that_it_is_not_exact
     assert run(tmp_path, "auto", steps=3) == [0, 1, 2]
     with pytest.warns(UserWarning, match="as Lightning resumes, not exactly"):
         assert run(tmp_path, ckpt_path=str(saved(tmp_path) / "step=1.ckpt"), version=7) == [1]
+    weights = (saved(tmp_path) / "final.ckpt").read_bytes()
+    assert run(tmp_path, "auto", version=0) == [0, 1]  # where only weights are left
+    assert (saved(tmp_path) / "final.ckpt.replaced").read_bytes() == weights
 
 
 def test_a_run_warns_of_what_it_loses_when_it_resumes(tmp_path):
