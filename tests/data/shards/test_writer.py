@@ -1,6 +1,7 @@
 """Tars and their manifest: what is written, what is refused."""
 
 import json
+import os
 
 import pytest
 
@@ -15,9 +16,23 @@ def test_a_shard_holds_at_least_one_sample(tmp_path, corpus, per_shard):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_manifest_lists_at_least_one_shard(tmp_path):
+def test_a_manifest_lists_at_least_one_shard_and_no_damaged_one(tmp_path, corpus):
     with pytest.raises(ValueError, match=r"no .tar files in"):
         write_manifest(tmp_path)
+    source = corpus.write(tmp_path / "s", 20, manifest=False)
+    os.truncate(source / "000001.tar", 5000)
+    with pytest.raises(ValueError, match=r"000001\.tar is damaged after"):
+        write_manifest(source)
+    assert not (source / "manifest.json").exists()
+
+
+def test_a_manifest_is_not_written_through_a_link(tmp_path, corpus):
+    source = corpus.write(tmp_path / "s", 10, manifest=False)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("manifest.json", "manifest.json.part", "sizes.json", "sizes.json.part"):
+        (source / name).symlink_to(tmp_path / "elsewhere" / name)
+    write_manifest(source)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_no_manifest_leaves_out_a_compressed_shard(tmp_path, corpus):
