@@ -4,6 +4,7 @@ The modules of `COMMANDS` import PyTorch, timm and the like inside their functio
 `fit` and `validate` are LightningCLI's, in `diffvision.training.fit`.
 """
 
+import errno
 import importlib
 import inspect
 import json
@@ -277,6 +278,8 @@ def _with_true(command: Callable[..., Any], args: list[str]) -> list[str]:
 
 def _sentence(error: Exception) -> str:
     """Return an error's message; for an operating system's error, the file and the reason."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'a disk that is written to'}: no space left: make room, then give the command again"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)

@@ -143,7 +143,10 @@ class Study:
             if not file.is_file() or not any(any(self.output.glob(pattern)) for pattern in trained):
                 write_json(file, settings)
             earlier = read_json(file)
-            if other := [name for name in settings if settings[name] != earlier.get(name)]:
+            other = [name for name in settings if settings[name] != earlier.get(name)]
+            if other == ["settings"]:
+                other = sorted({*settings["settings"]} ^ {*earlier.get("settings", ())}) or other
+            if other:
                 raise ValueError(
                     f"{self.output} holds runs with other settings ({', '.join(other)}): delete the folder, or name "
                     "another one with --output"

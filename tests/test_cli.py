@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -68,6 +69,16 @@ def test_ctrl_c_is_one_line(capsys, tmp_path, monkeypatch):
     assert cli.main(["data", "make", "stdlib", str(tmp_path / "out")]) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "out") in line
+
+
+def test_a_full_disk_is_one_line(capsys, tmp_path, monkeypatch):
+    def full(directory, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("diffvision.data.datasets.stdlib.make_stdlib", full)
+    assert cli.main(["data", "make", "stdlib", str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "make room" in line
 
 
 @pytest.mark.parametrize(

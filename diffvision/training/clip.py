@@ -40,6 +40,7 @@ FEATURES = ("image_features", "text_features")
 # A trainer's precision -> that of its evaluations; with others they run in the weights' dtype.
 PRECISIONS: dict[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 SHOWN = ("/acc1", "retrieval_recall@1", "/acc", "/group_score", "/auc")  # metrics that the progress bar shows
+_MOST_TOKENS = 65536  # of a caption: more is a slip, which would ask for all of the memory
 
 
 class ContrastiveModule(TrainingModule):
@@ -110,8 +111,8 @@ class ContrastiveModule(TrainingModule):
         unknown = set(preprocess or {}) - set(PREPROCESS)
         if unknown:
             raise ValueError(f"preprocess must have only {', '.join(PREPROCESS)}, got {', '.join(sorted(unknown))}")
-        if context_length is not None and context_length < 3:
-            raise ValueError(f"context_length must be at least 3, got {context_length}")
+        if context_length is not None and not 3 <= context_length <= _MOST_TOKENS:
+            raise ValueError(f"context_length must be 3 to {_MOST_TOKENS:,}, got {context_length:,}")
         if context_positions is not None and context_length is None:
             raise ValueError(f"context_positions must be null without context_length, got {context_positions!r}")
         refuse_urls(pretrained, "pretrained")

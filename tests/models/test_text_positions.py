@@ -68,6 +68,7 @@ def test_stretching_is_long_clips_formula():
         ({"context_length": 37, "context_positions": "stretch"}, "context_length"),
         ({"context_length": 40, "context_positions": "first"}, "context_positions"),
         ({"context_length": 2}, "context_length"),
+        ({"context_length": 10**8}, "context_length"),
         ({"context_positions": "first"}, "context_positions"),
     ],
 )

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -124,7 +126,10 @@ def _refuse_later(directories: list[Path], path: str, step: int) -> None:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process; the lock is released when the process ends, however it ends."""
+    """Lock a directory for this process; the lock is released when the process ends, however it ends.
+
+    A directory that holds nothing else at the end, of a run that was refused, is removed.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("a")
@@ -140,7 +145,11 @@ def lock_directory(directory: Path) -> Iterator[None]:
             ) from error
         except OSError as error:  # a filesystem without locks
             rank_zero_warn(f"{directory} cannot be locked ({error.strerror}): make sure that no other run writes to it")
-        yield
+        try:
+            yield
+        finally:
+            if os.listdir(directory) == [LOCK]:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 # --- comparing ---

@@ -283,6 +283,15 @@ def hold(directory, ready, done):
         done.wait(20)
 
 
+def test_a_run_that_is_refused_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="refused"), lock_directory(tmp_path / "run"):
+        raise ValueError("refused")
+    assert not (tmp_path / "run").exists()
+    with lock_directory(tmp_path / "run"):
+        (tmp_path / "run/metrics.csv").touch()
+    assert (tmp_path / "run/metrics.csv").exists()
+
+
 def test_two_runs_in_one_directory_are_refused_until_the_first_is_gone(tmp_path):
     directory, context = saved(tmp_path), multiprocessing.get_context("fork")
     directory.mkdir(parents=True)
