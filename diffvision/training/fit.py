@@ -31,6 +31,7 @@ from diffvision.allowlist import limit_imports
 from diffvision.data.datasets import check_paths
 from diffvision.data.images.image_data import ImageLabelData
 from diffvision.errors import Mistake, Problem, did_you_mean
+from diffvision.models.architecture import flatten
 from diffvision.models.threads import limit_threads
 from diffvision.models.weight_files import refuse_urls
 from diffvision.parsers import OneLineErrors
@@ -237,7 +238,7 @@ class FitCLI(LightningCLI):
             resume=cast(Resume, settings["resume"]),
             ranks=cast(Ranks, settings["resume_ranks"]),
             ckpt_path=ckpt_path,
-            settings=dict(settings.items()),
+            settings={".".join(name): value for name, value in flatten(settings.as_dict())},
         ) as path:
             self.trainer.fit(model, ckpt_path=path, **more)
 

@@ -131,6 +131,8 @@ def test_flags_hold_against_the_checkpoint(shards, whole, tmp_path):
     changed = ["--model.optimizer.lr=0.1", "--model.optimizer.weight_decay=0.7", "--model.optimizer.end_lr=0.1"]
     with pytest.warns(UserWarning, match="settings have changed"):
         resumed = run(shards, tmp_path, f"--ckpt_path={stopped}", *changed)
+    settings = torch.load(stopped, weights_only=True)["diffvision_run"]["settings"]
+    assert "Namespace(" not in str(settings)  # which runs of other versions do not record
     (optimizer,) = resumed.trainer.optimizers
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.7]
     assert all(g["lr"] == pytest.approx(0.1) for g in optimizer.param_groups)
