@@ -77,8 +77,13 @@ def read_parquet(
 def _open_parquet(location: str | Path, files: Sequence[Path]) -> Any:
     """Return the `datasets.Dataset` of some files."""
     load = _datasets().Dataset.from_parquet
-    with _naming(location):  # `datasets` logs which file is damaged, and refuses files with other columns
-        return load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
+    from pyarrow.parquet import read_schema
+
+    with _naming(location):  # `datasets` logs which file is damaged, and fills a column that one lacks
+        loaded = load(list(map(str, files)), cache_dir=str(user_cache("datasets")))
+    if other := next((file for file in files if set(read_schema(file).names) != {*loaded.column_names}), None):
+        raise ValueError(f"tables of {location} must have the same columns, got others in {other}")
+    return loaded
 
 
 @contextmanager

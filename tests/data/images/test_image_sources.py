@@ -398,6 +398,13 @@ def test_splits_of_parquet_as_on_the_hub(tmp_path):
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (2, 1)
 
 
+def test_parquets_of_a_split_have_the_same_columns(captioned):
+    write_rows(captioned, [{"file": "0.png", "caption": "a"}], "parquet", "train-0")
+    write_rows(captioned, [{"file": "1.png"}], "parquet", "train-1")
+    with pytest.raises(ValueError, match=r"same columns, got others in .*train-1\.parquet"):
+        find_images(captioned, "train")
+
+
 def test_classes_that_parquet_numbers_stay_and_one_split_is_opened(captioned, monkeypatch):
     datasets = pytest.importorskip("datasets")
     names = ["zebra", "ant"]
