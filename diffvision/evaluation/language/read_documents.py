@@ -85,7 +85,7 @@ def read_documents(
                 raise ValueError(f"no .txt, .jsonl or .tar in {path}: give files of text, or shards of them")
             yield from read_documents(files, tokenizer, reading)
         elif path.suffix == ".txt":
-            yield decoded(path.read_bytes(), path)
+            yield decoded(path.read_bytes(), path).replace("\r\n", "\n")
         else:
             yield from _texts_of_lines(path, reading.text_key.partition(":")[2] or "text")
 

@@ -114,7 +114,7 @@ def answer_questions(
         prompt: the text that the model gets, with {question} where the question belongs.
         max_new_tokens: most tokens of an answer.
         batch_size: questions at a time.
-        file: JSON lines {"question_id", "text"}, written batch by batch.
+        file: JSON lines {"question_id", "text", "of": a digest of question and images}, written batch by batch.
         progress: wraps the batches in a progress bar.
 
     Raises:
@@ -122,7 +122,7 @@ def answer_questions(
     """
     if QUESTION not in prompt:
         raise ValueError(f"prompt must contain {QUESTION}, got {prompt!r}")
-    texts: list[str] = []
+    digests, texts = questions.compute_digests(), []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -132,7 +132,10 @@ def answer_questions(
         batch = [(prompt.replace(QUESTION, row["text"]), _images(questions, row)) for row in rows]
         new = generate_answers(vlm.module, vlm.processor, batch, max_new_tokens)
         if file is not None:
-            lines = [{"question_id": row["question_id"], "text": text} for row, text in zip(rows, new, strict=True)]
+            lines = [
+                {"question_id": row["question_id"], "text": text, "of": digest}
+                for row, text, digest in zip(rows, new, digests[start : start + batch_size], strict=True)
+            ]
             with file.open("a", encoding="utf-8") as opened:
                 opened.write("".join(f"{json.dumps(line)}\n" for line in lines))
         texts += new
@@ -167,6 +170,8 @@ def read_answers(path: Path, questions: QuestionSet) -> list[str]:
             f"{path} must answer the {len(ids)} questions of {questions.path.name}, got {len(rows)} answers: "
             f"{other[0]} is in one of the two files only"
         )
+    if "of" in rows[ids[0]] and [rows[id].get("of") for id in ids] != questions.compute_digests():
+        raise ValueError(f"{path} has answers to other questions or images than {questions.path}: generate them again")
     return [str(rows[id]["text"]) for id in ids]
 
 

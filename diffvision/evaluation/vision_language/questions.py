@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from diffvision.data.rows import read_rows
+from diffvision.evaluation.per_sample import fingerprint
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,13 @@ class QuestionSet:
     def image_paths(self, row: Mapping[str, Any]) -> list[Path]:
         """Return the paths of a row's images."""
         return [self.images / name for name in as_list(row["image"])]
+
+    def compute_digests(self) -> list[str]:
+        """Return a digest of each question: its text and its images' bytes."""
+        known: dict[Path, str] = {}
+        for path in (path for row in self.rows for path in self.image_paths(row)):
+            known[path] = known.get(path) or sha256(path.read_bytes()).hexdigest()
+        return [fingerprint([row["text"], *map(known.get, self.image_paths(row))]) for row in self.rows]
 
 
 def read_sets(

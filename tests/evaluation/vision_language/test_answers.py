@@ -66,10 +66,13 @@ def test_a_question_is_asked_with_the_prompt_and_all_its_images(vlm, questions, 
     assert seen[2][1][1].getpixel((0, 0)) == (160, 95, 0)
 
 
-def test_answers_are_written_and_read(vlm, questions, tmp_path):
+def test_answers_are_written_and_only_read_for_their_questions_and_images(vlm, questions, tmp_path):
     file, asked = tmp_path / "answers.jsonl", set_of(questions, "vqa")
     answers = answer_questions(vlm, asked, **SHORT, file=file)
     assert read_answers(file, asked) == answers
+    Image.new("RGB", (40, 32), "red").save(questions / "images" / "0.png")
+    with pytest.raises(ValueError, match="answers"):
+        read_answers(file, set_of(questions, "vqa"))
 
 
 def test_answers_of_other_projects_are_read_by_question_in_any_order(questions, tmp_path):
