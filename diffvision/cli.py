@@ -193,7 +193,7 @@ def _command(name: str, args: list[str]) -> Any:
         "epilog": f"With {JSON}: the results as JSON, and nothing else on standard output." * (name in TABLES),
         "parser_class": Parser,
     }
-    args = _with_true(command, _models_first(name, command, [arg for arg in args if not is_json or arg != JSON]))
+    args = _as_yaml(command, _models_first(name, command, [arg for arg in args if not is_json or arg != JSON]))
     with as_json() if is_json else nullcontext(), limit_imports(args) as limited:
         return auto_cli(checked, args=limited, as_positional=True, **about)
 
@@ -265,15 +265,29 @@ def _models_first(name: str, command: Callable[..., Any], args: list[str]) -> li
     return [*option, *leading, *args[count:]]
 
 
-def _with_true(command: Callable[..., Any], args: list[str]) -> list[str]:
-    """Return the arguments with a switch `--NAME` as `--NAME true`."""
-    parameters = inspect.signature(command).parameters.values()
-    switches = [f"--{one.name}" for one in parameters if one.annotation in (bool, "bool")]
+def _as_yaml(command: Callable[..., Any], args: list[str]) -> list[str]:
+    """Return arguments as jsonargparse reads them, which is as YAML: a switch `--NAME` as `--NAME true`.
+
+    In YAML `# 3` and `null` are empty and `- a cat` is a list: such a text becomes a list of one.
+    """
+    kinds = {f"--{one.name}": str(one.annotation) for one in inspect.signature(command).parameters.values()}
     words: list[str] = []
     for index, arg in enumerate(args):
-        has_value = args[index + 1 :][:1] in (["true"], ["false"])
-        words += [arg, "true"] if arg in switches and not has_value else [arg]
+        option, equals, value = arg.partition("=")
+        before = words[-1] if words else ""
+        if equals and "str | list[str]" in kinds.get(option, ""):
+            words.append(f"{option}={_one_text(value)}")
+        elif "str | list[str]" in kinds.get(before, "") and not arg.startswith("--"):
+            words.append(_one_text(arg))
+        else:
+            is_switch = kinds.get(arg) in ("bool", str(bool)) and args[index + 1 :][:1] not in (["true"], ["false"])
+            words += [arg, "true"] if is_switch else [arg]
     return words
+
+
+def _one_text(value: str) -> str:
+    is_other_yaml = value.startswith(("-", "#")) or value.strip().lower() in ("", "null", "~")
+    return json.dumps([value]) if is_other_yaml else value
 
 
 def _sentence(error: Exception) -> str:

@@ -327,6 +327,8 @@ def _read_classes(path: Path, images: list[Path], classes: Sequence[str] = ()) -
             f"{path} has images without class or caption, first {loose[0]}: use a folder per class, .txt captions "
             "or a table of captions"
         )
+    if lost := sorted(p for p in path.iterdir() if p.is_symlink() and not p.exists()):
+        raise ValueError(f"{lost[0]} links to {lost[0].readlink()}, which is gone: put it back, or remove the link")
     names, folders = [file.as_posix() for file in files], [folder.name for folder in _class_folders(path)]
     _check_undivided(path, names)
     if empty := sorted({*folders} - {file.parts[0] for file in files}):

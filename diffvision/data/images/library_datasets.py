@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import numpy as np
@@ -48,7 +48,10 @@ def unpack_archive(path: Path) -> Path:
             sweep(folder.parent)
             with scratch(folder.parent) as part, _naming(path):
                 with zipfile.ZipFile(path) as archive:
-                    archive.extractall(part)  # which leaves out what would lead out of the folder
+                    members = [PurePosixPath(name) for name in archive.namelist()]
+                    if any(member.is_absolute() or ".." in member.parts for member in members):
+                        raise ValueError("a path leads out of it")
+                    archive.extractall(part)
                 part.rename(folder)
     inside = [part for part in folder.iterdir() if part.name != "__MACOSX" and not part.name.startswith(".")]
     if len(inside) == 1 and inside[0].is_dir() and not splits_in(inside[0].name):  # the archive of one folder
