@@ -73,14 +73,17 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
     Raises:
-        ValueError: it is not YAML, or not a mapping.
+        ValueError: it is not YAML, or not a mapping; the message names the file and line.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"{path}{line} is not YAML: {error.problem or error}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply: use fewer levels") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config must be a YAML file, got {path}: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ValueError(f"--config must be a YAML file, got {path}: give a checkpoint as --ckpt_path") from None
     if not isinstance(content, dict):
         kind = "an empty file" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path} must be a configuration with lines such as 'model: ...', got {kind}")

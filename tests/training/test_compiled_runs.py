@@ -111,6 +111,7 @@ def test_a_compiled_run_is_the_eager_one(backend, kind, model, trainer, graphs, 
         torch.testing.assert_close(measured[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize(
     "kind", ["vit", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("clip", "language"))]
 )
