@@ -71,7 +71,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     `state_dict_ema`). Prefixes that wrappers add to the names are removed.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is damaged, holds objects of other classes than plain data, no tensors by name,
             or tensors twice, with and without a wrapper's prefix.
     """

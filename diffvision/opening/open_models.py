@@ -58,7 +58,7 @@ def open_model(
         device: where the model is put.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: the file or folder does not exist.
         ValueError: an unknown name, tag or setting; weights that do not fit, that do not say their model, or that hold
             more than tensors and plain values; a model with code; a folder of several runs, or a run without
             checkpoints.

@@ -42,7 +42,7 @@ def find_model(spec: str | Path) -> Spec:
     """Return what a model's string or path stands for.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: the file or folder does not exist.
         ValueError: an unknown name or tag, a URL, or a folder with several runs.
     """
     text = str(spec)

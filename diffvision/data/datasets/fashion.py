@@ -73,7 +73,7 @@ def read_idx(root: Path, name: str) -> np.ndarray:
     """Return the array of a file in MNIST's idx format, uint8, also of a .gz.
 
     Raises:
-        ValueError: there is no such file, or its length is not what its header says.
+        ValueError: the file does not exist, or its length is not what its header says.
     """
     files = [root / folder / f"{name}{suffix}" for folder in _FOLDERS for suffix in ("", ".gz")]
     if (path := next(filter(Path.is_file, files), None)) is None:

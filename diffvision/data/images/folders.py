@@ -351,7 +351,7 @@ def packed_names(source: Any) -> tuple[str, ...]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return stripped lines, as CLIP_benchmark reads them; none where there is no such file.
+    """Return stripped lines, as CLIP_benchmark reads them; none where the file does not exist.
 
     A blank line keeps its position, for classes are numbered by line, and only a newline ends a line.
 

@@ -124,7 +124,7 @@ class JsonLines(SampleSource):
         path: the file; its empty lines are skipped.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: it has no rows.
     """
 

@@ -166,7 +166,7 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     """Load a tokenizer.json, or that of a directory.
 
     Raises:
-        ValueError: there is no such file, or it is not a tokenizer.
+        ValueError: the file does not exist, or it is not a tokenizer.
     """
     path = Path(source, FILE) if Path(source).is_dir() else Path(source)
     if not path.is_file():

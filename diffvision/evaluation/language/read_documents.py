@@ -45,7 +45,7 @@ def check_sources(sources: Sequence[str | Path]) -> None:
     """Raise what `read_documents` would for a missing source, before anything is read.
 
     Raises:
-        OSError, ValueError: there is no such file, or no shards, or shards are damaged or not served.
+        OSError, ValueError: the file does not exist, or no shards, or shards are damaged or not served.
     """
     for source in sources:
         if find_token_folders(source, "test"):
@@ -66,7 +66,7 @@ def read_documents(
     `reading` names; of token files (of `diffvision data tokenize`) the validation split if they have splits.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: there is nothing to read, or a file with text that is not UTF-8, or tokens of another tokenizer.
         BadDataError: too many documents of shards cannot be used.
     """

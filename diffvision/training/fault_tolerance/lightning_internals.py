@@ -130,8 +130,8 @@ def ignore_advice(is_fitting: bool = True) -> None:
     """Ignore Lightning's warnings about what is not the user's to change, until the context of warnings ends.
 
     They are its possible warnings, and those of checkpoints (directories with files, metrics that come later), of data
-    without an evaluation, and of torch's new versions. In a fit, where a resumed run would lose them, the best scores
-    so far (with another directory) and the states of missing callbacks are warned of.
+    without an evaluation, and of torch's new versions. In a fit the warnings stay of what a resumed run loses: the best
+    scores so far, where its directory is another one, and the states of callbacks that it lacks.
     """
     disable_possible_user_warnings()
     warnings.filterwarnings("ignore", f"(?!{LOSSES})" if is_fitting else "", UserWarning, ADVISERS)

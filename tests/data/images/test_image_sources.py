@@ -355,8 +355,8 @@ def test_long_captions_in_urban_1ks_and_sharegpt4vs_layouts(tmp_path):
         assert captions_evaluated(folder) == ({n: [expected.format(n)] for n in range(4)}, 4)
     write(tmp_path / "Urban1k/image/4.png", 4)
     assert find_images(urban).captions[-1] == ()  # counted when it is read
-    (tmp_path / "Urban1k/image/4.txt").write_text("beside it")
-    assert find_images(urban).captions[-1] == ("beside it",)  # texts beside the images are theirs
+    (tmp_path / "Urban1k/image/4.txt").write_text("next to it")
+    assert find_images(urban).captions[-1] == ("next to it",)  # a text next to an image is its caption
 
 
 @pytest.mark.parametrize("name", ["dataset_coco.json", "dataset_flickr30k.json"])
@@ -405,7 +405,7 @@ def test_splits_of_parquet_as_on_the_hub(tmp_path):
 def test_parquets_of_a_split_have_the_same_columns(captioned):
     write_rows(captioned, [{"file": "0.png", "caption": "a"}], "parquet", "train-0")
     write_rows(captioned, [{"file": "1.png"}], "parquet", "train-1")
-    with pytest.raises(ValueError, match=r"same columns, got others in .*train-1\.parquet"):
+    with pytest.raises(ValueError, match=r"train-1\.parquet"):
         find_images(captioned, "train")
 
 

@@ -128,7 +128,7 @@ def test_links_in_a_folder_do_not_lead_out_of_it(images, tmp_path):
     caption = image.with_suffix(".txt")
     caption.unlink(missing_ok=True)
     caption.symlink_to(tmp_path / "secret.txt")
-    with pytest.raises(ValueError, match="a link: the image must be one path inside"):
+    with pytest.raises(ValueError, match="a link"):
         pack_folder(images, tmp_path / "out", num_workers=1)
 
 

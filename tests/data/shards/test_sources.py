@@ -65,7 +65,7 @@ def test_shards_of_a_directory_are_in_natural_order(tmp_path):
     assert names(tmp_path) == ["9.tar", "10.tar"]
     assert names([str(tmp_path / "10.tar"), str(tmp_path / "9.tar")]) == ["10.tar", "9.tar"]  # as it was given
     for missing in ("{8..10}.tar", "readme.txt"):
-        with pytest.raises(ValueError, match=r"must be \.tar files, got .*(8\.tar|readme)"):
+        with pytest.raises(ValueError, match=r"8\.tar|readme"):
             find_shards(f"{tmp_path}/{missing}")
 
 
