@@ -39,7 +39,9 @@ def _tqdm(items: Iterable[Any] | None, description: str, total: int | None) -> A
 
 def import_tqdm() -> Any:
     """Return tqdm's bar, imported without its advice to install ipywidgets in a notebook."""
+    from tqdm import TqdmWarning
+
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "IProgress not found")
+        warnings.simplefilter("ignore", TqdmWarning)
         from tqdm.auto import tqdm
     return tqdm

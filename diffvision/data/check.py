@@ -3,6 +3,7 @@
 The commands are in `make`.
 """
 
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -247,6 +248,7 @@ def _check_shard(shard: Shard, reading: _Reading, problems: list[str]) -> ShardC
         reader = ShardReader(cache.pin([shard])[0], cache)
         with reader.hold() as path:
             index = scan(path)
+            result.problems += [] if index.damage else _find_links(path)
         result.problems += _problems(shard, index)
         result.samples = len(index) if shard.samples is None else shard.samples
         for row in range(result.samples):
@@ -264,6 +266,13 @@ def _check_shard(shard: Shard, reading: _Reading, problems: list[str]) -> ShardC
             result.samples, result.bad["unreadable shard"] = shard.samples, shard.samples
             result.examples["unreadable shard"] = "all"
     return result
+
+
+def _find_links(path: Path) -> list[str]:
+    """Return what is wrong with a whole tar that has links or other members without content of their own."""
+    with tarfile.open(path, "r:") as tar:
+        links = [member.name for member in tar if not (member.isreg() or member.isdir())]
+    return [f"{len(links)} members are links or no files, which are not read, first {links[0]!r}"] if links else []
 
 
 def _problems(shard: Shard, index: ShardIndex) -> list[str]:

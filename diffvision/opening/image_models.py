@@ -125,9 +125,9 @@ def _create_open_clip(
                 **bias,
             )
         except RuntimeError as error:
-            if "Failed to download weights" in str(error):
-                raise FileNotFoundError(str(error)) from error
-            raise
+            if not isinstance(checkpoint, str):
+                raise
+            raise FileNotFoundError(str(error)) from error  # of a tag whose weights cannot be downloaded
     return module, transform
 
 

@@ -111,6 +111,16 @@ def test_conversations_are_read_with_their_images(tmp_path):
     }
 
 
+def test_links_are_a_problem_also_where_the_rest_is_text(tmp_path):
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        text, link = tarfile.TarInfo("a.txt"), tarfile.TarInfo("a.jpg")
+        text.size, link.type, link.linkname = 3, tarfile.SYMTYPE, "cats/a.jpg"
+        tar.addfile(text, io.BytesIO(b"cat"))
+        tar.addfile(link)
+    (problem,) = problems(tmp_path)["0.tar"]
+    assert "'a.jpg'" in problem
+
+
 def test_keys_that_come_twice_are_a_problem(corpus, tmp_path):
     source = corpus.write(tmp_path / "s", 10, change=lambda s: s | {"__key__": "same"})
     assert problems(source) == {"000000.tar": ["1 keys come more than once, first 'same': members apart?"]}

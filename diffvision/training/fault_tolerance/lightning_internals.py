@@ -140,7 +140,7 @@ def ignore_advice(is_fitting: bool = True) -> None:
 
 def keep_logged_metrics(trainer: pl.Trainer) -> None:
     """Rename the metrics that a CSVLogger would delete, and ignore its warning until the context of warnings ends."""
-    warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)
+    warnings.filterwarnings("ignore", "", UserWarning, r"lightning\.fabric\.loggers")
     for logger in trainer.loggers if trainer.is_global_zero else ():
         if isinstance(logger, CSVLogger):
             keep_metrics(Path(logger.log_dir))
