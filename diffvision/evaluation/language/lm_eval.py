@@ -24,17 +24,17 @@ from diffvision.opening import open_model
 
 @register_model("diffvision")
 class DiffVisionLM(LM):
-    """Scores and continues texts for lm-eval's tasks, split into tokens as its model "hf" does.
+    """Scores and continues texts for lm-eval's tasks, tokenized as by its model "hf".
 
     Args:
         model: as in `open_model`.
         tokenizer: as in `open_model`.
-        batch_size: texts at a time.
+        batch_size: texts in a batch.
         device: auto, cpu, cuda, cuda:1, ...
-        **_: what lm-eval passes besides.
+        **_: other arguments of lm-eval, which are ignored.
 
     Raises:
-        ValueError: it is not one of our language models, or its weights are new.
+        ValueError: it is not one of our language models, or has no trained weights.
         FileNotFoundError: no such model, or no tokenizer.
     """
 

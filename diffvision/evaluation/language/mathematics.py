@@ -1,8 +1,8 @@
 """Mathematical questions: greedy answers, compared with the right ones by math-verify.
 
 A file is JSON lines {"question", "answer"}, as GSM8K's, or {"prompt", "answer"}, as `data make arithmetic` writes them.
-The right answer is what stands after the last `####` of "answer", or all of it. Programs differ by several points of
-accuracy in what they take for an answer, so compare models by one rule.
+The right answer is what stands after the last `####` of "answer", or all of it. Programs
+extract answers by different rules, and their accuracies differ by several points, so compare models by one rule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Question(NamedTuple):
 
 
 def read_questions(paths: Sequence[str], *, count: int | None = None, seed: int = 0) -> list[Question]:
-    """Return the questions of files, or so many of each that are drawn with the seed.
+    """Return all questions of the files, or `count` of each, drawn at random.
 
     Raises:
         FileNotFoundError; ValueError: a line is not a question with an answer, or a file has none.
@@ -81,7 +81,7 @@ def mathematics(
         questions: of one or several files.
         template: the prompt, with {question} in it; what stands before it ends an answer, since a base model continues
             with another question.
-        new_tokens: the most of an answer.
+        new_tokens: the limit of an answer.
         file: JSON lines of the answers to write; None for none.
         batch_size: questions at a time; those of one length are together.
 

@@ -28,9 +28,9 @@ def position_nll(
 
     Args:
         model: see `scoring`.
-        documents: int64 [N] each; those of more than `length` tokens are read, their first length + 1 tokens.
+        documents: int64 [N] each; of those with more than `length` tokens the first length + 1 are used, others not.
         length: positions, the longest context.
-        points: how many values are kept.
+        points: the number of values returned, at most.
 
     Returns:
         {"nll/<p>": mean in nats of predictions 1..p, ...}, and "documents", how many were long enough.
