@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 from diffvision.export.formats import Options, check_installed
 from diffvision.export.graphs import Graph, graphs
@@ -14,7 +13,7 @@ from diffvision.export.program import export_program
 from diffvision.opening import Model
 
 
-def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = None) -> None:
+def save_onnx(graph: Graph, file: str | Path) -> None:
     """Write a graph of `graphs(model)` as an ONNX model with its metadata, and check it.
 
     Weights of more than 2 GB, the limit of protobuf, are written next to it in FILE.data.
@@ -22,7 +21,6 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
     Args:
         graph: the graph to write.
         file: the .onnx file.
-        program: the exported program of the graph, if there is one already.
 
     Raises:
         ValueError: onnx is not installed, the model cannot be exported, or onnx finds an error in the result.
@@ -31,7 +29,7 @@ def save_onnx(graph: Graph, file: str | Path, program: ExportedProgram | None = 
     import onnx
 
     # The plain formula: half of the products that V1 takes by scaled_dot_product_attention, which is not one node here.
-    program = export_program(graph, "eager") if program is None else program
+    program = export_program(graph, "eager")
     names: Any = {"input_names": list(graph.inputs), "output_names": [graph.output]}
     written: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     _describe(written.model, graph)

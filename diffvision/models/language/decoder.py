@@ -180,9 +180,9 @@ class LanguageModel(nn.Module):
                 x = block(x, mask, True, cache=layer_cache, rotation=rotation)
         return self.norm(x)
 
-    def new_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> KVCache:
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, on the model's device."""
-        return KVCache(self.attention_layers(), batch, capacity, dtype=dtype)
+        return KVCache(self.attention_layers(), batch, capacity)
 
     def attention_layers(self) -> list[AttentionLayer]:
         """Return the attention of each block, in order."""

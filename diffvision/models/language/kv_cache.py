@@ -27,10 +27,9 @@ class LayerCache:
         layer: the attention layer; the cache has its sizes and its device.
         batch: B.
         capacity: the most tokens that the cache holds.
-        dtype: of the keys and values; if None that of the projections' outputs: the weights', or autocast's.
 
     Attributes:
-        keys: [B, Hk, P, capacity, D].
+        keys: [B, Hk, P, capacity, D], in the dtype of the projections' outputs: the weights', or autocast's.
         values: [B, Hk, capacity, V].
         length: tokens filled.
         dropped: tokens that `keep` dropped.
@@ -41,10 +40,10 @@ class LayerCache:
 
     dropped = 0
 
-    def __init__(self, layer: AttentionLayer, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, layer: AttentionLayer, batch: int, capacity: int) -> None:
         layer.check_cacheable()
         weight = layer.k_proj.weight
-        heads, dtype = layer.num_kv_heads, product_dtype(weight) if dtype is None else dtype
+        heads, dtype = layer.num_kv_heads, product_dtype(weight)
         # Zeros, because masked keys and values must be finite: kernels multiply them by a weight of zero.
         self.keys = torch.zeros(
             batch, heads, layer.key_maps, capacity, layer.head_dim, dtype=dtype, device=weight.device
@@ -126,7 +125,6 @@ class KVCache:
         layers: the model's attention layers, in order.
         batch: as in `LayerCache`, like the arguments below.
         capacity: the most tokens.
-        dtype: of keys and values.
 
     Attributes:
         empty: [B] slots at the left of each row that hold no token, after `keep` in a batch with padding; else None.
@@ -134,12 +132,10 @@ class KVCache:
 
     empty: Tensor | None = None
 
-    def __init__(
-        self, layers: Iterable[AttentionLayer], batch: int, capacity: int, *, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, layers: Iterable[AttentionLayer], batch: int, capacity: int) -> None:
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache needs a batch and a capacity of at least 1, got {batch} and {capacity}")
-        self.layers = [LayerCache(layer, batch, capacity, dtype=dtype) for layer in layers]
+        self.layers = [LayerCache(layer, batch, capacity) for layer in layers]
         self.batch, self.capacity = batch, capacity
 
     @property
