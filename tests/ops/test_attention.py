@@ -11,7 +11,7 @@ from oracle import PROBLEMS, masks, tensors
 from stand_ins import RELEASES, StandIn, plain_flex
 from torch.autograd import gradcheck
 
-from diffvision.ops import attention_backend, attention_maps, diff_attention
+from diffvision.ops import attention_backend, diff_attention
 from diffvision.ops.attention import BACKENDS, Problem, flash, flex
 from diffvision.ops.attention.choice import choose
 
@@ -47,10 +47,11 @@ EVERY = [*NAMES, "single", "flex", *RELEASES]
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_the_formula_in_loops(problem):
     q, k, v, lam = tensors(**PROBLEMS[problem] | ({"m": 20, "n": 9} if "long" in problem else {}))
-    for causal, mask in itertools.product((False, True), (None, *masks(q, k).values())):
-        out = diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=0.3 if causal else None, backend="eager")
-        expected = by_the_formula(q, k, v, lam, causal, mask, 0.3 if causal else None)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for mask in (None, *masks(q, k).values()):
+        for causal, scale in ((False, None), (False, 0.0), (True, -0.3)):
+            out = diff_attention(q, k, v, lam, causal=causal, mask=mask, scale=scale, backend="eager")
+            expected = by_the_formula(q, k, v, lam, causal, mask, scale)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 def takes(backend, problem):
@@ -73,8 +74,8 @@ def test_every_backend_on_every_problem(backend, problem, monkeypatch):
     if backend == "flex":  # which has no backward on a CPU
         inputs = [t.detach() for t in inputs]
     given = [None] if releases else [None, *masks(q, k).values()]
-    for causal, mask in itertools.product((False, True), given):
-        settings = {"causal": causal, "mask": mask, "scale": 0.7, "dropout": 0.0}
+    for (causal, scale), mask in itertools.product(((False, 0.7), (True, -0.3)), given):
+        settings = {"causal": causal, "mask": mask, "scale": scale, "dropout": 0.0}
         out = module.diff_attention(*inputs, **settings)
         expected = BACKENDS["eager"].diff_attention(*inputs, **settings)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
@@ -120,37 +121,6 @@ def test_dropout_keeps_the_expectation_and_draws_each_map(backend):
     torch.testing.assert_close(mean, diff_attention(q, k, v, lam), rtol=0, atol=0.06)
 
 
-def test_maps_are_softmaxes():
-    q, k, v, lam = tensors(h=4, hk=2)
-    maps = attention_maps(q, k, causal=True)
-    assert maps.shape == (2, 4, 2, 7, 7)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 2, 7, dtype=torch.float64))
-    assert (maps.triu(1) == 0).all()
-    out = (maps[:, :, 0] - lam * maps[:, :, 1]) @ v.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(out, diff_attention(q, k, v, lam, causal=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["blocked", "auto"])
-def test_compiles_whole_and_exports(backend):
-    q, k, v, lam = (t.detach().float() for t in tensors())
-    mask = torch.ones(7, 7, dtype=torch.bool)
-    expected = diff_attention(q, k, v, lam, causal=True, mask=mask, backend=backend)
-
-    class Call(torch.nn.Module):
-        def forward(self, q, k, v, lam, mask):
-            return diff_attention(q, k, v, lam, causal=True, mask=mask, backend=backend)
-
-    compiled = torch.compile(Call(), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v, lam, mask), expected)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    exported = torch.export.export(
-        Call(), (q, k, v, lam, mask), dynamic_shapes=({0: batch}, {0: batch}, {0: batch}, None, None)
-    )
-    twice = [torch.cat([t, t]) for t in (q, k, v)]
-    torch.testing.assert_close(exported.module()(*twice, lam, mask), torch.cat([expected, expected]))
-
-
 def test_sdpa_never_takes_the_math_path_on_a_cpu_without_dropout():
     """Unequal sizes would: the profile names the kernel that ran."""
     q, k, v, lam = (t.detach().float() for t in tensors(m=33, n=33))
@@ -187,16 +157,6 @@ def test_a_preferred_backend_serves_every_call_within_and_never_falls_back():
     diff_attention(q, k, v, lam, dropout=0.5)
     with pytest.raises(ValueError, match="unknown backend 'fast'"), attention_backend("fast"):
         pass
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.25, 1e-8])
-@pytest.mark.parametrize("backend", NAMES)
-def test_any_finite_scale(backend, scale):
-    q, k, v, lam = tensors()
-    out = diff_attention(q, k, v, lam, causal=True, scale=scale, backend=backend)
-    scores = torch.einsum("bhpmd,bhpnd->bhpmn", q, k) * scale
-    maps = scores.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-    torch.testing.assert_close(out, (maps[:, :, 0] - lam * maps[:, :, 1]) @ v)
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -273,14 +233,6 @@ def test_a_compiled_call_of_lengths_that_change():
         q, k, v = small(length)
         torch.testing.assert_close(compiled(q, k, v), diff_attention(q, k, v, 0.5))
     torch.compiler.reset()
-
-
-def test_symbolic_sizes_are_traced():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    q, k, v = small()
-    graph = make_fx(lambda q, k, v: diff_attention(q, k, v, 0.5), tracing_mode="symbolic")(q, k, v)
-    torch.testing.assert_close(graph(q, k, v), diff_attention(q, k, v, 0.5))
 
 
 def test_under_autocast_and_deterministic_algorithms_the_numbers_are_the_same():

@@ -7,11 +7,11 @@ inputs are in test_attention.py, FlexAttention (seconds to compile a shape) in t
 import itertools
 from types import SimpleNamespace
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import PROBLEMS, Inputs, errors, rounding
-from oracle import tensors as tensors_of
+from oracle import PROBLEMS, errors, largest, rounding
 
 from diffvision.ops import diff_attention
 from diffvision.ops.attention import BACKENDS
@@ -46,14 +46,8 @@ BACKEND = [_param(b, d, dtypes[0]) for b, d, dtypes in EVERY]
 ON_GPU = [_param(b, d, dtypes[0]) for b, d, dtypes in EVERY if d == "cuda"]  # tested elsewhere on a CPU
 
 
-def tensors(device, dtype, b=1, h=2, hk=None, m=17, n=None, d=32, v=64, maps=2, lam=(1,), grad=True):
-    """q, k, v of `dtype` and lam of at least float32, as a layer hands them: heads behind tokens in memory."""
-    hk, n = hk or h, n or m
-    q = torch.randn(b, m, h, 2, d, device=device).to(dtype).permute(0, 2, 3, 1, 4)
-    k = torch.randn(b, n, hk, maps, d, device=device).to(dtype).permute(0, 2, 3, 1, 4)
-    values = torch.randn(b, n, hk, v, device=device).to(dtype).transpose(1, 2)
-    made = [q, k, values, torch.rand(lam, device=device) * 0.6 + 0.2]
-    return [t.requires_grad_(grad) for t in made]
+def tensors(device, dtype, m=17, **sizes):
+    return oracle.tensors(**{"b": 1, "h": 2, "m": m, "n": m, "d": 32, "v": 64} | sizes, dtype=dtype, device=device)
 
 
 def attend(backend, q, k, v, lam, causal=False, mask=None):
@@ -70,10 +64,6 @@ def exact(inputs, causal=False, mask=None):
     return out, torch.autograd.grad(out.square().sum(), inputs)
 
 
-def largest(a, b):
-    return (a.double() - b.double()).abs().max().item()
-
-
 def _lengths(backend, device, dtype):
     if device == "cuda":
         return (*GPU, *GPU_UNEQUAL)
@@ -86,25 +76,20 @@ ACCURACY = [
 
 
 @pytest.mark.parametrize(("backend", "device", "dtype", "m", "n", "causal"), ACCURACY)
-def test_errors_stay_near_plain_attention_s(backend, device, dtype, m, n, causal, record_property):
+def test_errors_stay_near_plain_attention_s(backend, device, dtype, m, n, causal):
     """Output at most 2.5 times and gradients at most 3 times the error of plain SDPA at the same dtype."""
     causal = causal and m <= n  # a row without keys has no error to compare with
-    inputs = Inputs(*tensors(device, dtype, m=m, n=n, h=1 if n > 500 else 2))
-    problem = describe(*inputs, causal=causal, mask=None, dropout=0.0)
-    if inputs.q.is_cuda and (reason := BACKENDS[backend].limit(problem)):
-        pytest.skip(reason)  # a library that is not installed, or a size that it does not take
-    found = list(errors(backend, inputs, torch.Generator().manual_seed(0), causal=causal))
+    inputs = tensors(device, dtype, m=m, n=n, h=1 if n > 500 else 2)
+    attend(backend, *inputs, causal=causal)  # skips where it cannot
+    found = errors(backend, inputs, causal=causal)
     assert [error.of for error in found] == ["output", *(f"gradient of {name}" for name in ("q", "k", "v", "lambda"))]
     assert not [error for error in found if error.is_wrong]
-    rounds = min(m, n) > 3  # shorter ones are nearly exact in both, and their ratio says nothing
-    record_property("output_ratio", found[0].ratio if rounds else 0.0)
-    record_property("gradient_ratio", max(error.ratio for error in found[1:]) if rounds else 0.0)
 
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), WITH_DTYPE)
 def test_cancelling_maps_lose_nothing_absolute(backend, device, dtype):
     lam = torch.tensor([0.0, 0.2, 0.8, 1.0, 1.5], device=device)[:, None, None]  # of each head
-    q, k, v, _ = tensors(device, dtype, h=5, m=65, grad=False)
+    q, k, v, _ = tensors(device, dtype, h=5, m=65)
     q = torch.stack([q[:, :, 0], 0.99 * q[:, :, 0] + 0.1 * q[:, :, 1]], dim=2)
     k = torch.stack([k[:, :, 0], 0.99 * k[:, :, 0] + 0.1 * k[:, :, 1]], dim=2)
     inputs = [q, k, v, lam]
@@ -116,18 +101,6 @@ def test_cancelling_maps_lose_nothing_absolute(backend, device, dtype):
     out = attend(backend, *inputs)
     for head in range(5):
         assert largest(out[:, head], true[:, head]) <= 2.5 * plain + rounding(dtype, true[:, head])
-
-
-@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
-def test_lambda_zero_is_plain_attention_and_equal_maps_leave_one_minus_lambda(backend, device, dtype):
-    q, k, v, lam = tensors(device, dtype, m=33, grad=False)
-    plain = F.scaled_dot_product_attention(q[:, :, 0], k[:, :, 0], v)
-    close = {"rtol": 0, "atol": 2e-5 if dtype == FP32 else 4e-3}
-    torch.testing.assert_close(attend(backend, q, k, v, torch.zeros(1, device=device)), plain, **close)
-    q, k = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)
-    torch.testing.assert_close(attend(backend, q, k, v, lam), (1 - lam.item()) * plain, **close)
-    one = [t[..., :1, :] for t in (q, k, v)]
-    torch.testing.assert_close(attend(backend, *one, lam), (1 - lam.item()) * one[2], **close)
 
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), WITH_DTYPE)
@@ -163,8 +136,8 @@ def test_a_row_without_keys_is_zeros_forward_and_backward(backend, device, dtype
 @pytest.mark.parametrize("problem", [name for name in PROBLEMS if name != "no keys"])
 def test_every_problem_forward_and_backward(backend, device, dtype, problem):
     """Those of test_attention.py, with heads of a size that kernels take."""
-    q, k, v, lam = tensors_of(**{"d": 32, "v": 64} | PROBLEMS[problem], dtype=dtype, device=device)
-    inputs = [q, k, v, lam.detach().float().requires_grad_()]
+    inputs = oracle.tensors(**{"d": 32, "v": 64} | PROBLEMS[problem], dtype=dtype, device=device)
+    q, k = inputs[:2]
     padding = torch.rand(q.shape[0], 1, 1, k.shape[3], device=device) > 0.3
     for causal, mask in itertools.product((False, True), (None, padding)):
         out = attend(backend, *inputs, causal=causal, mask=mask)
@@ -179,7 +152,7 @@ def test_every_problem_forward_and_backward(backend, device, dtype, problem):
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
 def test_views_copies_and_expanded_tensors_give_the_same(backend, device, dtype):
-    q, k, v, lam = tensors(device, dtype, b=2, m=33, grad=False)
+    q, k, v, lam = tensors(device, dtype, b=2, m=33)
     expected = attend(backend, q, k, v, lam)
     close = {"rtol": 0, "atol": 1e-6 if dtype == FP32 else 1e-3}
     for change in (
@@ -188,38 +161,10 @@ def test_views_copies_and_expanded_tensors_give_the_same(backend, device, dtype)
         lambda t: torch.stack([t, t], dim=-1)[..., 0],
     ):
         torch.testing.assert_close(attend(backend, *(change(t) for t in (q, k, v)), lam), expected, **close)
+    if backend != "flex":  # which takes no empty batch
+        assert attend(backend, q[:0], k[:0], v[:0], lam).shape == (0, *expected.shape[1:])
     one = [t[:1].expand_as(t) for t in (q, k, v)]
     torch.testing.assert_close(attend(backend, *one, lam.expand(2, 2, 33, 1))[1], expected[0], **close)
-
-
-@pytest.mark.quick("blocked-cpu-float32")
-@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
-def test_keys_heads_and_samples_may_be_permuted(backend, device, dtype):
-    q, k, v, lam = tensors(device, dtype, b=3, h=3, m=33, grad=False)
-    out = attend(backend, q, k, v, lam)
-    close = {"rtol": 0, "atol": 1e-5 if dtype == FP32 else 2e-3}
-    order = torch.randperm(33, device=device)
-    torch.testing.assert_close(attend(backend, q, k[:, :, :, order], v[:, :, order], lam), out, **close)
-    order = torch.tensor([2, 0, 1], device=device)
-    torch.testing.assert_close(attend(backend, q[order], k[order], v[order], lam), out[order], **close)
-    heads = [t[:, order] for t in (q, k, v)]
-    torch.testing.assert_close(attend(backend, *heads, lam), out[:, order], **close)
-    torch.testing.assert_close(attend(backend, q[1:2], k[1:2], v[1:2], lam), out[1:2], **close)
-    assert attend(backend, q[:0], k[:0], v[:0], lam).shape == (0, 3, 33, 64) if backend != "flex" else True
-
-
-@pytest.mark.quick("blocked-cpu-float32")
-@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
-def test_the_same_call_twice_is_bit_equal(backend, device, dtype):
-    inputs = tensors(device, dtype, m=65, h=4, hk=2)
-    twice = []
-    for _ in range(2):
-        out = attend(backend, *inputs, causal=True)
-        twice.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
-    if backend == "sdpa" and device == "cuda":
-        assert torch.equal(twice[0][0], twice[1][0])  # torch's backward adds in any order on a GPU
-    else:
-        assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
 
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
@@ -267,5 +212,5 @@ def test_the_oracle_finds_a_wrong_backend(change, first, monkeypatch):
     eager = BACKENDS["eager"].diff_attention
     broken = SimpleNamespace(limit=lambda _: None, diff_attention=lambda *t, **settings: change(eager(*t, **settings)))
     monkeypatch.setitem(BACKENDS, "broken", broken)
-    found = errors("broken", Inputs(*tensors("cpu", FP32)), torch.Generator().manual_seed(0))
+    found = errors("broken", tensors("cpu", FP32))
     assert next(error.of for error in found if error.is_wrong) == first

@@ -42,30 +42,6 @@ def test_it_rounds_once_and_so_do_its_gradients(dtype, lam):
     torch.testing.assert_close(subtract(*inputs, torch.float32).double(), true, rtol=1e-5, atol=1e-6)
 
 
-def test_second_derivatives_and_batches_of_gradients():
-    inputs = outputs(torch.bfloat16)
-
-    def loss(function, one, two, lam):
-        return function(one, two, lam).float().square().sum()
-
-    def formula(one, two, lam):
-        return (one - lam * two).to(one.dtype)
-
-    for of in (0, 1, 2):
-        second = [
-            torch.autograd.grad(first.float().square().sum(), inputs)
-            for function in (difference, formula)
-            for first in torch.autograd.grad(loss(function, *inputs), inputs[of], create_graph=True)
-        ]
-        torch.testing.assert_close(second[0], second[1], rtol=0.02, atol=0.02)
-    batch = torch.randn(4, 2, 3, 5, 8).bfloat16()
-    ours, theirs = (
-        torch.autograd.grad(function(*inputs), inputs, batch, is_grads_batched=True)
-        for function in (difference, formula)
-    )
-    torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, None), (None, None, 0), (1, None, 0), (0, 0, 0)])
 def test_vmap_and_its_gradients(in_dims):
     one, two, _ = (t.detach() for t in outputs(torch.bfloat16))

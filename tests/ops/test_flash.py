@@ -30,37 +30,21 @@ def test_equal_sizes_are_views_of_what_came(keys, stand_in):
             assert seen.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
 
-PLANS = {
-    (64, 64): (1, 64, 64),
-    (64, 128): (1, 128, 128),  # widened: as much matrix work as two pieces, half the exponentials
-    (128, 256): (2, 128, 128),  # in pieces: the kernels of size 256 are the slower
-    (16, 32): (1, 32, 32),
-    (96, 192): (2, 96, 96),
-    (32, 33): (1, 40, 40),
-    (80, 160): (2, 80, 80),
-    (256, 256): (1, 256, 256),
-    (256, 512): (2, 256, 256),
-}
-
-
-UNEQUAL = {
-    (64, 128): (1, 64, 128),
-    (64, 256): (1, 64, 256),
-    (64, 512): (2, 64, 256),
-    (32, 64): (1, 32, 64),
-    (30, 61): (1, 32, 64),
-    (64, 5): (1, 64, 8),
-    (72, 144): (2, 72, 72),  # its kernels above 64 take one size
-    (128, 256): (2, 128, 128),
-}
-
-
-def test_the_least_work_is_chosen_and_flash_attention_3_takes_wide_values_as_they_are():
-    for sizes, expected in PLANS.items():
-        for largest in (256, *([128] if sizes[0] <= 128 else [])):
-            assert flash.plan(*sizes, largest=largest) == expected
-    for sizes, expected in UNEQUAL.items():
-        assert flash.plan(*sizes, largest=256, equal_sizes=False) == expected
+@pytest.mark.parametrize(
+    ("sizes", "one_size", "unequal"),  # of queries and values, and (pieces, their size, the values' size) of both kinds
+    [
+        ((64, 64), (1, 64, 64), (1, 64, 64)),
+        ((64, 128), (1, 128, 128), (1, 64, 128)),  # widened: the work of two pieces with half the exponentials
+        ((128, 256), (2, 128, 128), (2, 128, 128)),  # in pieces: the kernels of size 256 are the slower
+        ((32, 33), (1, 40, 40), (1, 32, 40)),
+        ((64, 512), (4, 128, 128), (2, 64, 256)),
+        ((72, 144), (2, 72, 72), (2, 72, 72)),  # FlashAttention-3's kernels above 64 take one size
+    ],
+)
+def test_the_least_work_is_chosen_and_flash_attention_3_takes_wide_values_as_they_are(sizes, one_size, unequal):
+    for largest in (128, 256):
+        assert flash.plan(*sizes, largest=largest) == one_size
+    assert flash.plan(*sizes, largest=256, equal_sizes=False) == unequal
 
 
 LIMITS = {
@@ -165,7 +149,7 @@ def packages(tmp_path, monkeypatch):
     monkeypatch.setattr(flash, "_found", {})
     flash._search_once.cache_clear()
 
-    def write(file, text=""):
+    def write(file, text):
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -179,31 +163,26 @@ def packages(tmp_path, monkeypatch):
 FUNCTIONS = "def flash_attn_func(): return __name__\ndef flash_attn_varlen_func(): return __name__\n"
 
 
-def test_nothing_installed(packages):
-    found = flash.find_libraries()
-    missing = [f"{package.module} is not installed" for package in flash.PACKAGES]
-    assert found.startswith("; ".join(missing))
-    assert "pip install" in found
-    assert flash.limit(PROBLEM) == found
+BUILD = "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': False, 'FLASH_ATTENTION_DISABLE_HDIMDIFF64': %s}}"
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "reason"),
+    ("files", "reason"),
     [
-        ("flash_attn/other/__init__.py", "", "flash_attn is not installed"),  # a namespace package
-        ("flash_attn/__init__.py", "", "flash_attn_func"),
-        ("flash_attn/__init__.py", "raise ImportError('undefined symbol: _ZN3c105')", "undefined symbol"),
-        ("flash_attn/cute/__init__.py", "import no_such_compiler", "flash_attn.cute needs no_such_compiler"),
+        ({}, "pip install"),
+        ({"flash_attn/other/__init__.py": ""}, "flash_attn is not installed"),  # a namespace package
+        ({"flash_attn/__init__.py": ""}, "flash_attn_func"),
+        ({"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c105')"}, "undefined symbol"),
+        ({"flash_attn/cute/__init__.py": "import no_such_compiler"}, "flash_attn.cute needs no_such_compiler"),
+        ({"flash_attn_interface.py": FUNCTIONS}, "needs flash_attn_config"),
+        ({"flash_attn_interface.py": FUNCTIONS, "flash_attn_config.py": BUILD % True}, "DISABLE_HDIMDIFF64"),
     ],
 )
-def test_what_cannot_be_used_is_none_and_says_why(file, text, reason, packages):
-    packages(file, text)
+def test_what_cannot_be_used_is_none_and_says_why(files, reason, packages):
+    for file, text in files.items():
+        packages(file, text)
     assert reason in flash.find_libraries()
-
-
-CONFIG = (
-    "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': False, 'FLASH_ATTENTION_DISABLE_HDIMDIFF64': %s}}"
-)
+    assert flash.limit(PROBLEM) == flash.find_libraries()
 
 
 @pytest.fixture
@@ -211,7 +190,7 @@ def all_installed(packages):
     packages("flash_attn/__init__.py", FUNCTIONS)
     packages("flash_attn/cute/__init__.py", FUNCTIONS)
     packages("flash_attn_interface.py", FUNCTIONS)
-    packages("flash_attn_config.py", CONFIG % False)
+    packages("flash_attn_config.py", BUILD % False)
     return packages
 
 
@@ -230,11 +209,3 @@ def test_the_gpu_decides_between_them(all_installed, capability, names, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash, "compute_capability", lambda: capability)
     assert [library.package.name for library in flash.find_libraries()] == names
-
-
-@pytest.mark.parametrize("reason", ["DISABLE_HDIMDIFF64", "needs flash_attn_config"])
-def test_a_flash_attention_3_that_lacks_what_is_used_is_none(packages, reason):
-    packages("flash_attn_interface.py", FUNCTIONS)
-    if "DISABLE" in reason:
-        packages("flash_attn_config.py", CONFIG % True)
-    assert reason in flash.find_libraries()
