@@ -1,11 +1,10 @@
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from timm.layers import Attention as TimmAttention
-from timm.layers import DiffAttention as TimmDiffAttention
 from torch import nn
 
+from diffvision.models.convert.unilm import from_unilm
 from diffvision.nn import (
     ATTENTION,
     Attention,
@@ -27,22 +26,23 @@ def backend(request):
         yield request.param
 
 
-@pytest.mark.parametrize("name", ["unilm_v1_mha", "unilm_v1_gqa", "unilm_v2_gqa"])
+@pytest.mark.parametrize("name", ["unilm-v1_mha", "unilm-v1_gqa", "unilm-v2_gqa"])
 def test_equals_the_authors_code(name, backend, assets):
     """Outputs and all gradients of microsoft/unilm's modules, in float64, rotary embedding and causal mask included."""
-    with safe_open(assets / f"{name}.safetensors", "pt") as file:
+    with safe_open(assets / f"{name.replace('-', '_')}.safetensors", "pt") as file:
         settings = file.metadata()
         golden = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
     heads, kv_heads = int(settings["num_heads"]), int(settings["num_kv_heads"])
     shared = {"rotary": float(settings["rope_theta"]), "proj_bias": False, "dtype": torch.float64}
     if "v1" in name:
         layer = DiffAttention(int(settings["embed_dim"]), heads, kv_heads, depth=int(settings["depth"]), **shared)
-        theirs = {"proj.weight": "out_proj.weight", "head_norm.weight": "subln.weight"}
     else:
         layer = DiffAttentionV2(int(settings["d_model"]), heads, kv_heads, **shared)
-        theirs = {"proj.weight": "o_proj.weight"}
-    names = {own: theirs.get(own, own) for own in layer.state_dict()}
-    layer.load_state_dict({own: golden[f"param.{other}"] for own, other in names.items()})
+    weights, gradients = (
+        from_unilm({key.removeprefix(kind): golden[key] for key in golden if key.startswith(kind)}, name[:8])
+        for kind in ("param.", "grad.")
+    )
+    layer.load_state_dict(weights)
 
     x = golden["input"].requires_grad_()
     out = layer(x, is_causal=True)
@@ -53,75 +53,21 @@ def test_equals_the_authors_code(name, backend, assets):
     torch.testing.assert_close(out, golden["output"], **close)
     torch.testing.assert_close(x.grad, golden["grad_input"], **close)
     for own, parameter in layer.named_parameters():
-        torch.testing.assert_close(parameter.grad, golden[f"grad.{names[own]}"], **close)
+        torch.testing.assert_close(parameter.grad, gradients[own], **close)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_equals_timm_on_copied_weights(qk_norm, causal, backend):
-    theirs = TimmDiffAttention(48, 3, qkv_bias=True, qk_norm=qk_norm, depth=7)
-    ours = DiffAttention(48, 3, qkv_bias=True, qk_norm=qk_norm, depth=7)
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    weights = theirs.state_dict()
-    qkv = {f"{n}_proj.{p}": weights[f"qkv.{p}"].chunk(3)[i] for i, n in enumerate("qkv") for p in ("weight", "bias")}
-    rest = {k.replace("sub_norm", "head_norm"): v for k, v in weights.items() if not k.startswith("qkv")}
-    ours.load_state_dict(qkv | rest)
-    x = torch.randn(2, 19, 48, requires_grad=True)
-    own, other = ours(x, is_causal=causal), theirs(x, is_causal=causal)
-    torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
-    grads = [torch.autograd.grad(out.square().mean(), x)[0] for out in (own, other)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
-
-
-def test_standard_equals_torch_s_multihead_attention():
-    layer, theirs, x = (
-        Attention(32, 4, qkv_bias=True),
-        nn.MultiheadAttention(32, 4, batch_first=True),
-        torch.randn(2, 9, 32),
-    )
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([part.weight for part in projections]))
-        theirs.in_proj_bias.copy_(torch.cat([part.bias for part in projections]))
-        theirs.out_proj.load_state_dict(layer.proj.state_dict())
-    torch.testing.assert_close(layer(x), theirs(x, x, x, need_weights=False)[0])
-
-
-@pytest.mark.parametrize(
-    ("variant", "autocast"), [*((variant, None) for variant in VARIANTS), ("v1", torch.bfloat16), ("v2", torch.float16)]
-)
-def test_trains_and_every_parameter_has_a_gradient(variant, autocast):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_has_a_gradient_with_every_setting(variant):
     layer = build_attention(variant, 32, 4, 2, qk_norm=True, qkv_bias=True, attn_drop=0.1, proj_drop=0.1, rotary=1e4)
-    target = torch.randn(4, 10, 32)
-    x = torch.randn(4, 10, 32)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(20):
-        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-            loss = F.mse_loss(layer(x).float(), target)
-        optimizer.zero_grad()
-        loss.backward()
-        for name, parameter in layer.named_parameters():
-            assert parameter.grad is not None, name
-            assert parameter.grad.isfinite().all(), name
-            # A key bias cancels in the softmax; DEX's lambda stands before a projection that starts from zero.
-            assert parameter.grad.abs().sum() > 0 or name in ("k_proj.bias", "dex_lambda"), name
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
+    layer(torch.randn(4, 10, 32)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        # A key bias cancels in the softmax; DEX's lambda stands before a projection that starts from zero.
+        assert parameter.grad.any() or name in ("k_proj.bias", "dex_lambda"), name
 
 
-def test_lambda_at_the_start():
-    layer = DiffAttention(32, 2, lambda_init=0.8)
-    assert abs(layer.compute_lambda().item() - 0.8) < 0.5
-    for vector in (layer.lambda_q1, layer.lambda_k1, layer.lambda_q2, layer.lambda_k2):
-        assert vector.shape == (8,)
-        assert 0.01 < vector.std() < 0.3
-    assert layer.half().compute_lambda().dtype == torch.float32
-
-
-def test_lambda_init_by_depth():
+def test_lambda_is_in_float32_and_begins_by_depth():
+    assert DiffAttention(32, 2).half().compute_lambda().dtype == torch.float32
     assert depth_lambda_init(0) == pytest.approx(0.2)
     assert DiffAttention(32, 2, depth=5).lambda_init == pytest.approx(0.6661219039109422)
     assert DiffAttention(32, 2, depth=5, lambda_init=0.8).lambda_init == 0.8
@@ -173,14 +119,6 @@ def test_a_ratio_of_one_is_v1_and_others_must_fit():
         GroupedDiffAttention(32, 4, signal_ratio=3)
     with pytest.raises(ValueError, match=r"num_kv_heads \(4\) must divide"):
         GroupedDiffAttention(32, 4, 4)
-
-
-def test_matched_layers_match():
-    """V1 with half the heads costs 4 vectors of D and one of 2D more (384 at D = 64); V2 twice the queries."""
-    count = {v: sum(p.numel() for p in build_attention(v, 768, h).parameters()) for v, h in
-             {"standard": 12, "v1": 6, "v2": 12}.items()}  # fmt: skip
-    assert count["v1"] - count["standard"] == 4 * 64 + 128
-    assert count["v2"] - count["standard"] == 768 * 768 + 768 * 12
 
 
 def test_the_table_hands_each_class_what_it_takes():

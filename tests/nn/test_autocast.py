@@ -21,24 +21,9 @@ TOKENS, DIM = 16, 64
 
 # "CUDA Ops that can autocast to float32" of torch's documentation as far as layers use them, and rms_norm, which torch
 # 2.15 casts too.
-TO_FLOAT32 = frozenset(
-    {
-        "pow",
-        "rdiv",
-        "rpow",
-        "rtruediv",
-        "reciprocal",
-        "rsqrt",
-        "exp",
-        "expm1",
-        "log",
-        "log1p",
-        "softplus",
-        "prod",
-        "sum",
-    }
-    | {"cumprod", "cumsum", "norm", "normalize", "layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax"}
-)
+TO_FLOAT32 = {"pow", "rdiv", "rpow", "rtruediv", "reciprocal", "rsqrt", "exp", "expm1", "log", "log1p", "softplus"}
+TO_FLOAT32 |= {"prod", "sum", "cumprod", "cumsum", "norm", "normalize", "layer_norm", "group_norm", "rms_norm"}
+TO_FLOAT32 |= {"softmax", "log_softmax"}
 
 
 class CastsOfCuda(TorchFunctionMode):
@@ -153,3 +138,11 @@ def test_swiglu_keeps_its_input_once():
         mlp(x)
     assert casts[0] is casts[1]
     assert casts[0].dtype == torch.bfloat16
+
+
+def test_fx_traces_a_feed_forward_for_any_autocast():
+    layer = SwiGLU(8, 16)
+    traced, x = torch.fx.symbolic_trace(layer), torch.randn(2, 8)
+    torch.testing.assert_close(traced(x), layer(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(traced(x), layer(x))

@@ -80,21 +80,9 @@ def test_equals_the_equations(height, width, prefix, size, joint):
     x = torch.randn(2, prefix + height * width, 24, dtype=torch.float64, requires_grad=True)
     expected = torch.stack([transcribed(layer, image, height, width, prefix) for image in x])
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)
-    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (layer(x), expected)]
-    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)  # lambda is computed in float32
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("joint", [True, False])
-def test_every_parameter_has_a_gradient(joint, autocast):
-    layer = VisualContrastAttention(32, 4, contrast_size=2, joint=joint, qkv_bias=True, qk_norm=True)
-    layer.set_grid((4, 4), 1)
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        layer(torch.randn(2, 17, 32)).float().square().mean().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().sum() > 0 or name == "k_proj.bias", name
+    inputs = (x, *layer.parameters())
+    grads = [torch.autograd.grad(out.square().sum(), inputs) for out in (layer(x), expected)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)  # lambda is computed in float32
 
 
 def test_initial_values():
@@ -105,9 +93,6 @@ def test_initial_values():
     assert len(vectors) == 8 * 64
     assert vectors.std().item() == pytest.approx(0.1, rel=0.15)
     assert layer.lambda_init == depth_lambda_init(4)
-    for lam in layer.compute_lambdas():
-        assert lam.shape == (1,)
-        assert lam.item() == pytest.approx(layer.lambda_init, abs=0.5)
     assert VisualContrastAttention(192, 3, lambda_init=0.5).lambda_init == 0.5
 
 

@@ -225,8 +225,5 @@ def test_the_blocks_of_the_documentation():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "layers.md").read_text()
     made = {"__name__": "page"}
     exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)), made)
-    assert [tuple(made[name].shape) for name in ("out", "summary", "maps")] == [
-        (2, 64, 128),
-        (2, 8, 128),
-        (2, 4, 2, 8, 64),
-    ]
+    shapes = [tuple(made[name].shape) for name in ("out", "summary", "maps")]
+    assert shapes == [(2, 64, 128), (2, 8, 128), (2, 4, 2, 8, 64)]

@@ -34,11 +34,3 @@ def test_taken_only_without_gradients_for_few_rows(monkeypatch):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert layer(x[:7]).dtype == torch.bfloat16
     assert calls == [16, 3]
-
-
-def test_is_torch_s_linear_otherwise():
-    layer, theirs = Linear(8, 4), torch.nn.Linear(8, 4)
-    theirs.load_state_dict(layer.state_dict())
-    x = torch.randn(5, 8, requires_grad=True)
-    torch.testing.assert_close(layer(x), theirs(x))
-    torch.testing.assert_close(*(torch.autograd.grad(m(x).sum(), x) for m in (layer, theirs)))

@@ -69,6 +69,8 @@ def test_bad_input_is_named():
         layer(torch.randn(1, 1, 32), is_causal=True, cache=cache)
     with pytest.raises(ValueError, match="got 0"):
         KVCache([layer], 0, 5)
+    with pytest.raises(ValueError, match="'v1_dint'"):
+        KVCache([_layer("v1_dint")], 1, 8)
 
 
 @pytest.mark.parametrize("variant", CACHEABLE)
