@@ -8,22 +8,12 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from open_clip.transformer import ResidualAttentionBlock, TextTransformer
+from open_clip.transformer import TextTransformer
 
 from diffvision.models import clip
 from diffvision.nn import ATTENTION
 
-DEBUG = [
-    "CLIP-debug",
-    "DiffCLIP-debug",
-    "DiffCLIP-V2-debug",
-    "DiffCLIP-GDA-debug",
-    "DiffCLIP-DINT-debug",
-    "GatedCLIP-debug",
-    "SinkCLIP-debug",
-    "IntegralCLIP-debug",
-]
-FULL = sorted(name for name in clip.model_names() if not name.endswith("nano") and "debug" not in name)
+DEBUG = [name for name in clip.model_names() if name.endswith("debug")]
 TEXT = {"context_length": 12, "vocab_size": 100, "width": 32, "heads": 2, "layers": 2}
 
 
@@ -36,11 +26,6 @@ def images_and_text(name: str = "CLIP-debug", batch: int = 3) -> tuple[torch.Ten
 def build(name: str, **settings) -> torch.nn.Module:
     torch.manual_seed(0)
     return open_clip.create_model(name, **settings)
-
-
-def build_on_meta(name: str) -> torch.nn.Module:
-    with torch.device("meta"):
-        return open_clip.create_model(name, device="meta")
 
 
 def text_tower(block_type: str | None, **settings) -> TextTransformer:
@@ -64,11 +49,6 @@ def test_registering_twice_changes_nothing():
     importlib.reload(clip)
     assert open_clip.model._build_text_tower is builder
     assert open_clip.list_models() == names
-
-
-def test_other_towers_are_built_as_before():
-    blocks = text_tower(None).transformer.resblocks
-    assert {type(block) for block in blocks} == {ResidualAttentionBlock}
 
 
 @pytest.mark.parametrize(
@@ -212,11 +192,6 @@ def test_custom_text_model_is_the_same_model():
     with torch.no_grad():
         assert torch.equal(custom.encode_text(text), model.encode_text(text))
         assert torch.equal(custom.encode_image(image), model.encode_image(image))
-    custom.set_grad_checkpointing()
-    custom.lock_text_tower(unlocked_layers=2)
-    custom.train()(image, text)[1].sum().backward()
-    assert custom.text.transformer.resblocks[1].attn.q_proj.weight.grad is not None
-    assert custom.text.transformer.resblocks[0].attn.q_proj.weight.grad is None
 
 
 # -------------------------------------------------------------------------------------- sizes, twins, published layout
@@ -229,14 +204,16 @@ def twin_of(name: str) -> str:
 
 @functools.cache
 def parameters(name: str) -> dict[str, torch.Size]:
-    return {key: value.shape for key, value in build_on_meta(name).named_parameters()}
+    with torch.device("meta"):
+        model = open_clip.create_model(name, device="meta")
+    return {key: value.shape for key, value in model.named_parameters()}
 
 
 def count(shapes: dict[str, torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-KINDS = [*DEBUG[1:], "DnACLIP-debug", "CoDACLIP-debug", "DiffCLIP-ViT-B-16-dynamic", "DiffCLIP-ViT-B-16-vision"]
+KINDS = [*DEBUG, "DiffCLIP-ViT-B-16-dynamic", "DiffCLIP-ViT-B-16-vision"]
 
 
 @pytest.mark.parametrize(
@@ -268,37 +245,24 @@ def test_twin_differs_in_attention_only(name):
             assert open_clip.get_model_config(twin_of(name))[key] == value
 
 
-@pytest.mark.quick(
-    "DiffCLIP-ViT-B-16-ViT-B-16-768-9216",
-    "DiffCLIP-V2-ViT-B-16-ViT-B-16-768-167424",
-    "DiffCLIP-GDA-ViT-B-16-ViT-B-16-768--17712384",
-)
+@pytest.mark.quick("DiffCLIP-ViT-B-16-9216", "DiffCLIP-V2-ViT-B-16-167424")
 @pytest.mark.parametrize(
-    ("name", "open_clips", "image_width", "added"),
+    ("name", "added"),
     [
         # V1 adds to each block four lambda vectors and the head norm: 4 x 64 + 128.
-        ("DiffCLIP-ViT-B-16", "ViT-B-16", 768, 24 * 384),  # 0.006%, and 0.003% of it is the image tower's
-        ("DiffCLIP-ViT-L-14", "ViT-L-14", 1024, 36 * 384),
+        ("DiffCLIP-ViT-B-16", 24 * 384),  # 0.006%, and 0.003% of it is the image tower's
         # V2 trades width x width of the MLP for as many queries. What is left: lambda's projection, and half a width
         # more of biases.
-        ("DiffCLIP-V2-ViT-B-16", "ViT-B-16", 768, 12 * (768 * 12 + 384) + 12 * (512 * 8 + 256)),
+        ("DiffCLIP-V2-ViT-B-16", 12 * (768 * 12 + 384) + 12 * (512 * 8 + 256)),
         # A gate trades as much, and half a width of biases is left.
-        ("GatedCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 384 + 12 * 256),
-        ("SinkCLIP-ViT-B-16", "ViT-B-16", 768, 12 * 12 + 12 * 8),  # a number for each head
-        # GDA: 8 query heads of 64 for 12 in the images' tower and 5 for 8 in the text's, and 2 of 6 and 1 of 4 keys
-        # and values of 128; lambda and norm as V1's.
-        (
-            "DiffCLIP-GDA-ViT-B-16",
-            "ViT-B-16",
-            768,
-            24 * 384 - 12 * ((768 + 1) * (4 * 64 + 2 * 4 * 128) + (512 + 1) * (3 * 64 + 2 * 3 * 128)),
-        ),
+        ("GatedCLIP-ViT-B-16", 12 * 384 + 12 * 256),
+        ("SinkCLIP-ViT-B-16", 12 * 12 + 12 * 8),  # a number for each head
     ],
 )
-def test_parameter_counts(name, open_clips, image_width, added):
-    plain = count(parameters(twin_of(name)))
+def test_parameter_counts(name, added):
     # OpenCLIP's own has a norm before the blocks (weight and bias), and no bias in its patch embedding.
-    assert plain == count(parameters(open_clips)) - image_width
+    plain = count(parameters("ViT-B-16")) - 768
+    assert count(parameters(twin_of(name))) == plain
     assert count(parameters(name)) == plain + added
 
 
@@ -306,26 +270,6 @@ def test_published_size():
     assert count(parameters("CLIP-ViT-B-16")) == 149_619_969
     assert count(parameters("DiffCLIP-ViT-B-16")) == 149_629_185
     assert count(parameters("DiffCLIP-ViT-B-16-vision")) / 149_619_969 - 1 == pytest.approx(3.08e-5, rel=0.01)
-
-
-@pytest.mark.slow
-def test_full_sizes_are_differential_where_they_say_so():
-    for name in FULL:
-        model = build_on_meta(name)
-        marks = {"V2": "v2", "GDA": "gda", "DINT": "v1_dint", "Gated": "gated", "Sink": "sink", "Integral": "integral"}
-        marks |= {"DnA": "dna", "CoDA": "coda"}
-        marked = [variant for mark, variant in marks.items() if mark in name]
-        variant = marked[0] if marked else "v1" if name.startswith("Diff") else "standard"
-        assert {block.attn.variant for block in model.visual.trunk.blocks} == {variant}
-        text = [block.attn for block in model.transformer.resblocks]
-        assert {attn.variant for attn in text} == {"standard" if name.endswith("-vision") else variant}
-        assert {attn.head_dim for attn in text} == {64}
-        assert all(block.causal for block in model.transformer.resblocks)
-        assert model.visual.trunk.blocks[0].norm1.eps == 1e-5
-        if variant == "v1" and not name.endswith("-vision"):
-            scheduled = name.endswith("-dynamic")
-            assert len({attn.lambda_init for attn in text}) == (12 if scheduled else 1)
-            assert text[0].lambda_init == pytest.approx(0.2 if scheduled else 0.8)
 
 
 def test_openclips_own_image_tower_takes_any_attention():

@@ -5,12 +5,10 @@ import json
 
 import open_clip
 import pytest
-import timm
 import torch
-from safetensors import safe_open
+from golden_tower import TOWER
 from safetensors.torch import load_file, save_file
 from timm.layers import DiffAttention as TimmDiffAttention
-from timm.models import register_model
 
 from diffvision import cli
 from diffvision.models import language
@@ -21,15 +19,7 @@ from diffvision.models.convert.diffclip import from_diffclip
 from diffvision.models.convert.unilm import from_unilm
 from diffvision.models.language import hugging_face
 from diffvision.models.language.configuration import LanguageConfig
-from diffvision.nn import DiffAttention, DiffAttentionV2
-
-
-@register_model
-def golden_size(pretrained: bool = False, **settings) -> torch.nn.Module:
-    """The image tower of the tiny checkpoint: OpenCLIP cannot size one from JSON."""
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
-    return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
-
+from diffvision.nn import DiffAttention
 
 # ---- DiffCLIP ------------------------------------------------------------------------------------------------------
 
@@ -37,7 +27,7 @@ def golden_size(pretrained: bool = False, **settings) -> torch.nn.Module:
 def test_a_released_checkpoint_becomes_an_openclip_folder(assets, tmp_path, capsys):
     """With a Namespace, a path and a numpy scalar beside the weights; the original's own embeddings come out."""
     command = ["convert", str(assets / "diffclip_checkpoint.pt"), str(tmp_path / "model"), "--to", "openclip"]
-    assert cli.main([*command, "--tower", "golden_size"]) == 0
+    assert cli.main([*command, "--tower", TOWER]) == 0
     assert "diffclip_checkpoint.pt is diffclip" in capsys.readouterr().out
     model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'model'}")
     golden = load_file(assets / "diffclip_io.safetensors")
@@ -55,28 +45,12 @@ def test_a_released_checkpoint_becomes_an_openclip_folder(assets, tmp_path, caps
 @pytest.mark.parametrize(("lambda_init", "name"), [(0.8, "DiffCLIP-ViT-B-16"), ("depth", "DiffCLIP-ViT-B-16-dynamic")])
 @pytest.mark.slow
 def test_the_published_size_by_names_and_shapes(lambda_init, name):
-    """Its names as DiffCLIP's code has them, one by one; its configuration is that of our model."""
+    """Its configuration is that of our model; the names are those of the authors' checkpoint above."""
     model = open_clip.create_model(name, device="meta")
     renamed = (("visual.trunk.", "visual."), ("attn.proj.", "attn.out_proj."), ("attn.head_norm.", "attn.diff_norm."))
     state = {name: value for name, value in model.state_dict().items() if name != "visual.head.proj.weight"}
     weights = {functools.reduce(lambda name, pair: name.replace(*pair), renamed, name): v for name, v in state.items()}
     weights["image_projection"] = model.visual.head.proj.weight.T
-    attention = ["q_proj", "k_proj", "v_proj", "out_proj"]
-    rest = ["attn.lambda_q1", "attn.lambda_k1", "attn.lambda_q2", "attn.lambda_k2", "attn.diff_norm.weight"]
-    expected = {"logit_scale", "positional_embedding", "image_projection", "text_projection", "token_embedding.weight"}
-    expected |= {"ln_final.weight", "ln_final.bias", "visual.cls_token", "visual.pos_embed", "visual.norm.weight"}
-    expected |= {"visual.norm.bias", "visual.patch_embed.proj.weight", "visual.patch_embed.proj.bias"}
-    for prefix, norms, mlp in (
-        ("visual.blocks", ("norm1", "norm2"), ("fc1", "fc2")),
-        ("transformer.resblocks", ("ln_1", "ln_2"), ("c_fc", "c_proj")),
-    ):
-        for i in range(12):
-            modules = [*(f"attn.{n}" for n in attention), *norms, *(f"mlp.{n}" for n in mlp)]
-            expected |= {f"{prefix}.{i}.{m}.{kind}" for m in modules for kind in ("weight", "bias")}
-            expected |= {f"{prefix}.{i}.{n}" for n in rest}
-    assert weights.keys() == expected
-    assert weights["image_projection"].shape == (768, 512)
-    assert weights["visual.blocks.3.attn.diff_norm.weight"].shape == (128,)
     config, state = from_diffclip(weights, lambda_init=lambda_init)
     assert config == open_clip.get_model_config(name)
     assert {n: v.shape for n, v in state.items()} == {n: v.shape for n, v in model.state_dict().items()}
@@ -90,29 +64,22 @@ def test_a_size_that_is_none_of_ours_wants_a_tower(assets, tmp_path, capsys):
     weights = read_state(assets / "diffclip_checkpoint.pt")
     del weights["visual.blocks.1.attn.lambda_q1"], weights["visual.pos_embed"]
     with pytest.raises(ValueError, match="the DiffCLIP state_dict lacks"):
-        from_diffclip(weights, tower="golden_size")
+        from_diffclip(weights, tower=TOWER)
 
 
 # ---- unilm and timm ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["unilm_v1_mha", "unilm_v1_gqa", "unilm_v2_gqa"])
-def test_unilms_layers(name, assets, tmp_path):
-    """The authors' weights through a file: their outputs."""
-    with safe_open(assets / f"{name}.safetensors", "pt") as file:
-        settings, golden = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    theirs = {key[6:]: value for key, value in golden.items() if key.startswith("param.")}
+@pytest.mark.parametrize("layout", ["unilm-v1", "unilm-v2"])
+def test_unilms_layers(layout, assets, tmp_path):
+    """The authors' weights through a file; `tests/nn/test_attention.py` has what layers of ours compute with them."""
+    golden = load_file(assets / f"{layout.replace('-', '_')}_gqa.safetensors")
+    theirs = {key.removeprefix("param."): value for key, value in golden.items() if key.startswith("param.")}
     save_file(theirs, tmp_path / "theirs.safetensors")
-    layout = "unilm-v1" if "v1" in name else "unilm-v2"
     assert recognise(tmp_path / "theirs.safetensors").layout == layout
     convert(str(tmp_path / "theirs.safetensors"), str(tmp_path / "ours.safetensors"), to="diffvision")
-    kinds = {"rotary": float(settings["rope_theta"]), "proj_bias": False, "dtype": torch.float64}
-    made = {"unilm-v1": DiffAttention, "unilm-v2": DiffAttentionV2}[layout]
-    depth = {"depth": int(settings["depth"])} if layout == "unilm-v1" else {}
-    width = int(settings.get("embed_dim") or settings["d_model"])
-    layer = made(width, int(settings["num_heads"]), int(settings["num_kv_heads"]), **depth, **kinds)
-    layer.load_state_dict(load_file(tmp_path / "ours.safetensors"))
-    torch.testing.assert_close(layer(golden["input"], is_causal=True), golden["output"], rtol=0, atol=1e-6)
+    ours = load_file(tmp_path / "ours.safetensors")
+    torch.testing.assert_close(ours, from_unilm(theirs, layout), rtol=0, atol=0)
 
 
 def test_names_within_a_model_are_mapped_too():
@@ -133,12 +100,6 @@ def test_timms_layer(tmp_path):
     ours.load_state_dict(load_file(tmp_path / "ours.safetensors"))
     x = torch.randn(2, 11, 48)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-6)
-
-
-def test_a_whole_vit_of_timm_in_our_names():
-    theirs = timm.create_model("vit_dwee_patch16_reg1_gap_256", img_size=64, depth=2)
-    ours = timm_layout.from_timm(theirs.state_dict())
-    assert ours["blocks.1.attn.k_proj.weight"].shape == (256, 256)
     with pytest.raises(ValueError, match="which V1 does not"):
         timm_layout.from_timm(TimmDiffAttention(32, 2, dual_lambda=True).state_dict())
 
@@ -179,9 +140,9 @@ def test_one_error_and_nothing_left(content, words, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "tower", "words"),
     [
-        ({"visual.blocks.1.mlp.fc1.bias": None}, "golden_size", "visual.trunk.blocks.1.mlp.fc1.bias is missing"),
-        ({"visual.extra": torch.zeros(1)}, "golden_size", "visual.trunk.extra is unknown"),
-        ({"ln_final.bias": torch.zeros(3)}, "golden_size", "ln_final.bias is [3], expected [48]"),
+        ({"visual.blocks.1.mlp.fc1.bias": None}, TOWER, "visual.trunk.blocks.1.mlp.fc1.bias is missing"),
+        ({"visual.extra": torch.zeros(1)}, TOWER, "visual.trunk.extra is unknown"),
+        ({"ln_final.bias": torch.zeros(3)}, TOWER, "ln_final.bias is [3], expected [48]"),
         ({}, "vit_tiny_patch16_224", "visual.trunk.blocks.0.attn.qkv.weight is missing; "),
         ({}, "nonsense", "'nonsense'"),
     ],

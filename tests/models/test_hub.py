@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from language_fixtures import make_llama
 
 from diffvision import cli
 from diffvision.data.text.tokenizers import train_tokenizer
@@ -11,16 +12,14 @@ from diffvision.export.model_folders import save_folder
 from diffvision.models import language
 from diffvision.opening import open_model, open_native
 
-SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TOKENS = torch.arange(12).reshape(1, 12)
 
 
 @pytest.fixture
 def llama(hub, tmp_path):
     """A Llama on the Hub, with a pickle and code next to its weights."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
-    model = transformers.LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 258, "hidden_size": 32, "max_position_embeddings": 32}
+    model = make_llama("Llama", **sizes, num_attention_heads=4, num_key_value_heads=2)
     model.save_pretrained(tmp_path / "llama")
     train_tokenizer(["abab"], 258).save(tmp_path / "llama")
     (tmp_path / "llama" / "pytorch_model.bin").write_bytes(b"a pickle")

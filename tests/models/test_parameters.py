@@ -9,7 +9,7 @@ from diffvision.models import names as model_names
 from diffvision.models import parameters
 
 ALL = [(library, name) for library, names in parameters.recorded().items() for name in names]
-SMALL = [(library, name) for library, name in ALL if "debug" in name][::5]
+SMALL = [(library, name) for library, name in ALL if "debug" in name]
 REMEDY = "write the table anew: python -m diffvision.models.parameters"
 
 

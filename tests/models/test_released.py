@@ -5,10 +5,9 @@ import json
 
 import open_clip
 import pytest
-import timm
 import torch
+from golden_tower import TOWER
 from safetensors.torch import load_file
-from timm.models import register_model
 
 from diffvision.models import released, vit
 from diffvision.models.checkpoint import read_state
@@ -16,14 +15,6 @@ from diffvision.models.convert import diffclip
 from diffvision.opening import open_model
 
 REPOSITORY = "someone/tiny"
-TOWER = "golden_vit_patch8_clip_32"
-
-
-@register_model
-def golden_vit_patch8_clip_32(pretrained: bool = False, **settings) -> torch.nn.Module:
-    """The image tower of the tiny checkpoint: OpenCLIP cannot size one from JSON."""
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2}
-    return timm.create_model("diff_vit_debug_clip", **{**sizes, **settings})
 
 
 @pytest.fixture

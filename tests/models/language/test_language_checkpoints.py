@@ -1,6 +1,5 @@
 """The decoder: sizes that match, its parts against plain formulas, documents, initialisation, and checkpoints."""
 
-import dataclasses
 import json
 
 import pytest
@@ -8,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
-from diffvision.models.language import SIZES, LanguageConfig, LanguageModel, decoder
+from diffvision.models.language import SIZES, LanguageConfig, LanguageModel
 from diffvision.nn import ATTENTION
 
 NAMES = ["transformer-debug", "diff-debug", "diffv2-debug"]
@@ -31,28 +31,17 @@ def test_the_models_of_a_size_match(size):
     assert standard.num_heads * standard.head_dim == standard.dim
 
 
-# arXiv 2410.05258 tables 9 and 10: width, layers, differential heads, size of a head.
-PAPER = {
-    "830m": (1536, 24, 8, 96, 8.3e8),
-    "1.4b": (2048, 24, 8, 128, 1.4e9),
-    "2.8b": (2560, 32, 10, 128, 2.8e9),
-    "6.8b": (4096, 32, 16, 128, 6.8e9),
-    "13.1b": (5120, 40, 20, 128, 1.31e10),
-    "3b": (3072, 28, 12, 128, 3.5e9),  # "3B" is its name in the paper
-}
+# arXiv 2410.05258 tables 9 and 10; "3B" is its name in the paper.
+PAPER = {"830m": 8.3e8, "1.4b": 1.4e9, "2.8b": 2.8e9, "6.8b": 6.8e9, "13.1b": 1.31e10, "3b": 3.5e9}
 
 
 @pytest.mark.quick("3b")
 @pytest.mark.parametrize("size", PAPER)
 def test_the_paper_s_sizes(size):
-    width, depth, heads, head_dim, parameters = PAPER[size]
-    own = language.config(f"diff-{size}")
-    assert (own.dim, own.depth, own.num_heads, own.head_dim, own.vocab_size) == (width, depth, heads, head_dim, 100_288)
-    assert own.tied
-    assert own.mlp_dim == 8192 if size == "3b" else 0 <= 8 / 3 * width - own.mlp_dim < 64
     with torch.device("meta"):
-        count = sum(p.numel() for p in LanguageModel(own).parameters())
-    assert count == pytest.approx(parameters, rel=0.015)
+        model = language.create(f"diff-{size}")
+    assert (model.config.vocab_size, model.config.tied) == (100_288, True)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(PAPER[size], rel=0.015)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +66,12 @@ def test_bad_values_are_named(values, message):
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_equals_the_formula(variant, tied):
     """The whole pass, written out around the attention layer, which has its own tests."""
-    model = LanguageModel(LanguageConfig(**TINY, variant=variant, tied=tied, num_kv_heads=1), dtype=torch.float64)
+    config = LanguageConfig(**TINY, variant=variant, tied=tied, num_kv_heads=1, norm_eps=1e-3)
+    model = LanguageModel(config, dtype=torch.float64)
     tokens = torch.randint(50, (2, 9))
 
     def norm(x, layer):
-        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.weight
+        return x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * layer.weight
 
     x = model.embed.weight[tokens]
     for block in model.blocks:
@@ -122,15 +112,6 @@ def test_documents_do_not_see_each_other(name):
     torch.testing.assert_close(packed[0, 16:], model(tokens[:1, 16:])[0], rtol=0, atol=1e-5)
 
 
-def test_positions_count_from_the_first_token_of_each_document(monkeypatch):
-    """Rotary attention sees distances only, so that only the angles show it."""
-    seen, tables = [], decoder.ops.rotary_tables
-    monkeypatch.setattr(decoder.ops, "rotary_tables", lambda p, *rest: (seen.append(p), tables(p, *rest))[1])
-    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [7, 7, 7, 7, 7, 7]])
-    language.create("diff-debug")(torch.zeros(2, 6, dtype=torch.long), documents=documents)
-    assert seen[0].squeeze().tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
-
-
 def test_too_long_a_sequence_is_one_error():
     model = LanguageModel(LanguageConfig(**TINY))
     with pytest.raises(ValueError, match="max_length"):
@@ -163,28 +144,6 @@ def test_weights_are_initialised_by_width_and_depth(name):
     assert 8.2 < loss.item() < 8.9  # log(4096) = 8.32
 
 
-class TokenizerStub:
-    """The two things that `save` asks of a tokenizer."""
-
-    vocab_size = 300
-
-    def save(self, path):
-        path.write_text("{}")
-
-
-@pytest.mark.parametrize("variant", ATTENTION)
-def test_every_variant_loads_and_no_other_s_weights(variant, tmp_path):
-    config = LanguageConfig(**TINY, variant=variant)
-    language.save(LanguageModel(config), tmp_path)
-    assert language.load(tmp_path).config == config
-    for other in {"standard", "v1", "v2"} - {variant}:
-        (tmp_path / "config.json").write_text(
-            json.dumps({"diffvision": "language", **dataclasses.asdict(config), "variant": other})
-        )
-        with pytest.raises(ValueError, match=r"does not fit|another architecture"):
-            language.load(tmp_path)
-
-
 def test_weights_that_are_not_their_configuration_s(tmp_path):
     model = language.create("diff-debug")
     language.save(model, tmp_path)
@@ -194,20 +153,14 @@ def test_weights_that_are_not_their_configuration_s(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**values, **changed}))
 
     # Other weights, other sizes, settings of another version, another kind of model.
-    changes = (
-        {"variant": "standard"},
-        {"vocab_size": 300},
-        {"depth": 3},
-        {"activation": "silu"},
-        {"diffvision": "vit"},
-    )
-    for changed in changes:
-        write(**changed)
+    changes = {"variant": "standard", "vocab_size": 300, "depth": 3, "activation": "silu", "diffvision": "vit"}
+    for name, value in changes.items():
+        write(**{name: value})
         with pytest.raises(ValueError, match=str(tmp_path)):
             language.load(tmp_path)
     write()
-    with pytest.raises(ValueError, match="the tokenizer has 300 tokens"):
-        language.save(LanguageModel(LanguageConfig(**TINY)), tmp_path / "other", TokenizerStub())
+    with pytest.raises(ValueError, match="the tokenizer has 257 tokens"):
+        language.save(LanguageModel(LanguageConfig(**TINY)), tmp_path / "other", train_tokenizer(["ab cd"], 257))
     (tmp_path / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="is damaged"):
         language.load(tmp_path)
