@@ -1,7 +1,5 @@
 """`diffvision adapt`: folders that the libraries load by themselves, compared before they are written."""
 
-import json
-
 import open_clip
 import pytest
 import timm
@@ -13,7 +11,6 @@ from diffvision.export import adapted_folder as adapted
 from diffvision.export import save_folder
 from diffvision.export.export_commands import adapt_to_folder
 from diffvision.models import language
-from diffvision.models.adapt import set_dex_schedule
 from diffvision.nn import ATTENTION
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
@@ -100,20 +97,6 @@ def test_heads_are_in_the_weights(folders, tmp_path):
     assert [chosen.tolist() for chosen in heads] == [[False, True]] * 2
 
 
-def test_a_trained_operation_is_kept(folders, tmp_path):
-    """What a schedule has done to lambda is in the weights, too."""
-    adapt_to_folder(str(folders / "own"), str(tmp_path / "own"), method="dex")
-    model = read(tmp_path / "own")
-    set_dex_schedule(model, 0.0, 1.0)
-    for layer in model.modules():
-        if type(layer) is ATTENTION["dex"]:
-            torch.nn.init.normal_(layer.dex)
-            torch.nn.init.constant_(layer.dex_lambda, 0.3)
-    config = json.loads((tmp_path / "own" / "open_clip_config.json").read_text())["model_cfg"]
-    save_folder(model, tmp_path / "trained", config=config)
-    assert adapted.largest_difference(model, read(tmp_path / "trained"), inputs("own")) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,9 +122,10 @@ def test_weights_that_are_not_finite_are_refused(folders, tmp_path, capsys):
     with torch.no_grad():
         model.blocks[0].attn.q_proj.weight[0, 0] = float("inf")
     language.save(model, tmp_path / "broken")
-    assert main(["adapt", str(tmp_path / "broken"), str(tmp_path / "out")]) == 1
-    assert "not finite" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for command in ("adapt", "export"):
+        assert main([command, str(tmp_path / "broken"), str(tmp_path / "out")]) == 1
+        assert "not finite" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_images_of_one_channel(tmp_path, capsys):

@@ -18,16 +18,11 @@ def image():
 
 
 def test_open_clip_loads_the_run(runs, exported, image):
-    model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{exported / 'clip'}")
-    tokenizer = open_clip.get_tokenizer(f"local-dir:{exported / 'clip'}")
-    own = runs.clip.model.eval()
-    batch, texts = runs.clip.eval_transform(image)[None], ["a photo of a seven", "seven"]
-    assert torch.equal(transform(image)[None], batch)
+    """With its transform and tokenizer; tests/test_round_trips.py has the outputs."""
+    transform = open_clip.create_model_and_transforms(f"local-dir:{exported / 'clip'}")[2]
+    tokenizer, texts = open_clip.get_tokenizer(f"local-dir:{exported / 'clip'}"), ["a photo of a seven", "seven"]
+    assert torch.equal(transform(image), runs.clip.eval_transform(image))
     assert torch.equal(tokenizer(texts), runs.clip.tokenizer(texts))
-    with torch.no_grad():
-        assert torch.equal(model.eval().encode_image(batch), own.encode_image(batch))
-        assert torch.equal(model.encode_text(tokenizer(texts)), own.encode_text(tokenizer(texts)))
-    assert model.logit_scale == own.logit_scale
     assert sorted(path.suffix for path in (exported / "clip").iterdir()) == [".json", ".md", ".safetensors"]
 
 
