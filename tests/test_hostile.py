@@ -8,10 +8,9 @@ import importlib
 import io
 import json
 import pickle
+import socket
 import sys
 import tarfile
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ from diffvision.data.datasets.digits import png
 from diffvision.data.shards.index import shard_index
 from diffvision.data.shards.remote import ShardCache
 from diffvision.data.shards.sidecars import sidecar
-from diffvision.data.shards.sources import find_shards
 from diffvision.data.shards.writer import write_manifest, write_tar
 from diffvision.data.text.tokenizers import load_tokenizer, train_tokenizer
 from diffvision.models import language
@@ -128,26 +126,31 @@ def test_a_class_path_outside_of_the_list_is_not_imported(words, module, shards,
     assert module not in sys.modules
 
 
+REFUSED, NO_OBJECT = "--allow stranger_module", "could not determine a constructor"
 IN_FILES = {
-    # which file holds the class_path: the arguments, and that file
-    "a configuration": ("--config={0}", "trainer:\n  callbacks:\n    - class_path: {1}.Watcher\n"),
-    "a sub-configuration": ("--model={0}", "class_path: {1}.Thing\n"),
-    "of a sub-configuration": ("--config={2}", "class_path: {1}.Thing\n"),
+    # which file holds the class_path: the arguments, that file, and what the error says
+    "a configuration": ("--config={0}", "trainer:\n  callbacks:\n    - class_path: {1}.Watcher\n", REFUSED),
+    "a sub-configuration": ("--model={0}", "class_path: {1}.Thing\n", REFUSED),
+    "of a sub-configuration": ("--config={2}", "class_path: {1}.Thing\n", REFUSED),
     "nested": (
         "--config={0}",
         "model:\n  class_path: ContrastiveModule\n  init_args:\n    model: CLIP-debug\n"
         "    optimizer:\n      class_path: {1}.Thing\n",
+        REFUSED,
     ),
+    "one that allows itself": ("--config={0}", "allow: {1}\nmodel:\n  class_path: {1}.Thing\n", "allow"),
+    "an object": ("--config={0}", "seed_everything: !!python/object/apply:pathlib.Path.touch [{3}]\n", NO_OBJECT),
+    "a module": ("--model={0}", "model: !!python/module:stranger_module\n", NO_OBJECT),
 }
 
 
 @pytest.mark.parametrize("file", IN_FILES)
-def test_a_class_path_in_a_file_is_not_imported(file, module, shards, tmp_path, capsys):
-    flag, text = IN_FILES[file]
+def test_a_class_path_in_a_file_is_not_imported(file, module, shards, tmp_path, trace, capsys):
+    flag, text, message = IN_FILES[file]
     hostile, outer = tmp_path / "hostile.yaml", tmp_path / "outer.yaml"
-    hostile.write_text(text.format(hostile, module))
+    hostile.write_text(text.format(hostile, module, outer, trace))
     outer.write_text("model: hostile.yaml\n")
-    refused(run_of(shards, flag.format(hostile, module, outer)), capsys, f"'{module}.", "--allow stranger_module")
+    refused(run_of(shards, flag.format(hostile, module, outer)), capsys, message)
     if file == "a configuration":
         words = ["validate", *run_of(shards)[1:5], f"--config={hostile}"]
         refused(words, capsys, "--allow stranger_module")
@@ -182,13 +185,7 @@ def test_what_is_only_data_is_not_imported(module, shards):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "os.system",
-        "torch.hub.load",
-        "diffvision.__main__.main",
-        "lightning.pytorch.callbacks.model_checkpoint.os.system",
-    ],
+    "path", ["os.system", "diffvision.__main__.main", "lightning.pytorch.callbacks.model_checkpoint.os.system"]
 )
 def test_callables_that_run_things_are_refused(path, shards):
     with pytest.raises(ValueError, match="--allow"):
@@ -222,29 +219,6 @@ def test_what_is_allowed_anyway_stays_so_after_a_command(shards):
         fit(run_of(shards, "--model=diffvision.training.ContrastiveModule", *words))
 
 
-def test_a_file_cannot_allow_itself(module, shards, tmp_path, capsys):
-    hostile = tmp_path / "hostile.yaml"
-    hostile.write_text(f"allow: {module}\nmodel:\n  class_path: {module}.Thing\n")
-    with pytest.raises(ValueError, match="allow"):
-        fit(["fit", f"--config={hostile}"])
-    assert module not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("flag", "text"),
-    [
-        ("--config={0}", "seed_everything: !!python/object/apply:pathlib.Path.touch [{0}]\n"),
-        ("--model={0}", "model: !!python/module:stranger_module\n"),
-    ],
-)
-def test_yaml_makes_no_objects(text, flag, module, trace, tmp_path):
-    hostile = tmp_path / "hostile.yaml"
-    hostile.write_text(text.format(trace))
-    with pytest.raises(ValueError, match="could not determine a constructor"):
-        fit(["fit", flag.format(hostile)])
-    assert module not in sys.modules
-
-
 def test_values_are_not_looked_up_in_the_environment(shards, monkeypatch, capsys):
     """Neither resolvers nor variables: what is written is what is meant."""
     monkeypatch.setenv("PL_FIT__MODEL", "stranger_module.Thing")
@@ -252,41 +226,33 @@ def test_values_are_not_looked_up_in_the_environment(shards, monkeypatch, capsys
     refused(run_of(shards, "--data.train=${oc.env:SECRET}.tar"), capsys, "${oc.env:SECRET}.tar")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:{0}/c.yaml", "simplecache::http://127.0.0.1:{0}/c"])
-def test_configurations_are_not_fetched(url, server):
+@pytest.fixture
+def no_connection(monkeypatch):
+    """A connection to the network is refused, and is a failure."""
+    tried = []
+
+    def connect(socket, address):
+        tried.append(address)
+        raise ConnectionRefusedError(address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    yield
+    assert tried == []
+
+
+@pytest.mark.usefixtures("no_connection")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/c.yaml", "simplecache::http://127.0.0.1:9/c"])
+def test_configurations_are_not_fetched(url):
     with pytest.raises((ValueError, FileNotFoundError), match=r"no configuration file|not exist"):
-        fit(["fit", "--config", url.format(server.server_port)])
+        fit(["fit", "--config", url])
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server(tmp_path, trace):
-    """A web server of this folder; any request is a failure."""
-    asked = []
-
-    class Noting(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_error(404)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *args):
-            pass
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Noting)
-    threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
-    yield running
-    running.shutdown()
-    running.server_close()
-    assert asked == []
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:{0}/x.ckpt", "data:,gASV"])
-def test_checkpoints_are_not_fetched(url, server, shards, tmp_path, capsys):
-    url = url.format(server.server_port)
+@pytest.mark.usefixtures("no_connection")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/x.ckpt", "data:,gASV"])
+def test_checkpoints_are_not_fetched(url, shards, capsys):
     message = "checkpoints are not loaded from URLs: download it, check its sha256"
     refused(run_of(shards, f"--ckpt_path={url}"), capsys, "ckpt_path is", message)
     refused(run_of(shards, f"--model.pretrained={url}"), capsys, "pretrained is", message)
@@ -366,6 +332,7 @@ FILE_DOORS = {
     "ClassificationModule": lambda path, _: ClassificationModule(**VIT, model_args={"checkpoint_path": str(path)}),
     "generate": command("generate", "{1}", "--prompt=a"),
     "evaluate-language": command("evaluate-language", "{1}", *TEXT),
+    "export": command("export", "{1}", "{0}/out"),
     "fit": command("fit", "--ckpt_path={1}"),
 }
 
@@ -456,15 +423,7 @@ FOLDERS = {
     "transformers' old tar": (lambda f, t: old_tar(llama_folder(f)), HF_DOORS),
     "transformers' model with code": (lambda f, t: hugging_face_folder(f, t, False), HF_DOORS),
     "transformers' tokenizer with code": (lambda f, t: hugging_face_folder(f, t, True), HF_DOORS),
-    "a deep config.json": (
-        deep("config.json"),
-        (
-            *HF_DOORS,
-            command("export", "{1}", "{0}/out"),
-            command("inspect", "{1}", "--output={0}/out"),
-            command("generate", "{1}", "--prompt=a"),
-        ),
-    ),
+    "a deep config.json": (deep("config.json"), (*HF_DOORS, command("export", "{1}", "{0}/out"))),
     "a deep open_clip_config.json": (deep("open_clip_config.json"), (OPEN, command("adapt", "{1}", "{0}/out"))),
 }
 
@@ -503,7 +462,6 @@ def test_pickles_in_shards_are_not_read(suffix, tmp_path, trace, capsys):
 def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monkeypatch, capsys):
     """Through every command that reads shards; what webdataset rewrites by the environment stays as it is."""
     monkeypatch.setenv("GOPEN_REWRITE", f"s3://=pipe:touch {trace} ")
-    monkeypatch.setenv("WDS_X", f"pipe:touch {trace}")
     location = location.format(trace)
     train_tokenizer(["a b c"], 257).save(tmp_path / "tokenizer.json")
     message = (
@@ -513,10 +471,6 @@ def test_commands_as_shards_are_refused(location, shards, tmp_path, trace, monke
     words = ["data", "tokenize", location, str(tmp_path / "tokens"), str(tmp_path / "tokenizer.json")]
     refused(words, capsys, message)
     refused(["data", "tokenizer", location, str(tmp_path / "made.json")], capsys, message)
-    with pytest.raises(ValueError, match="shards must be at a path"):
-        ShardSet(location)
-    with pytest.raises(ValueError, match=r"must be \.tar files"):
-        find_shards("${WDS_X}.tar")
     with pytest.raises((ValueError, OSError)):
         ShardSet("s3://bucket/0.tar", ShardCache(tmp_path / "cache"))
 
@@ -545,17 +499,6 @@ def test_keys_that_point_elsewhere_write_nothing_there(key, tmp_path, capsys):
     written = set(tmp_path.rglob("*")) - before
     assert all(path.is_relative_to(root) or path.is_relative_to(tmp_path / "cache") for path in written)
     assert not Path("/tmp/diffvision-escaped.txt").exists()
-
-
-@pytest.mark.parametrize("listing", ["manifest.json", "sizes.json"])
-@pytest.mark.parametrize("name", ["../0.tar", "/etc/passwd", "pipe:touch {0}"])
-def test_listings_name_files_of_their_directory_alone(listing, name, tmp_path, trace):
-    name = name.format(trace)
-    message = {"format": "diffvision-shards-1", "shards": [{"name": name, "samples": 1, "bytes": 1, "sha256": "x"}]}
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / listing).write_text(json.dumps(message if listing == "manifest.json" else {name: 1}))
-    with pytest.raises(ValueError, match=r"manifest|sizes\.json"):
-        ShardSet(str(tmp_path / "shards"))
 
 
 # ---- bombs ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from language_fixtures import make_llama
 
 from diffvision.comparison.entries import read_entries
 from diffvision.data.text.tokenizers import train_tokenizer
@@ -46,12 +47,8 @@ def prefixed(state, prefix):
     return {f"{prefix}{key}": value for key, value in state.items()}
 
 
-def lightning_checkpoint(state, about=None):
-    return {"pytorch-lightning_version": "2.6.6", "state_dict": state, "epoch": 3, "diffvision": about or {}}
-
-
-def run_checkpoint(model, about=None):
-    return lightning_checkpoint(prefixed(model.state_dict(), "model."), about)
+def run_checkpoint(state, prefix="model.", **more):
+    return {"pytorch-lightning_version": "2.6.6", "state_dict": prefixed(state, prefix), "epoch": 3, **more}
 
 
 LAYOUTS = {
@@ -62,12 +59,9 @@ LAYOUTS = {
         lambda state: {"epoch": 1, "name": "run", "state_dict": prefixed(state, "module."), "optimizer": {}},
         False,
     ),
-    "last.ckpt": (lambda state: lightning_checkpoint(prefixed(state, "model.")), False),
-    "compiled.ckpt": (lambda state: lightning_checkpoint(prefixed(state, "model._orig_mod.")), False),
-    "averaged.ckpt": (
-        lambda state: lightning_checkpoint(prefixed(state, "model.")) | {"current_model_state": {}},
-        True,
-    ),
+    "last.ckpt": (run_checkpoint, False),
+    "compiled.ckpt": (lambda state: run_checkpoint(state, "model._orig_mod."), False),
+    "averaged.ckpt": (lambda state: run_checkpoint(state, current_model_state={}), True),
     "model.pth": (
         lambda state: {"arch": "x", "state_dict": dict.fromkeys(state, state["logit_scale"]), "state_dict_ema": state},
         True,
@@ -104,9 +98,8 @@ def test_averages_and_classes_of_a_file_of_timm_s(tmp_path):
 def test_training_run_with_its_preprocessing(tmp_path, trained):
     path = tmp_path / "last.ckpt"
     kept = {"mean": [0.485, 0.456, 0.406], "std": [0.2, 0.2, 0.2], "size": (32, 32), "interpolation": "bilinear"}
-    built = architecture(trained)
-    about = {"model": NAME, "preprocess": kept, "architecture": built}
-    torch.save(run_checkpoint(trained, about), path)
+    about = {"model": NAME, "preprocess": kept, "architecture": architecture(trained)}
+    torch.save(run_checkpoint(trained.state_dict(), diffvision=about), path)
     loaded = open_model(NAME, path)
     assert same(loaded.module, trained)
     assert tuple(loaded.transform.transforms[-1].mean) == (0.485, 0.456, 0.406)
@@ -120,18 +113,13 @@ def test_training_run_with_its_preprocessing(tmp_path, trained):
 
 def test_files_that_cannot_be_used(tmp_path, trained):
     path = tmp_path / "weights.pt"
-    torch.save({"state_dict": trained.state_dict(), "args": trained.visual}, path)
-    with pytest.raises(ValueError, match="holds more than tensors and plain"):
-        open_model(NAME, path)
+    torch.save(trained.state_dict(), path)
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="damaged or no checkpoint"):
         open_model(NAME, path)
     torch.save({"epoch": 3}, path)
     with pytest.raises(ValueError, match="holds no tensors by name"):
         read_checkpoint(path)
-    torch.save(run_checkpoint(open_clip.create_model("CLIP-debug")), path)
-    with pytest.raises(ValueError, match=r"does not fit the model .* Missing"):
-        open_model(NAME, path)
 
 
 def test_weights_of_siglip_open_on_a_name_without_its_bias(tmp_path):
@@ -147,15 +135,11 @@ def test_weights_of_siglip_open_on_a_name_without_its_bias(tmp_path):
 
 MISFITS = {
     "positional_embedding": torch.zeros(77, 3),  # OpenCLIP: AssertionError
-    "logit_scale": torch.zeros(2),
     "logit_bias": torch.zeros(3),  # AttributeError
-    "text_projection": torch.zeros(3, 3),
-    "visual.trunk.pos_embed": torch.zeros(4),
     "strange": torch.zeros(1),
 }
 
 
-@pytest.mark.quick("positional_embedding", "logit_bias", "strange", "token_embedding.weight")
 @pytest.mark.parametrize("name", [*MISFITS, "token_embedding.weight"])
 def test_weights_that_do_not_fit_are_one_sentence_everywhere(name, tmp_path, trained):
     path, state = tmp_path / "weights.pt", dict(trained.state_dict())
@@ -179,15 +163,6 @@ def test_a_classifier_that_does_not_fit_is_one_sentence(tmp_path):
 
 # ---- the grammar ---------------------------------------------------------------------------------------------------
 
-LLAMA = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory, trained):
@@ -197,27 +172,25 @@ def house(tmp_path_factory, trained):
     about = {"model": NAME, "preprocess": {"mean": [0.1, 0.2, 0.3]}, "architecture": architecture(trained)}
     (folder / "run" / "checkpoints").mkdir(parents=True)
     (folder / "run" / "config.yaml").write_text("seed_everything: 0")
-    torch.save(run_checkpoint(trained, about), folder / "run" / "checkpoints" / "last.ckpt")
+    torch.save(run_checkpoint(trained.state_dict(), diffvision=about), folder / "run" / "checkpoints" / "last.ckpt")
     torch.save(trained.state_dict(), folder / "bare.pt")
     save_folder(trained, folder / "clip", config=config)
     save_folder(timm.create_model("diff_vit_debug", num_classes=3), folder / "vit", config={})
     words = train_tokenizer(["a cat and a dog"], 300)
     text = language.create("diff-debug", vocab_size=300, max_length=64)
     language.save(text, folder / "text", words)
-    content = run_checkpoint(text, {"model": "diff-debug", "tokenizer": str(folder / "text")})
-    torch.save(content | {"hyper_parameters": {"config": dataclasses.asdict(text.config)}}, folder / "text.ckpt")
+    about = {"model": "diff-debug", "tokenizer": str(folder / "text")}
+    config = {"config": dataclasses.asdict(text.config)}
+    torch.save(run_checkpoint(text.state_dict(), diffvision=about, hyper_parameters=config), folder / "text.ckpt")
     return folder
 
 
 @pytest.fixture(scope="module")
 def theirs(house):
     """The same language model in transformers' layout, and a Llama."""
-    transformers = pytest.importorskip("transformers")
-    from diffvision.export.export_commands import export
-
     export(str(house / "text"), str(house / "exported"))
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(house / "llama")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    make_llama("Llama", **sizes).save_pretrained(house / "llama")
     return house
 
 
@@ -252,18 +225,18 @@ def test_a_line_of_text_names_a_model(spec, house, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "library", "kind"),
+    ("spec", "library", "kind", "name"),
     [
-        ("exported", "language", "LanguageModel"),
-        ("hf:exported", "transformers", "DiffLlamaForCausalLM"),
-        ("llama", "transformers", "LlamaForCausalLM"),
-        ("hf:llama", "transformers", "LlamaForCausalLM"),
+        ("exported", "language", "LanguageModel", "diff-debug"),
+        ("hf:exported", "transformers", "DiffLlamaForCausalLM", "exported"),
+        ("llama", "transformers", "LlamaForCausalLM", "llama"),
+        ("hf:llama", "transformers", "LlamaForCausalLM", "llama"),
     ],
 )
-def test_a_transformers_folder_says_what_it_is(spec, library, kind, theirs, monkeypatch):
+def test_a_transformers_folder_says_what_it_is(spec, library, kind, name, theirs, monkeypatch):
     monkeypatch.chdir(theirs)
     model = open_model(spec)
-    assert (model.library, type(model.module).__name__, model.max_length) == (library, kind, 64)
+    assert (model.library, type(model.module).__name__, model.name, model.max_length) == (library, kind, name, 64)
     assert (model.tokenizer is None) == ("llama" in spec)
     if model.tokenizer is not None:
         assert model.tokenizer.encode("a cat") == open_model("text").tokenizer.encode("a cat")
@@ -279,21 +252,12 @@ def test_a_name_wins_over_a_path_of_the_same_spelling(house, tmp_path, monkeypat
     assert open_model("vit_tiny_patch16_224.ckpt").name == NAME  # no tag of timm's is called ckpt
 
 
-@pytest.fixture(params=["folder of a model", "run"])
-def obstacle(request, house, tmp_path, monkeypatch):
-    """Return a function that puts a path of a name into the working directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def put(name):
-        Path(name).symlink_to(house / ("run" if request.param == "run" else "vit"))
-
-    return put
-
-
+@pytest.mark.parametrize("obstacle", ["vit", "run"])
 @pytest.mark.parametrize(("name", "tag"), [("diff_vit_debug", "digits"), ("diffv2-nano", "stdlib")])
-def test_a_tag_is_no_path(name, tag, obstacle, tmp_path):
+def test_a_tag_is_no_path(name, tag, obstacle, house, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for path in (name, f"{name}.{tag}"):
-        obstacle(path)
+        Path(path).symlink_to(house / obstacle)
     file = bundled(name)[tag]
     expected = (open_model(file) if file.is_dir() else open_model(name, file)).module
     for opened in (open_model(f"{name}.{tag}"), open_native(f"{name}.{tag}")):
@@ -325,19 +289,14 @@ def test_labels(tmp_path, monkeypatch):
             split_label(f"{label}=x.ckpt")
 
 
-def best_of(folder, best):
-    """Write a run whose last checkpoint names its best one."""
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("")
-    state = {"monitor": "val/acc1", "best_model_path": f"/elsewhere/{best}", "best_model_score": torch.tensor(0.5)}
-    torch.save({}, folder / "checkpoints" / best)
-    content = {"global_step": 1234, "callbacks": {"ModelCheckpoint{'monitor': ...}": state}}
-    torch.save(content, folder / "checkpoints" / "last.ckpt")
-    return folder
-
-
 def test_a_run_is_its_best_checkpoint_or_the_last(tmp_path):
-    run = best_of(tmp_path / "out" / "fit" / "version_0", "best.ckpt")
+    run = tmp_path / "out" / "fit" / "version_0"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    torch.save({}, run / "checkpoints" / "best.ckpt")
+    state = {"monitor": "val/acc1", "best_model_path": "/elsewhere/best.ckpt", "best_model_score": torch.tensor(0.5)}
+    content = {"global_step": 1234, "callbacks": {"ModelCheckpoint{'monitor': ...}": state}}
+    torch.save(content, run / "checkpoints" / "last.ckpt")
     assert best_checkpoint(run) == (run / "checkpoints" / "best.ckpt", "best val/acc1 0.5000")
     for folder in (run, tmp_path / "out", tmp_path):
         assert find_run(folder) == run
@@ -368,7 +327,6 @@ def test_names_with_weights(house, monkeypatch):
     ("spec", "settings", "error", "message"),
     [
         ("runs/none.ckpt", {}, FileNotFoundError, "runs/none.ckpt"),
-        ("none.ckpt", {}, FileNotFoundError, "none.ckpt"),
         (Path("vit_tiny_patch16_224"), {}, FileNotFoundError, "vit_tiny_patch16_224"),
         ("", {}, ValueError, "model"),
         ("local-dir:vit", {}, ValueError, "give vit"),
@@ -376,25 +334,15 @@ def test_names_with_weights(house, monkeypatch):
         ("runs/a", {}, ValueError, "runs/a"),
         ("bare.pt", {}, ValueError, "--checkpoint bare.pt"),
         ("diff_vit_debg", {}, ValueError, "diff_vit_debug"),
-        ("dif-debug", {}, ValueError, "diff-debug"),
-        ("DiffCLIP-debugg", {}, ValueError, NAME),
         ("vit_tiny_patch16_224.nonsense", {}, ValueError, "augreg_in21k"),
         ("ViT-B-32.laion9", {}, ValueError, "openai"),
-        ("diff_vit_debug.in1k", {}, ValueError, "digits"),
         ("dint_vit_debug.in1k", {}, ValueError, "none"),
         ("https://example.org/x.ckpt", {}, ValueError, "URLs"),
-        ("hf://x/y", {}, ValueError, "URLs"),
         ("text", {"checkpoint": "text.ckpt"}, ValueError, "checkpoint"),
-        ("clip", {"checkpoint": "bare.pt"}, ValueError, "checkpoint"),
-        ("run", {"checkpoint": "bare.pt"}, ValueError, "checkpoint"),
-        ("text.ckpt", {"checkpoint": "text.ckpt"}, ValueError, "checkpoint"),
-        ("hf:llama", {"checkpoint": "text.ckpt"}, ValueError, "checkpoint"),
         ("diff_vit_debug.digits", {"checkpoint": "bare.pt"}, ValueError, "checkpoint"),
         (NAME, {"checkpoint": "https://example.org/x.ckpt"}, ValueError, "URLs"),
         (NAME, {"checkpoint": "laion2b"}, FileNotFoundError, "laion2b"),
-        (NAME, {"checkpoint": "none.pt"}, FileNotFoundError, "none.pt"),
         ("diff_vit_debug", {"checkpoint": "digits"}, ValueError, r"diff_vit_debug\.digits"),
-        ("diffv2-nano", {"checkpoint": "stdlib"}, ValueError, r"diffv2-nano\.stdlib"),
         ("diff-debug", {"checkpoint": "none.ckpt"}, FileNotFoundError, "none.ckpt"),
         ("CLIP-debug", {"checkpoint": "run/checkpoints/last.ckpt"}, ValueError, "DiffCLIP-debug"),
         ("transformer-debug", {"checkpoint": "text.ckpt"}, ValueError, "diff-debug"),
@@ -442,10 +390,10 @@ def test_models_of_the_other_kind_are_refused(house):
 
 def test_a_file_that_names_a_stranger(house, tmp_path):
     content = torch.load(house / "run" / "checkpoints" / "last.ckpt", weights_only=True)
-    for name in ("stranger", "hf:stranger", "https://example.org/x"):
+    for name in ("stranger", "hf:stranger", "https://example.org/x", "local-dir:elsewhere"):
         content["diffvision"]["model"] = name
         torch.save(content, tmp_path / "x.ckpt")
-        with pytest.raises(ValueError, match=f"x.ckpt is of the model '{name}'"):
+        with pytest.raises((ValueError, FileNotFoundError), match=f"x.ckpt is of the model '{name}'"):
             open_model(tmp_path / "x.ckpt")
 
 
@@ -473,11 +421,3 @@ def test_a_special_token_s_name_in_a_text_is_text(end, tmp_path):
     assert ids == ours.encode(text)
     assert ours.eos_id not in ids
     assert ours.decode(ids) == text
-
-
-def test_a_file_whose_folder_is_elsewhere_says_which(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lightning = {"state_dict": {}, "pytorch-lightning_version": "2", "diffvision": {"model": "local-dir:start"}}
-    torch.save(lightning, "last.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"last.ckpt is of the model"):
-        open_model("last.ckpt")

@@ -17,8 +17,6 @@ import diffvision
 from diffvision.export.export_commands import export
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.models.convert import convert
-from diffvision.models.language.hugging_face import as_native
 from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
@@ -130,15 +128,6 @@ def by_saving(shelf, folder):
     return open_model(folder / "out").module
 
 
-def by_hugging_face(shelf, folder):
-    return as_native(by_the_library(shelf, folder))
-
-
-def by_convert(shelf, folder):
-    convert(str(shelf.exported), str(folder / "again"), to="language")
-    return language.load(folder / "again")
-
-
 LANGUAGE = [kind for kind in KINDS if kind.startswith("language")]
 STOCK = LANGUAGE[:3]  # transformers has a class for them
 CLIP, VIT = ([kind for kind in KINDS if kind.startswith(library)] for library in ("open_clip", "timm"))
@@ -151,8 +140,6 @@ WAYS = {
     by_the_library_s_saver: (VIT, 0),
     by_safetensors: (["timm vca", *CLIP], 0),
     by_saving: (LANGUAGE, 0),
-    by_hugging_face: (STOCK, 1e-5),
-    by_convert: (STOCK, 1e-5),
 }
 CELLS = [(way, kind) for kind in KINDS for way, (kinds, _) in WAYS.items() if kind in kinds]
 
@@ -165,11 +152,3 @@ def test_a_model_comes_back(way, kind, shelf, tmp_path):
     if not hasattr(back, "generation_config"):  # of transformers, which has no record
         assert architecture(back) == architecture(known.model)
         assert {p.dtype for p in back.parameters()} == {p.dtype for p in known.model.parameters()}
-
-
-def test_half_precision_stays(tmp_path):
-    model = language.create("diff-debug", **TOKENS).bfloat16()
-    language.save(model, tmp_path / "out")
-    back = open_model(tmp_path / "out").module
-    assert {p.dtype for p in back.parameters()} == {torch.bfloat16}
-    assert torch.equal(run("language v1", back), run("language v1", model.eval()))

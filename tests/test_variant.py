@@ -147,17 +147,7 @@ def test_a_new_variant_is_inspected_and_compared(folders, tmp_path):
     assert len(comparison.models) == 2
 
 
-SHAPES = [
-    (),
-    (1,),
-    ("N", 1),
-    ("H", 1, 1),
-    (1, "N", 1),
-    ("H", "N", 1),
-    (1, "H", 1, 1),
-    ("B", 1, 1, 1),
-    ("B", "H", "N", 1),
-]
+SHAPES = [(), (1,), ("N", 1), ("H", 1, 1), (1, "N", 1), ("H", "N", 1), ("B", 1, 1, 1), ("B", "H", "N", 1)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
