@@ -22,7 +22,7 @@ from diffvision.inspection.inspecting import _lead
 from diffvision.models import language
 from diffvision.models.architecture import architecture
 from diffvision.models.bundled import bundled
-from diffvision.models.checkpoint import read_checkpoint, read_origin
+from diffvision.models.checkpoint import read_checkpoint
 from diffvision.opening import best_checkpoint, find_run, open_model, open_native, split_label
 from diffvision.opening.specs import as_text, find_model
 from diffvision.opening.texts import HuggingFaceTokenizer
@@ -264,7 +264,6 @@ def test_a_tag_is_no_path(name, tag, obstacle, house, tmp_path, monkeypatch):
         assert same(opened.module, expected)
         assert opened.name == name
         assert opened.run is None
-    assert open_model(name).weights is None
     assert read_entries([f"{name}.{tag}", f"./{name}.{tag}"])[0].model == f"{name}.{tag}"
     export(f"{name}.{tag}", str(tmp_path / "exported"))
     assert same(open_model(tmp_path / "exported").module, expected)
@@ -319,8 +318,6 @@ def test_names_with_weights(house, monkeypatch):
     assert (text.name, text.weights) == ("diff-debug", "text.ckpt")
     assert text.tokenizer.vocab_size <= 300
     assert open_model("diff-debug", "text").weights == "text"
-    assert read_origin("text.ckpt") == ("diff-debug", True, False)
-    assert read_origin("bare.pt") == (None, False, False)
 
 
 @pytest.mark.parametrize(
