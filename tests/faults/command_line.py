@@ -81,17 +81,6 @@ def succeeds(*command: str) -> str:
     return output
 
 
-def refused(*command: str, words: str) -> str:
-    """Return the line of a command that must be refused with one error that contains `words`."""
-    status, output = run(*command)
-    assert status != 0, "not refused"
-    lines = [line for line in output.splitlines() if "error:" in line]
-    assert lines, output[-600:]
-    assert words in lines[-1], lines[-1][:600]
-    assert "Traceback" not in output
-    return lines[-1].partition("error:")[2].strip()
-
-
 class Shot(pl.Callback):
     """Sends a signal to this process in a hook, once `step` steps are made."""
 

@@ -1,10 +1,6 @@
 """Settings of every fault: an empty folder as the current one, and workers of loaders that are forked."""
 
 import multiprocessing
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -22,20 +18,3 @@ def _forked_workers():
     multiprocessing.set_start_method("fork", force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
-
-
-@pytest.fixture
-def files_up_to(monkeypatch) -> Callable[[int], AbstractContextManager]:
-    """Let no file of this process grow larger: what a full disk does, without being root."""
-
-    @contextmanager
-    def limited(size: int) -> Iterator[None]:
-        limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, handler)
-
-    return limited

@@ -92,9 +92,10 @@ def on_ranks(function: Callable[[], Any], world_size: int) -> list[Any]:
 
         def work() -> None:
             os.environ["WORLD_SIZE"] = str(world_size)
+            torch.set_num_threads(1)
             torch.save(function(), Path(directory, os.environ["LOCAL_RANK"] + ".pt"))
 
-        for rank in Ranks(Path(directory), work, world_size).ended(120):
+        for rank in Ranks(Path(directory), work, world_size).ended(600):
             assert rank.code == 0, rank.output
         return [torch.load(Path(directory, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ranks import on_ranks
 from tiny_runs import BATCH, BATCHES, EPOCHS, TASKS, Cut, Outcome, Setting, once, quietly, run, unequal, write_data
 
@@ -106,7 +104,6 @@ def outcome_of(data: Path, kept: Path, case: Case) -> Outcome:
 
 
 def one_part(data: Path, kept: Path, setting: Setting, cut: Cut | None, world_size: int, part: int) -> Outcome:
-    torch.set_num_threads(1)
     outcome = Outcome(began=[-1] * part)
     devices = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
     with quietly():

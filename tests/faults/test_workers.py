@@ -1,6 +1,6 @@
 """Workers that read data: those of a killed process, and those of a run that is suspended.
 
-`tests/data/shards/test_workers.py` has workers that are killed or stuck.
+`tests/data/shards/test_worker_batches.py` has workers that are killed or stuck.
 """
 
 import os

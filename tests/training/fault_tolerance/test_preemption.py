@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import sys
@@ -26,7 +27,7 @@ from diffvision.training.fault_tolerance.checkpoints import PREEMPTED as SAVED
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
 from diffvision.training.fault_tolerance.preemption import Preempted, Preemption, watch_signals
 from diffvision.training.fault_tolerance.ranks import SameShards, end_with_first_rank
-from ranks import Ended, Ranks, alive, children, kill, send, until
+from ranks import Ended, Ranks, alive, alone, children, kill, send, until
 
 # Lightning's advice (more workers; directories that are not empty) is not for these.
 pytestmark = [
@@ -56,14 +57,8 @@ class Tiny(pl.LightningModule):
         self.act("validation_step")
         self.log("value", 1.0)
 
-    def on_train_start(self):
-        self.act("on_train_start")
-
     def on_validation_end(self):
         self.act("on_validation_end")
-
-    def on_train_epoch_end(self):
-        self.act("on_train_epoch_end")
 
     def on_save_checkpoint(self, checkpoint):
         self.act("on_save_checkpoint")
@@ -107,21 +102,42 @@ def saved(root):
     return torch.load(root / SAVED, weights_only=True)
 
 
-def called(module, *hooks):
-    return [hook for hook, _ in module.hooks if hook in hooks]
-
-
 # --- one process ---
 
 
-def test_sigterm_saves_after_the_step_and_ends_with_143(tmp_path, capsys):
-    module = Tiny(2, send(signal.SIGTERM, signal.SIGTERM))
-    _, code = fitted(tmp_path, module, batches=6)
-    assert code == 143
-    assert saved(tmp_path)["global_step"] == 3
-    assert find_newest([tmp_path]) == (tmp_path / SAVED, 3, {})
-    assert called(module, "validation_step", "on_train_epoch_end") == []
+SIGNALLED = {
+    # what runs when SIGTERM comes: its step and hook, settings; the exit status, the newest file and its step
+    "a step": (2, "training_step", {}, 143, SAVED, 3),
+    "a step of three batches": (1, "training_step", {"accumulate_grad_batches": 3, "batches": 9}, 143, SAVED, 2),
+    "the last step": (5, "training_step", {"max_steps": 6, "limit_val_batches": 0}, 0, LAST, 5),
+    "a save": (1, "on_save_checkpoint", {"callbacks": [ModelCheckpoint(every_n_train_steps=1)]}, 143, SAVED, 2),
+    "a validation": ("any", "validation_step", {}, 143, LAST, 5),  # of the state before the step that it follows
+    "a validation before training": (0, "validation_step", {"num_sanity_val_steps": 4}, 143, None, 0),
+}
+
+
+@pytest.mark.parametrize("running", SIGNALLED)
+def test_what_runs_at_a_signal_is_finished_and_nothing_begins_after_it(running, tmp_path):
+    at, hook, settings, status, name, step = SIGNALLED[running]
+    for saver in settings.get("callbacks", ()):
+        saver.dirpath = str(tmp_path)
+    module = Tiny(at, send(signal.SIGTERM, signal.SIGTERM), hook)
+    _, code = fitted(tmp_path, module, **settings)
+    assert (code, find_newest([tmp_path])) == (status, (name and tmp_path / name, step, {}))
+    signalled = next(place for place, call in enumerate(module.hooks) if call[0] == hook and at in (call[1], "any"))
+    begun = [call for call in module.hooks[signalled + 1 :] if call[0] != "on_save_checkpoint"]
+    assert set(begun) <= {("training_step", at)}  # the other batches of the step
+    if name == SAVED:
+        batches = saved(tmp_path)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]
+        assert batches == step * settings.get("accumulate_grad_batches", 1)
+
+
+def test_what_is_saved_is_printed(tmp_path, capsys):
+    fitted(tmp_path, Tiny(2, send(signal.SIGTERM)))
     assert f"SIGTERM: saved {tmp_path / SAVED} at step 3" in capsys.readouterr().err
+    _, code = fitted(tmp_path, Tiny(2, send(signal.SIGTERM)), enable_checkpointing=False, callbacks=[])
+    assert code == 143
+    assert "SIGTERM: no ModelCheckpoint says where to save, so nothing is saved" in capsys.readouterr().err
 
 
 @pytest.mark.forks
@@ -140,10 +156,7 @@ def test_another_sigterm_does_not_change_how_a_preempted_run_ends(tmp_path):
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(30)
-    assert process.exitcode == 143
+    assert alone(work).code == 143
     assert saved(tmp_path)["global_step"] == 3
 
 
@@ -160,25 +173,7 @@ def test_a_later_fit_of_the_process_hears_signals_again(tmp_path):
             assert code == 143, name
         sys.exit(7)
 
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(30)
-    assert process.exitcode == 7
-
-
-def test_a_step_of_several_batches_is_finished(tmp_path):
-    module = Tiny(1, send(signal.SIGTERM))  # in the first of the three batches of the second step
-    _, code = fitted(tmp_path, module, batches=9, accumulate_grad_batches=3)
-    batches = saved(tmp_path)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]
-    assert (code, saved(tmp_path)["global_step"], batches) == (143, 2, 6)
-
-
-def test_in_validation_a_run_ends_between_batches(tmp_path):
-    module = Tiny("any", send(signal.SIGTERM), hook="validation_step")
-    _, code = fitted(tmp_path, module)
-    assert code == 143
-    assert find_newest([tmp_path]) == (tmp_path / LAST, 5, {})  # before the step that the validation followed
-    assert called(module, "validation_step", "on_validation_end", "on_train_epoch_end") == ["validation_step"]
+    assert alone(work).code == 7
 
 
 def test_a_long_evaluation_is_left_between_its_batches(tmp_path):
@@ -196,12 +191,7 @@ def test_a_long_evaluation_is_left_between_its_batches(tmp_path):
     assert watch_signals(plain, range(3)) == range(3)
 
 
-def test_before_training_there_is_nothing_to_save(tmp_path):
-    module = Tiny(0, send(signal.SIGTERM), hook="validation_step")
-    _, code = fitted(tmp_path, module, num_sanity_val_steps=4)
-    assert (code, called(module, "validation_step", "training_step")) == (143, ["validation_step"])
-    assert not (tmp_path / SAVED).exists()
-
+def test_a_signal_before_the_fit_ends_it_before_its_first_step(tmp_path):
     class Early(Tiny):
         def configure_optimizers(self):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -209,19 +199,6 @@ def test_before_training_there_is_nothing_to_save(tmp_path):
 
     module = Early()
     assert (fitted(tmp_path, module)[1], module.hooks) == (143, [])
-
-
-def test_the_last_step_ends_by_itself(tmp_path):
-    _, code = fitted(tmp_path, module := Tiny(5, send(signal.SIGTERM)), max_steps=6, limit_val_batches=0)
-    assert (code, module.hooks[-1]) == (0, ("on_save_checkpoint", 6))
-
-
-def test_during_a_save_it_is_finished_and_another_follows(tmp_path):
-    module = Tiny(1, send(signal.SIGTERM), hook="on_save_checkpoint")
-    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    _, code = fitted(tmp_path, module, callbacks=[every])
-    assert (code, saved(tmp_path)["global_step"]) == (143, 2)
-    assert find_newest([tmp_path])[2] == {}
 
 
 def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
@@ -234,12 +211,6 @@ def test_sigint_is_as_sigterm_and_a_second_ends_at_once(tmp_path):
     _, code = fitted(tmp_path, Tiny(2, interrupt))
     assert (code, saved(tmp_path)["global_step"]) == (130, 3)
     assert handlers == [signal.SIG_DFL]
-
-
-def test_without_a_modelcheckpoint_a_run_ends_and_says_that_nothing_is_saved(tmp_path, capsys):
-    _, code = fitted(tmp_path, Tiny(2, send(signal.SIGTERM)), enable_checkpointing=False, callbacks=[])
-    assert code == 143
-    assert "SIGTERM: no ModelCheckpoint says where to save, so nothing is saved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("array", [False, True])
@@ -272,7 +243,7 @@ def _ask_after_each_step(monkeypatch):
     monkeypatch.setattr(preemption, "MOST", 1)
 
 
-@pytest.mark.parametrize(("seconds", "every"), [(0.001, 16), (0.3, 3), (0.9, 1), (20.0, 1)])
+@pytest.mark.parametrize(("seconds", "every"), [(0.001, 16), (0.3, 3), (20.0, 1)])
 def test_ranks_ask_each_other_about_once_a_second(seconds, every, monkeypatch):
     """The slowest rank counts; here the other one takes half the time."""
     monkeypatch.setattr(preemption, "MOST", 16)
@@ -293,13 +264,15 @@ def test_ranks_ask_each_other_about_once_a_second(seconds, every, monkeypatch):
     assert {later - earlier for earlier, later in itertools.pairwise(asked[1:])} == {every}
 
 
-def two(root, module, data=None, **settings) -> list[Ended]:
-    """What became of two ranks that fit a module, each within ten seconds."""
-    batches = DataLoader(torch.ones(12, 3)) if data is None else data
+def two(root, module, shards=None) -> list[Ended]:
+    """What became of two ranks that fit a module, each within a minute; each may have a folder of shards."""
 
     def work():
         callbacks = [ModelCheckpoint(root, filename="{step}", every_n_train_steps=2)]
-        trainer = trainer_of(root, devices=2, strategy="ddp", callbacks=callbacks, **settings)
+        batches, whole = DataLoader(torch.ones(12, 3)), {"use_distributed_sampler": not shards}
+        if shards:
+            batches.shards = ShardSet(shards[int(os.environ["LOCAL_RANK"])])
+        trainer = trainer_of(root, devices=2, strategy="ddp", callbacks=callbacks, **whole)
         trainer.fit(module, batches, DataLoader(torch.ones(8, 3)))
 
     ended = Ranks(root / "ranks", work).ended()
@@ -343,23 +316,15 @@ def test_a_rank_that_is_gone_ends_the_others(tmp_path, end, gone):
     assert (tmp_path / "step=2.ckpt").is_file()
 
 
-def test_ranks_with_other_files_of_the_same_names_are_named(tmp_path, monkeypatch):
-    def describe(loader):
-        gathered = []
-        monkeypatch.setattr(ranks, "gather_from_ranks", lambda trainer, mine: gathered.append(mine) or [mine])
-        SameShards().on_train_start(SimpleNamespace(train_dataloader=loader), None)
-        return gathered[0]
-
-    seen = []
-    for text in ("a", "a", "b"):
-        directory = tmp_path / str(len(seen))
-        write_shards(directory, [{"__key__": f"{number}", "txt": text} for number in range(4)])
-        seen.append(describe(SimpleNamespace(shards=ShardSet(directory))))
-    assert seen[0] == seen[1]
-    monkeypatch.setattr(ranks, "gather_from_ranks", lambda trainer, mine: seen)
-    with pytest.raises(ValueError, match=r"rank 2 has 4 .*\(sha256"):
-        SameShards().on_train_start(SimpleNamespace(train_dataloader=None), None)
-    assert describe(DataLoader([0])) == "none"
+@pytest.mark.forks
+def test_ranks_with_other_shards_of_the_same_names_end_before_the_first_step(tmp_path):
+    folders = [tmp_path / text for text in "ab"]
+    for folder in folders:
+        write_shards(folder, [{"__key__": f"{number}", "txt": folder.name} for number in range(4)])
+    ended = two(tmp_path, Tiny(), folders)
+    assert [rank.code for rank in ended] == [1, 1]
+    assert re.search(r"ValueError: all ranks .* rank 1 has 4 samples .*\(sha256", ended[0].output)
+    assert not [*tmp_path.glob("*.ckpt")]
 
 
 @pytest.mark.forks
