@@ -2,6 +2,8 @@
 
 import re
 from collections import defaultdict
+from itertools import product
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -9,9 +11,9 @@ import torch
 import training_fits
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from diffvision.training import (
     EMA,
@@ -21,8 +23,10 @@ from diffvision.training import (
     LastCheckpoint,
     Throughput,
 )
-from diffvision.training.fault_tolerance import protect, protection
+from diffvision.training.fault_tolerance import StepGuard, protect, protection
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO, read_step
+from diffvision.training.fault_tolerance.preemption import Preemption
+from diffvision.training.fault_tolerance.ranks import SameShards
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import RunSummary
 
@@ -47,28 +51,6 @@ def trainer_of(root, steps, **settings):
     return training_fits.trainer(*saving, logger=CSVLogger(root, "fit", 0), **{"max_steps": steps} | settings)
 
 
-def train(root, steps, resume):
-    module, trainer = Tiny(), trainer_of(root, steps)
-    with protect(trainer, module, resume=resume) as checkpoint:
-        trainer.fit(module, DataLoader(torch.ones(8, 3)), ckpt_path=checkpoint)
-    return module, trainer, checkpoint
-
-
-def test_a_script_resumes_from_whole_checkpoints(tmp_path):
-    _, _, checkpoint = train(tmp_path, 2, "never")
-    assert checkpoint is None
-    assert read_step(tmp_path / "kept" / "final.ckpt") == 2
-    again, _, checkpoint = train(tmp_path, 4, "auto")
-    assert checkpoint == str(tmp_path / "kept" / "last.ckpt")
-    assert again.steps == [1, 2, 3]
-    assert {path.name for path in (tmp_path / "kept").glob("step*")} == {
-        *(f"step={number}.ckpt" for number in range(1, 5)),
-        "step=2.ckpt.replaced",
-    }
-    with pytest.raises(ValueError, match="already holds checkpoints"):
-        train(tmp_path, 4, "never")
-
-
 def test_callbacks_have_the_order_that_they_need_and_are_replaced_by_the_next_fit(tmp_path):
     trainer, module = trainer_of(tmp_path, 1), Tiny()
     trainer.callbacks.insert(0, EarlyStopping("loss"))
@@ -87,6 +69,18 @@ def test_no_modelcheckpoint_writes_the_same_file(tmp_path):
         assert not saver.save_last
     trainer.callbacks[:] = [ModelCheckpoint(tmp_path / "kept", "last")]
     with pytest.raises(ValueError, match="LastCheckpoint"), protect(trainer, Tiny()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting"),
+    [
+        (ModelParallelStrategy(), "save_distributed_checkpoint"),
+        (FSDPStrategy(state_dict_type="sharded"), "state_dict_type"),
+    ],
+)
+def test_a_strategy_that_would_save_shards_is_refused(strategy, setting):
+    with pytest.raises(ValueError, match=setting), protect(SimpleNamespace(strategy=strategy), Tiny()):
         pass
 
 
@@ -125,52 +119,22 @@ def test_no_last_state_is_left_where_none_is_wanted(tmp_path, settings):
     assert not [*tmp_path.rglob("*.ckpt")]
 
 
-class Recorder(Profiler):
-    """Notes the hooks that Lightning calls, in their order."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def start(self, action_name):
-        self.calls.append(action_name)
-
-    def stop(self, action_name):
-        pass
-
-
-def hooks_between_two_batches(trainer, module, calls) -> dict[str, list[str]]:
-    """By hook, the classes of the callbacks and the module that have it, in the order of their calls."""
-    first, second = [place for place, call in enumerate(calls) if call.endswith("train_dataloader_next")][1:3]
-    callbacks = {type(callback).__name__: type(callback) for callback in trainer.callbacks}
-    order = defaultdict(list)
-    for call in calls[first:second]:
-        match = re.match(r"\[(Callback|LightningModule)\](\w+).*\.(on_\w+)$", call, re.S)
-        if match is None:
-            continue
-        owner, name, hook = match.groups()
-        cls = callbacks[name] if owner == "Callback" else type(module)
-        plain = getattr(pl.Callback if owner == "Callback" else pl.LightningModule, hook)
-        name = "TrainingModule" if owner == "LightningModule" else name
-        if getattr(cls, hook) is not plain and name not in order[hook]:
-            order[hook].append(name)
-    return {hook: names for hook, names in order.items() if names}
-
-
-def test_what_happens_between_two_batches_is_as_written_down(tmp_path):
-    module, recorder = ClassificationModule("diff_vit_debug", num_classes=3), Recorder()
-    loader = DataLoader(TensorDataset(torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 0, 1, 2])), batch_size=2)
-    saver = LastCheckpoint(every_n_train_steps=1)
-    best = ModelCheckpoint(tmp_path / "kept", "best", monitor="val/acc1", save_on_train_epoch_end=False)
-    callbacks = [ProgressLine(), best, saver, EMA(), Throughput(), LambdaMonitor(), DataReport(), RunSummary()]
-    settings = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "val_check_interval": 2, "max_epochs": 1}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, profiler=recorder, **settings)
-    with protect(trainer, module):
-        trainer.fit(module, loader, loader)
+def test_the_hooks_between_two_batches_are_as_written_down():
     written, hook = defaultdict(list), ""
     for line in protection.__doc__.splitlines():
         if match := re.match(r" {4}(\w*) +([A-Z]\w+) {2,}", line):
             hook = match[1] or hook
             written[hook].append(match[2])
-    del written["prepare_batch"], written["training_step"], written["validation_step"], written["on_after_backward"]
-    assert hooks_between_two_batches(trainer, module, recorder.calls) == written
+    for name in ("prepare_batch", "training_step", "validation_step", "on_after_backward"):  # of modules alone
+        del written[name]
+    callbacks = [ProgressLine, EMA, Throughput, LambdaMonitor, DataReport, RunSummary, SameShards]
+    callbacks += [Preemption, StepGuard, ModelCheckpoint, LastCheckpoint]
+    owners = {callback.__name__: callback for callback in callbacks}
+    owners["TrainingModule"] = ClassificationModule
+    hooks = [name for name in vars(pl.Callback) if re.match("on_(train_batch|before|after|validation|save)", name)]
+    found = defaultdict(list)
+    for hook, (name, owner) in product(hooks, owners.items()):
+        base = pl.Callback if issubclass(owner, pl.Callback) else pl.LightningModule
+        if getattr(owner, hook) is not getattr(base, hook):
+            found[hook].append(name)
+    assert found == written
