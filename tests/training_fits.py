@@ -1,13 +1,9 @@
-"""What tests of training share: a quiet Trainer, data, the gradients of its first step, and two processes."""
-
-import os
-import socket
+"""What tests of training share: a quiet Trainer, data, and the gradients of its first step."""
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from torch import multiprocessing
 from torch.utils.data import DataLoader
 
 from diffvision.data.datasets.digits import png
@@ -90,23 +86,3 @@ def same(a, b, rtol=1e-6, atol=1e-8):
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def in_two(function, *args):
-    """Call a function in two forked processes of one group, for a Trainer with two devices."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # Daemons: if the two should wait for each other for ever, they end with this process.
-    two = multiprocessing.start_processes(
-        _one_of_two, (port, function, args), nprocs=2, join=False, daemon=True, start_method="fork"
-    )
-    assert any(two.join(timeout=600) for _ in range(2))  # a join returns when the first one ends
-
-
-def _one_of_two(rank, port, function, args):
-    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    function(*args)
-    torch.distributed.barrier()  # a process that ends while the other still talks to it can abort that one
-    torch.distributed.destroy_process_group()

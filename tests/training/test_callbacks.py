@@ -41,19 +41,26 @@ def reports():
     return [one, two]
 
 
-def test_account_sums_ranks_and_adds_up():
-    text, counts = describe_epoch(reports(), consumed=96)
-    assert counts == {"seen": 93, "skipped": 3, "substituted": 3, "tail": 4}
-    assert text.splitlines() == [
-        "epoch 4: 93 seen + 3 skipped = 96 of 100 samples",
-        "  2 x empty caption: 0.tar: a, 0.tar: b",
-        "  1 x truncated image: 1.tar: c",
-    ]
+LINES = ["epoch 4: 93 seen + 3 skipped = 96 of 100 samples", "  2 x empty caption: 0.tar: a, 0.tar: b"]
+LINES.append("  1 x truncated image: 1.tar: c")
+RESUMED = Report(100, epoch=0, tail=4, before=32, seen=32, extra_counts={"padding_tokens": 4272, "empty": 0})
+PARTS = "32 seen + 0 skipped + 32 before the run was resumed + 32 not reached"
 
 
-def test_captions_that_are_cut_are_counted_and_warned_of_once():
-    text, counts = describe_epoch([replace(one, cut=20) for one in reports()], consumed=96)
-    assert (counts["cut"], text.splitlines()[-1]) == (40, "  40 captions cut")
+@pytest.mark.parametrize(
+    ("given", "consumed", "lines"),
+    [
+        (reports(), 96, LINES),
+        ([replace(one, cut=20) for one in reports()], 96, [*LINES, "  40 captions cut"]),
+        ([RESUMED], 32, [f"epoch 1: {PARTS} = 96 of 100 samples", "  besides: 4,272 padding tokens"]),
+    ],
+    ids=["two ranks", "captions cut", "resumed and cut short"],
+)
+def test_the_account_of_an_epoch_adds_up(given, consumed, lines):
+    assert describe_epoch(given, consumed)[0].splitlines() == lines
+
+
+def test_captions_that_are_cut_are_warned_of_once():
     account, loader = DataReport(), SimpleNamespace(report=Report(5000, seen=999, cut=60), batch_size=1)
     run = trainer(0, train_dataloader=loader)
     account.on_train_start(run, Module())
@@ -62,15 +69,6 @@ def test_captions_that_are_cut_are_counted_and_warned_of_once():
     with pytest.warns(UserWarning, match="6% of captions.*context_length"):
         account.on_train_batch_end(run)
     account.on_train_batch_end(run)
-
-
-def test_account_of_an_epoch_resumed_and_cut_short():
-    report = Report(100, epoch=0, tail=4, before=32, seen=32, extra_counts={"padding_tokens": 4272, "empty": 0})
-    text, _ = describe_epoch([report], consumed=32)
-    assert text == (
-        "epoch 1: 32 seen + 0 skipped + 32 before the run was resumed + 32 not reached = 96 of 100 samples\n"
-        "  besides: 4,272 padding tokens"
-    )
 
 
 def test_the_account_of_a_resumed_epoch_is_of_all_of_it():

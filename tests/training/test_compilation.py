@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffvision.training.compilation import SeparateGradients, compile_in_place
+from diffvision.training.compilation import compile_in_place
 
 
 class Tokens(nn.Module):
@@ -43,15 +43,3 @@ def test_gradients_of_a_compiled_module_add_up(batch, monkeypatch):
     addresses = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
     assert len(addresses) == len(list(module.parameters()))
     assert all(parameter.grad.stride() == parameter.stride() for parameter in module.parameters())
-
-
-def test_the_hook_keeps_an_address_for_each_parameter():
-    separate, parameters = SeparateGradients(), [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    for _ in range(50):
-        whole = torch.randn(6)
-        for parameter, part in zip(parameters, whole.split(3), strict=True):
-            parameter.grad = part
-            separate(parameter)
-        assert {parameter.grad.untyped_storage().nbytes() for parameter in parameters} == {12}
-        assert torch.equal(torch.cat([parameter.grad for parameter in parameters]), whole)
-    assert len(separate._owners) == len(separate._addresses) == 2

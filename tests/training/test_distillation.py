@@ -1,16 +1,15 @@
-"""A teacher's logits: its distributions against its documents read alone, the loss against torch's, what is refused."""
+"""A teacher's logits: its distributions against its documents read alone; `test_language` has the loss."""
 
 import json
 
 import pytest
 import torch
 import training_fits
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from diffvision.data.text.tokenizers import END, train_tokenizer
 from diffvision.models import language
-from diffvision.training.cross_entropy import IGNORED, SoftTargets, linear_cross_entropy
+from diffvision.training.cross_entropy import IGNORED
 from diffvision.training.distillation import Distillation, Teacher
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
@@ -61,22 +60,6 @@ def test_distributions_are_those_of_each_document_read_alone(teacher):
             best = logits[position - start].topk(5)
             assert ids[row, position].tolist() == best.indices.tolist()
             torch.testing.assert_close(probabilities[row, position], best.values.softmax(0))
-
-
-def test_the_loss_is_torchs_of_both_distributions():
-    hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (9, 20))
-    targets = torch.randint(0, 20, (9,))
-    targets[::4] = IGNORED
-    ids = torch.stack([torch.randperm(20)[:3] for _ in targets])
-    probabilities = torch.rand(9, 3, dtype=torch.float64).softmax(dim=1)
-    logits, valid = hidden @ weight.T, targets != IGNORED
-    hard = F.cross_entropy(logits, targets, reduction="sum")
-    teachers = torch.zeros_like(logits).scatter(1, ids, probabilities)
-    whole = 0.7 * hard + 0.3 * F.cross_entropy(logits[valid], teachers[valid], reduction="sum")
-    loss, nll = linear_cross_entropy(hidden, weight, targets, chunk=4, soft=SoftTargets(ids, probabilities, 0.3))
-    torch.testing.assert_close((loss, nll), (whole, hard))
-    expected = torch.autograd.grad(whole, [hidden, weight])
-    torch.testing.assert_close(torch.autograd.grad(loss, [hidden, weight]), expected)
 
 
 def trained(distill, tmp_path):

@@ -12,7 +12,7 @@ from training_fits import LANGUAGE, Gradients, Rows, same
 
 from diffvision.models import language
 from diffvision.models.architecture import architecture
-from diffvision.training.cross_entropy import IGNORED, linear_cross_entropy
+from diffvision.training.cross_entropy import IGNORED, SoftTargets, linear_cross_entropy
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 
@@ -54,23 +54,26 @@ def gradients(*, data=None, precision="64-true", **settings):
 # --- the loss ---
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(chunk, z_loss):
-    hidden = torch.randn(23, 16, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize(("chunk", "z_loss", "taught"), [(1, 0.0, 0.0), (7, 1e-2, 0.0), (7, 1e-2, 0.3), (64, 0.0, 0.3)])
+def test_chunks_give_the_loss_and_the_gradients_of_whole_logits(chunk, z_loss, taught):
+    """With a penalty, and with a teacher's distributions over three tokens."""
+    hidden, weight = (torch.randn(n, 16, dtype=torch.float64, requires_grad=True) for n in (23, 40))
     targets = torch.randint(0, 40, (23,))
     targets[::5] = IGNORED
-    logits = hidden @ weight.T
+    ids = torch.stack([torch.randperm(40)[:3] for _ in targets])
+    probabilities = torch.rand(23, 3, dtype=torch.float64).softmax(dim=1)
+    logits, learned = hidden @ weight.T, targets != IGNORED
+    teachers = torch.zeros_like(logits).scatter(1, ids, probabilities)
     nll = F.cross_entropy(logits, targets, reduction="sum")
-    whole = nll + z_loss * logits.logsumexp(1)[targets != IGNORED].square().sum()
+    whole = (1 - taught) * nll + taught * F.cross_entropy(logits[learned], teachers[learned], reduction="sum")
+    whole = whole + z_loss * logits.logsumexp(1)[learned].square().sum()
     expected = torch.autograd.grad(3 * whole, [hidden, weight])
-    loss, plain = linear_cross_entropy(hidden, weight, targets, z_loss=z_loss, chunk=chunk)
-    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(plain, nll, rtol=1e-12, atol=0)
+    soft = SoftTargets(ids, probabilities, taught) if taught else None
+    loss, plain = linear_cross_entropy(hidden, weight, targets, z_loss=z_loss, chunk=chunk, soft=soft)
+    torch.testing.assert_close((loss, plain), (whole, nll), rtol=1e-12, atol=0)
     assert not plain.requires_grad
-    for actual, wanted in zip(torch.autograd.grad(3 * loss, [hidden, weight]), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    actual = torch.autograd.grad(3 * loss, [hidden, weight])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
@@ -126,21 +129,13 @@ def test_a_frozen_projection_gets_no_gradient_and_leaves_the_others():
 
 
 @pytest.mark.parametrize("name", ["transformer-debug", "diff-debug", "diffv2-debug"])
-@pytest.mark.parametrize("documents", [False, True])
-def test_a_steps_gradients_are_autograds(name, documents, monkeypatch):
+def test_a_steps_gradients_are_autograds(name, monkeypatch):
     monkeypatch.setattr(LanguageModule, "loss_chunk", 5)
-    args = {"num_heads": 2, "tied": not documents}
-    data = Tokens(documents=documents)
+    args, data = {"num_heads": 2, "tied": name != "diffv2-debug"}, Tokens()
     actual = gradients(name=name, model_args=args, data=data)
     model = make(name, args).model.double()
-    batch = next(iter(DataLoader(data.rows, batch_size=4)))
-    tokens, numbers = batch["tokens"], batch.get("documents")
-    inside = numbers[:, :-1] if documents else None
-    logits, targets = model(tokens[:, :-1], documents=inside), tokens[:, 1:]
-    if documents:
-        kept = numbers[:, 1:] == numbers[:, :-1]
-        logits, targets = logits[kept], targets[kept]
-    F.cross_entropy(logits.reshape(-1, LANGUAGE["vocab_size"]), targets.reshape(-1)).backward()
+    tokens = next(iter(DataLoader(data.rows, batch_size=4)))["tokens"]
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
     same({n: p.grad for n, p in model.named_parameters()}, actual)
 
 
@@ -157,19 +152,16 @@ def test_settings_reach_the_optimizer_and_the_norm_before_clipping_is_logged():
     assert first.logged_metrics["train/z_loss"] > 0
 
 
-def test_documents_ends_are_found_before_a_batch_goes_to_a_device(monkeypatch):
-    module, row = make(), Tokens(documents=True).rows[1]
-    batch = {name: value[None] for name, value in row.items()}
-    assert "ends" not in module.prepare_batch(batch)
-    given = []
-    monkeypatch.setattr(module.model, "hidden", lambda tokens, documents: given.append(documents) or tokens)
-    monkeypatch.setattr(LanguageModule, "device", torch.device("meta"))
-    batch = module.prepare_batch(batch)
-    assert batch["ends"].tolist() == [0, 3, 6, 9, 12]
-    monkeypatch.setattr("diffvision.training.next_token.linear_cross_entropy", lambda *args, **settings: (0, 0))
-    module.sum_losses(batch)
-    assert torch.equal(given[0].numbers, batch["documents"][:, :-1])
-    assert given[0].ends is batch["ends"]
+def test_documents_ends_are_found_before_a_batch_goes_to_a_device_and_change_nothing(monkeypatch):
+    module, batch = make(), next(iter(DataLoader(Tokens(documents=True).rows[1:], batch_size=1)))
+    expected, _, count = module.sum_losses(module.prepare_batch(batch))
+    assert "ends" not in batch
+    with monkeypatch.context() as moved:
+        moved.setattr(LanguageModule, "device", torch.device("meta"))
+        prepared = module.prepare_batch(batch)
+    assert prepared["ends"].tolist() == [0, 3, 6, 9, 12]
+    loss, _, predictions = module.sum_losses(prepared)
+    torch.testing.assert_close((loss, predictions), (expected, count))
 
 
 def masked_gradients(data):
@@ -240,10 +232,6 @@ def test_a_checkpoint_is_plain_and_loads_as_a_model(tmp_path):
 
 
 def test_a_checkpoint_of_another_variant_is_named_with_what_differs(tmp_path):
-    language.save(language.create("diff-1m"), tmp_path / "v1")
-    with pytest.raises(ValueError, match="v1 is of another model than"):
-        LanguageModule("transformer-1m", pretrained=str(tmp_path / "v1"))
-    LanguageModule("diff-1m", model_args={"rotary_theta": 1e6}, pretrained=str(tmp_path / "v1"))
     module = make("diffv2-debug", {"num_kv_heads": 1})
     train(module).save_checkpoint(tmp_path / "x.ckpt")
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1, max_steps=2)

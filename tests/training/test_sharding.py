@@ -1,7 +1,7 @@
 """FSDP2 against one process: steps, validation, checkpoints and resumed runs of language models."""
 
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +11,7 @@ import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from training_fits import LANGUAGE, EachStep, Rows, in_two, same
+from training_fits import LANGUAGE, EachStep, Rows, same
 
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.clip import ContrastiveModule
@@ -20,6 +20,7 @@ from diffvision.training.fault_tolerance import protect
 from diffvision.training.language import LanguageModule
 from diffvision.training.optim import OptimizerSettings
 from diffvision.training.sharding import find_blocks
+from ranks import on_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
@@ -80,9 +81,8 @@ def sharded():
 def whole_and_resumed(directory, name, settings):
     """A run of all steps; one of half of them, and one that goes on from its checkpoint."""
     trainer, losses = fit(make(name, **settings), directory / "whole", LambdaMonitor(), **sharded())
-    metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    torch.save({"losses": losses, "metrics": metrics}, directory / f"{trainer.global_rank}.pt")
     fit(make(name, **settings), directory / "resumed", ckpt_path=str(directory / "whole" / "exact=2.ckpt"), **sharded())
+    return losses, {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
 def states(path):
@@ -129,14 +129,13 @@ def test_sharded_runs_are_those_of_one_process(name, settings, tmp_path):
     near, atol = (1e-2, 1e-2) if "optimizer" in settings else (1e-5, 1e-6)
     module = make(name, **settings)
     trainer, losses = fit(module, tmp_path / "one", LambdaMonitor())
-    in_two(whole_and_resumed, tmp_path, name, settings)
-    two = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    (_, metrics), (logged, _) = on_ranks(partial(whole_and_resumed, tmp_path, name, settings), 2)
     for step, expected in enumerate(losses):
         for key, value in expected.items():
-            assert two[1]["losses"][step][key] == pytest.approx(value, rel=near), key
+            assert logged[step][key] == pytest.approx(value, rel=near), key
     for key in ("val/loss", "val/tokens", *(["lambda"] if name == "diff-debug" else [])):
         # V2's lambda is a mean over the samples that a rank sees.
-        assert two[0]["metrics"][key] == pytest.approx(float(trainer.callback_metrics[key]), rel=near), key
+        assert metrics[key] == pytest.approx(float(trainer.callback_metrics[key]), rel=near), key
     last = "step=4.ckpt"
     (weights, _), (sharded, moments) = states(tmp_path / "one" / last), states(tmp_path / "whole" / last)
     same(sharded, weights, rtol=1e-5, atol=atol)
@@ -150,16 +149,14 @@ def test_sharded_runs_are_those_of_one_process(name, settings, tmp_path):
 
 def mixed_and_refused(directory):
     """Runs in bf16 with graphs, with a spoiled sample, and what is refused."""
-    trainer, losses = fit(make(compile=True), directory / "bf16", **sharded() | {"precision": "bf16-mixed"})
-    torch.save(losses, directory / f"bf16_{trainer.global_rank}.pt")
-    # Sample 12 is in the second batch, on the second rank.
-    with pytest.warns(UserWarning, match="is skipped") if trainer.is_global_zero else nullcontext():
-        trainer, losses = fit(make(), directory / "spoiled", data=Samples(spoiled=12), **sharded())
-    assert losses[-1]["train/skipped_steps"] == 2
+    _, in_bf16 = fit(make(compile=True), directory / "bf16", **sharded() | {"precision": "bf16-mixed"})
+    # Sample 12 is in the second batch, on the second rank. Only the first rank warns.
+    _, spoiled = fit(make(), directory / "spoiled", data=Samples(spoiled=12), **sharded())
     with pytest.raises(ValueError, match="EMA"):
         fit(make(), directory / "ema", EMA(), **sharded())
     with pytest.raises(ValueError, match="with the strategy"):
         fit(make(), directory / "refused", ckpt_path=str(directory / "one" / "exact=2.ckpt"), **sharded())
+    return [step["train/loss"] for step in in_bf16], spoiled[-1]["train/skipped_steps"]
 
 
 @pytest.mark.forks
@@ -175,10 +172,10 @@ def test_sharded_runs_in_bf16_skip_what_is_not_finite(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="is skipped"):
         _, skipped = fit(make(), tmp_path / "spoiled_one", data=Samples(spoiled=12))
     assert skipped[-1]["train/skipped_steps"] == 2
-    in_two(mixed_and_refused, tmp_path)
-    for step, expected in enumerate(losses):
-        both = [torch.load(tmp_path / f"bf16_{rank}.pt")[step]["train/loss"] for rank in (0, 1)]
-        assert sum(both) / 2 == pytest.approx(expected["train/loss"], rel=1e-2)
+    (first, one_skipped), (second, two_skipped) = on_ranks(partial(mixed_and_refused, tmp_path), 2)
+    assert one_skipped == two_skipped == 2
+    means = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    assert means == pytest.approx([step["train/loss"] for step in losses], rel=1e-2)
     one, two = (states(tmp_path / name / "step=4.ckpt")[0] for name in ("spoiled_one", "spoiled"))
     same(two, one, rtol=1e-5, atol=1e-6)
 

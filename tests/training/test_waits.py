@@ -148,7 +148,6 @@ def counted(profiler):
 
 def collectives_of(case, root):
     """Return the collectives that a step makes on one of two ranks, and what OpenCLIP's step of the same model does."""
-    torch.set_num_threads(1)
     module, row = CASES[case]()
     count = Collectives()
     callbacks = EMA(), Throughput(), SameShards(), Preemption(None), count
@@ -197,7 +196,6 @@ class Losses(pl.Callback):
 
 def losses_of(case, root, monitor=None):
     """Return one rank's own losses and the logged ones, of seven steps of which every third is logged."""
-    torch.set_num_threads(1)
     module, row = CASES[case]()
     losses = Losses()
     savers = [ModelCheckpoint(root, monitor=monitor, every_n_train_steps=1)] if monitor else []
