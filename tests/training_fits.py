@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from torch import nn
 from torch.utils.data import DataLoader
 
 from diffvision.data.datasets.digits import png
@@ -25,6 +26,24 @@ def train(module, *callbacks, data, **settings):
     made = trainer(*callbacks, **{"limit_val_batches": 0} | settings)
     made.fit(module, datamodule=data)
     return made
+
+
+class Tiny(pl.LightningModule):
+    """Lines of a few numbers. It notes the step of each batch."""
+
+    def __init__(self, layers=1, optimizer=torch.optim.AdamW):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        self.optimizer, self.first_batches = optimizer, []
+
+    def training_step(self, batch, batch_idx):
+        self.first_batches.append(self.trainer.global_step)
+        loss = self.layers(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.1)
 
 
 class Rows(pl.LightningDataModule):
@@ -79,6 +98,12 @@ class Gradients(pl.Callback):
             self.seen = {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in gradients.items()}
             if self.directory is not None:
                 torch.save(self.seen, self.directory / f"{trainer.global_rank}.pt")
+
+
+def compile_with(monkeypatch, backend="aot_eager"):
+    """Let modules be compiled by this backend: Inductor takes minutes."""
+    compiled, chosen = nn.Module.compile, {"backend": backend, "options": None}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
 
 
 def same(a, b, rtol=1e-6, atol=1e-8):

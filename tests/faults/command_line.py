@@ -11,46 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
+from training_fits import noise
 
 from diffvision import cli
-from diffvision.data.datasets.digits import png
-from diffvision.data.shards.writer import write_manifest, write_tar
+from diffvision.data.shards.writer import write_shards
 
 SHARDS, EACH = 8, 16
 KEPT = Path("kept")  # where the run saves its checkpoints
 
 
-def write_data(directory: str | Path = "shards", *, count: int = SHARDS, each: int = EACH) -> Path:
-    """Write shards whose sample i is an image of one grey, i, with the caption and the label i."""
-    directory = Path(directory)
-    directory.mkdir()
-    for shard in range(count):
-        numbers = range(shard * each, (shard + 1) * each)
-        write_tar(directory / f"{shard}.tar", [numbered(number) for number in numbers])
-    write_manifest(directory)
-    return directory
+def write_data(directory: str | Path = "shards", *, count: int = SHARDS) -> None:
+    """Write shards of noisy images with captions and labels."""
+    write_shards(directory, noise(count * EACH, txt=str, cls=lambda number: number % 10), per_shard=EACH)
 
 
-def numbered(number: int) -> dict[str, str | bytes]:
-    image = np.full((32, 32, 3), number)
-    return {"__key__": f"{number:04d}", "png": png(image), "txt": f"{number}", "cls": f"{number % 10}"}
+OPTIONS = f"""
+    --model=ClassificationModule --model.model=diff_vit_debug --model.num_classes=10 --model.optimizer.warmup_steps=0
+    --data=ImageLabelData --data.batch_size=8 --data.num_workers=0 --trainer.accelerator=cpu --trainer.devices=1
+    --trainer.enable_progress_bar=false --trainer.enable_model_summary=false --trainer.log_every_n_steps=1
+    --trainer.limit_val_batches=0 --trainer.callbacks+=LastCheckpoint --trainer.callbacks.every_n_train_steps=1
+    --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.every_n_train_steps=1 --trainer.callbacks.save_top_k=-1
+    --trainer.callbacks.filename={{step}} --trainer.callbacks.dirpath={KEPT}
+"""
 
 
 def fit(*more: str, steps: int = 2, data: str | Path = "shards") -> list[str]:
     """Return the command line of a short run with a checkpoint a step; later flags override earlier ones."""
-    saving = "--trainer.callbacks"
-    return [
-        *("fit", "--model=ClassificationModule", "--model.model=diff_vit_debug", "--model.num_classes=10"),
-        *("--model.optimizer.warmup_steps=0", "--data=ImageLabelData", f"--data.train={data}"),
-        *("--data.batch_size=8", "--data.num_workers=0", "--trainer.accelerator=cpu", "--trainer.devices=1"),
-        *(f"--trainer.max_steps={steps}", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1"),
-        *("--trainer.enable_model_summary=false", "--trainer.limit_val_batches=0"),
-        *(f"{saving}+=LastCheckpoint", f"{saving}.every_n_train_steps=1"),
-        *(f"{saving}+=ModelCheckpoint", f"{saving}.every_n_train_steps=1", f"{saving}.save_top_k=-1"),
-        *(f"{saving}.filename={{step}}", f"{saving}.dirpath={KEPT}"),
-        *more,
-    ]
+    return ["fit", *OPTIONS.split(), f"--data.train={data}", f"--trainer.max_steps={steps}", *more]
 
 
 def run(*command: str) -> tuple[int, str]:

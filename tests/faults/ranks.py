@@ -47,10 +47,6 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes if process.pid is not None]
-
     def _rank(self, work: Callable[[], object], rank: int, port: int) -> None:
         os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         with (self.root / f"output{rank}").open("w") as file:

@@ -1,10 +1,9 @@
-"""Workers that read data: those of a killed process, and those of a run that is suspended.
+"""Workers that read data in a run that is suspended.
 
 `tests/data/shards/test_worker_batches.py` has workers that are killed or stuck.
 """
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from diffvision.data import ShardLoader, ShardSet
 from diffvision.data.shards.writer import write_manifest, write_tar
-from ranks import Ranks, alive, alone, children, until
+from ranks import alone
 
 pytestmark = [pytest.mark.faults, pytest.mark.forks]
 SAMPLES, BATCH = 96, 4
@@ -40,23 +39,6 @@ def loader_of(seconds: float = 0.0) -> ShardLoader:
     write_tar(Path("0.tar"), [{"__key__": f"{number:03d}", "txt": str(number)} for number in range(SAMPLES)])
     write_manifest(Path())
     return ShardLoader(ShardSet("0.tar"), Slow(seconds), BATCH, num_workers=2, stall_timeout=2.0)
-
-
-def test_workers_end_with_the_process_that_started_them():
-    def read() -> None:
-        batches = iter(loader_of())
-        next(batches)
-        Path("workers.part").write_text(" ".join(map(str, children(os.getpid()))))
-        Path("workers.part").rename("workers")
-        time.sleep(60)
-
-    parent = Ranks(Path("parent"), read, count=1)
-    until(Path("workers").exists, 20, "a loader that reads")
-    workers = [int(pid) for pid in Path("workers").read_text().split()]
-    assert len(workers) == 2
-    os.kill(parent.pids[0], signal.SIGKILL)
-    until(lambda: not any(map(alive, workers)), 15, "the end of both workers")
-    parent.ended(1)
 
 
 def test_a_run_that_was_suspended_is_not_taken_for_a_stalled_one():

@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from training_fits import noise
+from training_fits import noise, trainer
 
 from diffvision.data.conversations import VisionLanguageData
 from diffvision.data.images.image_data import ImageLabelData, ImageTextData
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
-from diffvision.data.text.chat import TEMPLATES, Chat
-from diffvision.data.text.documents import JsonLines, RowMember
 from diffvision.data.text.text_data import TextData
-from diffvision.data.text.tokenize import tokenize_shards
 from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.training.callbacks import DataReport, LambdaMonitor, Throughput
 from diffvision.training.classification import ClassificationModule
@@ -54,10 +51,10 @@ LENGTH, VOCABULARY = 12, 270
 UNEQUAL = ("train/samples_per_second", "train/tokens_per_second", "train/data_wait", "train/memory_gib")
 SETTINGS = OptimizerSettings(lr=3e-3, warmup_steps=2, clip_norm=0.5)
 TASKS = ("clip", "classification", "language")
-MONITORS = dict.fromkeys((*TASKS, "conversations", "vision-language"), "val/loss") | {"clip": "zero_shot/eval/acc1"}
+MONITORS = dict.fromkeys((*TASKS, "vision-language"), "val/loss") | {"clip": "zero_shot/eval/acc1"}
 # What ends a run. Lightning's loops differ where it is a number of steps.
 LENGTHS: dict[str, dict[str, Any]] = {
-    "epochs": {"max_epochs": EPOCHS},
+    "epochs": {"max_epochs": EPOCHS, "max_steps": -1},
     "steps": {"max_epochs": -1, "max_steps": EPOCHS * BATCHES},
     "steps, without validation": {"max_epochs": -1, "max_steps": EPOCHS * BATCHES, "limit_val_batches": 0},
 }
@@ -68,7 +65,7 @@ class Setting:
     """What is trained.
 
     Attributes:
-        task: one of TASKS; or "conversations", language on conversations; or "vision-language".
+        task: one of TASKS, or "vision-language".
         ema: whether weights are averaged.
         accumulate: accum_freq of the contrastive task, accumulate_grad_batches of the others.
         by: key of LENGTHS.
@@ -139,15 +136,7 @@ def write_data(root: Path) -> None:
     classes = {"classnames": ["one", "two", "three"], "templates": ["a photo of a {c}"]}
     write_evaluation_split(root / "zero_shot" / "eval" / "test", noise(24, cls=lambda i: i % 3), **classes)
     write_texts(root / "text", TEXTS)
-    tokenizer = train_tokenizer(TEXTS, VOCABULARY)
-    tokenizer.save(root / "tokenizer.json")
-    # A window for each of 26, of which unequal parts are learned; the last two share one.
-    rows = [{"prompt": "a" * (10 - n % 9), "response": "b" * (1 + n % 9)} for n in range(25)]
-    rows += [{"prompt": "a", "response": "b" * n} for n in (2, 3)]
-    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    chat = Chat(tokenizer, TEMPLATES["plain"], "plain")
-    lines = JsonLines(root / "rows.jsonl")
-    tokenize_shards(lines, root / "conversations", tokenizer, RowMember(), chat=chat, num_workers=0)
+    train_tokenizer(TEXTS, VOCABULARY).save(root / "tokenizer.json")
 
     def talk(number: int) -> str:
         return json.dumps({"texts": [{"user": "a" * (1 + number % 5), "assistant": "b" * (1 + number % 7)}]})
@@ -166,8 +155,8 @@ def words_to_tokens(texts: list[str], length: int = 24) -> torch.Tensor:
 
 def data_of(root: Path, module: pl.LightningModule, task: str, workers: int) -> pl.LightningDataModule:
     common = {"num_workers": workers, "seed": 5, "window": 2}
-    if task in ("language", "conversations"):
-        text = str(root / {"language": "text"}.get(task, task))
+    if task == "language":
+        text = str(root / "text")
         return TextData(text, BATCH, LENGTH, text, str(root / "tokenizer.json"), eval_batch_size=16, **common)
     if task == "vision-language":
         talks = str(root / task)
@@ -193,7 +182,7 @@ def module_of(setting: Setting, root: Path | None = None) -> pl.LightningModule:
             projector_lr=1e-3,
             lora={"r": 2, "dropout": 0.1},
         )
-    if setting.task in ("language", "conversations"):
+    if setting.task == "language":
         small = {"vocab_size": VOCABULARY, "dim": 16, "depth": 1, "num_heads": 2, "head_dim": 8, "mlp_dim": 24}
         module = LanguageModule("diff-debug", model_args=small, optimizer=SETTINGS)
     elif setting.task == "classification":
@@ -208,8 +197,13 @@ def module_of(setting: Setting, root: Path | None = None) -> pl.LightningModule:
         )
     else:
         crops = {"scale": [0.5, 1.0], "color_jitter": [0.3, 0.3, 0.3, 0.1], "color_jitter_prob": 0.8, "use_timm": True}
+        lion = replace(SETTINGS, name="lion")
         module = ContrastiveModule(
-            "DiffCLIP-debug", augmentation=crops, optimizer=SETTINGS, accum_freq=setting.accumulate
+            "DiffCLIP-debug",
+            augmentation=crops,
+            optimizer=lion,
+            text_layer_decay=0.5,
+            accum_freq=setting.accumulate,
         )
         module.model.token_embedding = nn.Embedding(100, 64)
         module.tokenizer = words_to_tokens
@@ -312,14 +306,14 @@ def once(
     module.on_train_batch_end = lambda *_: cutter.reached("saved", module.trainer)
     averages = [EMA(decay=0.8)] if setting.ema else []
     callbacks: list[Any] = [LambdaMonitor(), Throughput(), DataReport(), *averages, cutter]
-    trainer = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task), last], memory, settings)
+    fitting = trainer_of(setting, [*callbacks, *checkpoints(kept, setting.task), last], memory, settings)
     try:
-        with prepare_run(trainer, module, last, how="auto", ranks=ranks, ckpt_path=None) as path:
+        with prepare_run(fitting, module, last, how="auto", ranks=ranks, ckpt_path=None) as path:
             outcome.resumed += [Path(path).name] if path else []
-            trainer.fit(module, data_of(data, module, setting.task, workers), ckpt_path=path)
-        trainer.save_checkpoint(kept.with_suffix(".end"))
+            fitting.fit(module, data_of(data, module, setting.task, workers), ckpt_path=path)
+        fitting.save_checkpoint(kept.with_suffix(".end"))
         outcome.generators = capture_random_state(torch.device("cpu"))
-        outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(UNEQUAL)}
+        outcome.metrics = {k: float(v) for k, v in fitting.callback_metrics.items() if not k.startswith(UNEQUAL)}
     except Interrupted:
         pass
     finally:
@@ -335,18 +329,9 @@ def once(
 
 
 def trainer_of(setting: Setting, callbacks: list[Any], logger: Logger, settings: dict[str, Any]) -> pl.Trainer:
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "val_check_interval": 3}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    if setting.task != "clip":
-        options["accumulate_grad_batches"] = setting.accumulate
-    return pl.Trainer(
-        callbacks=callbacks,
-        plugins=[DurableCheckpointIO()],
-        logger=logger,
-        log_every_n_steps=1,
-        use_distributed_sampler=False,
-        **options | LENGTHS[setting.by] | quiet | settings,
-    )
+    accumulated = {} if setting.task == "clip" else {"accumulate_grad_batches": setting.accumulate}
+    fixed = {"plugins": [DurableCheckpointIO()], "log_every_n_steps": 1, "val_check_interval": 3}
+    return trainer(*callbacks, logger=logger, **fixed | LENGTHS[setting.by] | accumulated | settings)
 
 
 def run(data: Path, kept: Path, setting: Setting, cuts: list[Cut], *, workers: list[int]) -> Outcome:
@@ -363,17 +348,13 @@ def run(data: Path, kept: Path, setting: Setting, cuts: list[Cut], *, workers: l
 @contextmanager
 def quietly() -> Iterator[None]:
     """Show neither Lightning's advice nor a run's warnings."""
-    levels = {logging.getLogger(name): logging.ERROR for name in (None, "lightning.pytorch", "lightning.fabric")}
-    before = {logger: logger.level for logger in levels}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for logger, level in levels.items():
-            logger.setLevel(level)
-        try:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             yield
-        finally:
-            for logger, level in before.items():
-                logger.setLevel(level)
+    finally:
+        logging.disable(before)
 
 
 # --- comparing ---

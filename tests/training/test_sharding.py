@@ -10,8 +10,7 @@ import torch
 import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
-from training_fits import LANGUAGE, EachStep, Rows, same
+from training_fits import LANGUAGE, EachStep, Rows, compile_with, same
 
 from diffvision.training.callbacks import LambdaMonitor
 from diffvision.training.clip import ContrastiveModule
@@ -91,25 +90,6 @@ def states(path):
     return stored["state_dict"], {f"{i}.{k}": torch.as_tensor(v) for i, m in moments.items() for k, v in m.items()}
 
 
-@pytest.mark.slow
-def test_another_optimizer_with_layer_decay_resumes_exactly(tmp_path):
-    def contrastive():
-        torch.manual_seed(0)
-        settings = OptimizerSettings(name="lion", lr=1e-3, warmup_steps=0, clip_norm=1.0)
-        return ContrastiveModule("CLIP-debug", optimizer=settings, text_layer_decay=0.5)
-
-    data = Rows([{"image": torch.randn(3, 32, 32), "text": torch.arange(24).roll(n)} for n in range(16)])
-    module = contrastive()
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    fit(module, tmp_path / "whole", data=data)
-    assert sum(not torch.equal(before[key], value) for key, value in module.state_dict().items()) > 50
-    half = tmp_path / "whole" / "exact=2.ckpt"
-    fit(contrastive(), tmp_path / "resumed", data=data, ckpt_path=str(half))
-    for a, b in zip(*(states(tmp_path / run / "step=4.ckpt") for run in ("whole", "resumed")), strict=True):
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[key], b[key]) for key in a)
-
-
 @pytest.mark.forks
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -163,10 +143,7 @@ def mixed_and_refused(directory):
 @pytest.mark.nightly  # without sharding, `test_finite.py` has a step that no rank makes
 def test_sharded_runs_in_bf16_skip_what_is_not_finite(tmp_path, monkeypatch):
     """Compiled in bfloat16 the losses stay near; a step of which one rank's loss is NaN is skipped on both."""
-    compiled = nn.Module.compile
-    monkeypatch.setattr(  # Inductor takes minutes
-        nn.Module, "compile", lambda self, **given: compiled(self, backend="aot_eager", **given | {"options": None})
-    )
+    compile_with(monkeypatch)
     _, losses = fit(make(), tmp_path / "one_bf16", precision="bf16-mixed")
     fit(make(), tmp_path / "one")
     with pytest.warns(UserWarning, match="is skipped"):

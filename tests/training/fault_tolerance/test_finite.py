@@ -170,22 +170,6 @@ def test_after_so_many_in_a_row_the_run_stops_and_the_last_good_checkpoint_stays
         fit(Tiny(max_skipped=0), batches(b0=NAN), tmp_path / "none")
 
 
-class Rate(pl.Callback):
-    """A learning rate of 1e30 at one step: it leaves weights that are finite and useless."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        trainer.optimizers[0].param_groups[0]["lr"] = 1e30 if batch_idx == 5 else 0.1
-
-
-@pytest.mark.parametrize(("every", "step"), [(1, 6), (4, 4)])
-def test_while_steps_are_skipped_the_file_before_them_stays(every, step, tmp_path):
-    """A step of 1e30, then ten that are skipped. What it has spoiled may be saved once: nothing tells yet."""
-    saving = [ModelCheckpoint(tmp_path / "kept", "{step}"), LastCheckpoint(every_n_train_steps=every)]
-    with pytest.warns(UserWarning, match="skipped"), pytest.raises(FloatingPointError, match="were not finite"):
-        fit(Tiny(), batches(20), tmp_path, Rate(), *saving)
-    assert find_newest([tmp_path / "kept"])[1] == step
-
-
 def test_a_gradient_scaler_looks_for_its_scale_until_there_is_none_left(tmp_path):
     """Overflows of a scale that is too high do not count; an infinite loss or overflows at any scale are not."""
 

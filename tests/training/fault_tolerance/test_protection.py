@@ -12,8 +12,8 @@ import training_fits
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch import nn
 from torch.utils.data import DataLoader
+from training_fits import Tiny
 
 from diffvision.training import (
     EMA,
@@ -31,19 +31,6 @@ from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import RunSummary
 
 pytestmark = pytest.mark.filterwarnings("ignore:resumed from:UserWarning")
-
-
-class Tiny(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.steps = nn.Linear(3, 3), []
-
-    def training_step(self, batch, batch_idx):
-        self.steps.append(self.trainer.global_step)
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
 def trainer_of(root, steps, **settings):
@@ -86,7 +73,7 @@ def test_a_strategy_that_would_save_shards_is_refused(strategy, setting):
 
 class Validated(Tiny):
     def validation_step(self, batch, batch_idx):
-        self.log("loss", self.layer(batch).square().mean())
+        self.log("loss", self.layers(batch).square().mean())
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 3}, {"max_epochs": 1, "check_val_every_n_epoch": 2}])
@@ -100,7 +87,7 @@ def test_a_run_that_ends_before_its_first_validation_leaves_its_last_state(tmp_p
     assert (read_step(final), read_step(last)) == (trainer.global_step, trainer.global_step - 1)
     assert str(final) in [saver.last_model_path for saver in trainer.checkpoint_callbacks]
     weights = torch.load(final, weights_only=True)["state_dict"]
-    assert torch.equal(weights["layer.weight"], module.layer.weight)
+    assert torch.equal(weights["layers.0.weight"], module.layers[0].weight)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 import training_fits
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 from torch.utils.data import DataLoader
+from training_fits import Tiny
 
 from diffvision.training.fault_tolerance.checkpoints import DurableCheckpointIO
 from diffvision.training.fault_tolerance.exact import LastCheckpoint
@@ -27,28 +27,10 @@ pytestmark = [
 ]
 
 
-class Tiny(pl.LightningModule):
-    def __init__(self, width=3, layers=1, optimizer=torch.optim.AdamW):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-        self.width, self.optimizer, self.first_batches = width, optimizer, []
-
-    def training_step(self, batch, batch_idx):
-        self.first_batches.append(self.trainer.global_step)
-        loss = self.layers(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters(), lr=0.1)
-
-
 class Data(pl.LightningDataModule):
     """Tells whether it was asked for anything."""
 
-    def __init__(self, width=3):
-        super().__init__()
-        self.width, self.asked = width, False
+    asked = False
 
     def prepare_data(self):
         self.asked = True
@@ -57,21 +39,20 @@ class Data(pl.LightningDataModule):
         self.asked = True
 
     def train_dataloader(self):
-        return DataLoader(torch.ones(8, self.width))
+        return DataLoader(torch.ones(8, 3))
 
 
-def trainer_of(root, *, version=None, steps=2, **settings):
+def trainer_of(root, *callbacks, version=None, steps=2):
     saving = ModelCheckpoint(filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    settings |= {"default_root_dir": root, "logger": CSVLogger(root, "fit", version), "log_every_n_steps": 1}
-    return training_fits.trainer(saving, LastCheckpoint(every_n_train_steps=1), max_steps=steps, **settings)
+    settings = {"default_root_dir": root, "logger": CSVLogger(root, "fit", version), "log_every_n_steps": 1}
+    return training_fits.trainer(*callbacks, saving, LastCheckpoint(every_n_train_steps=1), max_steps=steps, **settings)
 
 
-def run(root, how="never", *, ckpt_path=None, module=None, data=None, callbacks=(), **settings):
+def run(root, how="never", *callbacks, module=None, data=None, version=None, steps=2, configuration=None, **settings):
     """The steps that were trained, by their batches."""
-    module, trainer = module or Tiny(), trainer_of(root, **settings)
-    trainer.callbacks[:0] = callbacks
-    with protect(trainer, module, resume=how, ckpt_path=ckpt_path) as path:
-        trainer.fit(module, data or Data(module.width), ckpt_path=path)
+    module, trainer = module or Tiny(), trainer_of(root, *callbacks, version=version, steps=steps)
+    with protect(trainer, module, resume=how, settings=configuration, **settings) as path:
+        trainer.fit(module, data or Data(), ckpt_path=path)
     return module.first_batches
 
 
@@ -141,6 +122,24 @@ def test_a_run_warns_of_what_it_loses_when_it_resumes(tmp_path):
     assert any("add the following callbacks: ['Gone']" in text for text in texts)
 
 
+def test_a_run_warns_of_each_way_in_which_it_differs(tmp_path):
+    """Another loader, number of ranks and configuration: one line each."""
+    run(tmp_path, configuration={"model.lr": 1, "resume": "never"})
+
+    def from_two_ranks(content):
+        recorded = content["diffvision_run"]
+        recorded.update(world_size=2, random=2 * recorded["random"])
+
+    rewritten(saved(tmp_path) / "last.ckpt", from_two_ranks)
+    changed = {"model.lr": 2, "resume": "auto", "trainer.logger.x": 1}
+    with pytest.warns(UserWarning, match="resumed from") as lines:
+        run(tmp_path, "auto", ranks="any", steps=3, configuration=changed)
+    loader, ranks, settings = [str(line.message) for line in lines if "resumed from" in str(line.message)]
+    assert "DataLoader does not save its position" in loader
+    assert "2 processes trained it and here are 1" in ranks
+    assert settings.endswith("have changed: model.lr 2 (was 1)")
+
+
 def test_never_takes_a_new_version_and_refuses_one_with_checkpoints(tmp_path):
     assert run(tmp_path) == [0, 1]
     assert run(tmp_path) == [0, 1]
@@ -193,9 +192,9 @@ def test_a_checkpoint_that_is_given_holds(tmp_path):
 def test_accumulation_continues_as_its_epoch_began(tmp_path):
     """Of 8 batches each the second epoch makes 4 steps."""
     scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
-    run(tmp_path, steps=10, callbacks=[scheduler])
-    run(tmp_path, "must", steps=12, callbacks=[scheduler], module=(module := Tiny()))
-    assert module.first_batches == [9, 9, 10, 10, 11, 11]
+    run(tmp_path, "never", scheduler, steps=10)
+    batches = run(tmp_path, "must", scheduler, steps=12)
+    assert batches == [9, 9, 10, 10, 11, 11]
 
 
 @pytest.mark.parametrize("logger", [True, False])
@@ -218,29 +217,17 @@ def checkpoint(tmp_path_factory) -> Path:
     return saved(root) / "step=1.ckpt"
 
 
-def test_a_module_says_what_to_set(checkpoint, tmp_path):
-    class Knowing(Tiny):
-        def check_checkpoint(self, checkpoint):
-            raise ValueError("set layers to 2")
-
-    data = Data()
-    with pytest.raises(ValueError, match=r"cannot resume from .*step=1.ckpt: set layers to 2"):
-        run(tmp_path, ckpt_path=str(checkpoint), module=Knowing(layers=2), data=data)
-    assert not data.asked
-
-
-@pytest.mark.parametrize(
-    ("other", "differing"),
-    [({"width": 4, "layers": 2}, "4 keys"), ({"layers": 9}, "14 keys")],
-)
-def test_another_architecture_is_refused_with_its_keys(checkpoint, other, differing):
+@pytest.mark.parametrize(("layers", "differing"), [(1, "2 keys"), (9, "14 keys"), (3, "set layers to 2")])
+def test_another_architecture_is_refused_with_its_keys_or_what_to_set(checkpoint, layers, differing, tmp_path):
     class Checked(Tiny):
         def check_checkpoint(self, checkpoint):
-            assert checkpoint["global_step"] == 1
+            if layers == 3:
+                raise ValueError("set layers to 2")
 
-    check_resumable(str(checkpoint), Checked(layers=2), world_size=1, ranks="same")
+    check_resumable(str(checkpoint), Tiny(layers=2), world_size=1, ranks="same")
     with pytest.raises(ValueError, match=rf"cannot resume from .*step=1.ckpt: .*{differing}"):
-        check_resumable(str(checkpoint), Checked(**other), world_size=1, ranks="same")
+        run(tmp_path, ckpt_path=str(checkpoint), module=Checked(layers=layers), data=(data := Data()))
+    assert not data.asked
 
 
 def test_another_optimizer_is_refused_before_the_first_batch(checkpoint, tmp_path):
