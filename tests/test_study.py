@@ -32,11 +32,8 @@ TWINS = {
     "gated_vit_debug_clip": "plain_vit_debug_clip",
     "DiffCLIP-debug-0.2": "CLIP-debug",
     "DiffCLIP-ViT-B-16-vision": "CLIP-ViT-B-16",
-    "DiffCLIP-DINT-debug": "CLIP-debug",
     "DiffCLIP-V2-ViT-B-16": "CLIP-ViT-B-16",
     "SinkCLIP-ViT-S-16": "CLIP-ViT-S-16",
-    "DnACLIP-debug": "CLIP-debug",
-    "coda_vit_small_patch16_clip_224": "plain_vit_small_patch16_clip_224",
     "diffv2-1.4b": "transformer-1.4b",
 }
 
@@ -60,7 +57,6 @@ LANGUAGE = "--config language/debug.yaml --models diffv2-debug transformer-debug
 REFUSED = {
     # arguments -> what the error names
     "--seed_everything=3": "seed_everything",
-    "--seed=7": "seed_everything",
     "--model.init_args.model diff_vit_tiny": "model",
     "--trainer.logger.name=mine": "logger",
     "--trainer.logge False": "logger",
@@ -80,7 +76,6 @@ REFUSED = {
     "--rates 1e-3 --test other": "test",
     "--rates 1e-3 nan": "rates",
     "--rates inf": "rates",
-    "--rates -1": "rates",
     "--rates 0": "rates",
     "--test name=other --print": "test",
     "--test https://nowhere.invalid/shards-{00..03}.tar": "test",
@@ -193,43 +188,42 @@ def test_a_command_of_each_kind_of_recipe_is_one_of_fit(config, model, tmp_path,
     assert cli.config["fit"]["seed_everything"] == 2
 
 
+PROGRAM = """
+import os, pathlib, sys
+given = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+folder = pathlib.Path(*(given[f"--trainer.logger.init_args.{part}"] for part in ("save_dir", "name", "version")))
+if folder.name == "seed3": sys.exit("diffvision: error: no data\\nbye")
+if folder.name == "seed4": os.kill(os.getpid(), 9)
+if folder.name == "seed5": sys.exit()
+if folder.name == "seed6": sys.exit(7)
+if folder.name == "rate1.0": sys.exit("diffvision: error: steps 1 to 9 were not finite, over")
+(folder / "checkpoints").mkdir(exist_ok=True)
+(folder / "checkpoints/final.ckpt").write_text("weights")
+"""
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A study whose runs are done by a few lines: those of seeds 3 to 6 fail, and a rate of 1 diverges."""
-    made = Study(["vision/debug.yaml"], tmp_path / "out", jobs=2)
+    """A study whose runs are a few lines (those of seeds 3 to 6 fail, a rate of 1 diverges), and the begun ones."""
+    made, popen, begun = Study(["vision/debug.yaml"], tmp_path / "out", jobs=2), subprocess.Popen, []
     with made.claim():
         pass
-    program = (
-        "import os, pathlib, sys; folder = pathlib.Path(sys.argv[1]); version = folder.name\n"
-        "if version == 'seed3': sys.exit('diffvision: error: no data\\nbye')\n"
-        "if version == 'seed4': os.kill(os.getpid(), 9)\n"
-        "if version == 'seed5': sys.exit()\n"
-        "if version == 'seed6': sys.exit(7)\n"
-        "if version == 'rate1.0': sys.exit('diffvision: error: steps 1 to 9 were not finite, over')\n"
-        "(folder / 'checkpoints').mkdir(exist_ok=True); (folder / 'checkpoints/final.ckpt').write_text('weights')"
-    )
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        "diffvision.study.subprocess.Popen",
-        lambda command, **settings: popen(
-            [sys.executable, "-c", program, str(made.folder(begun.setdefault(len(begun), runs_of[len(begun)])))],
-            **settings,
-        ),
-    )
-    begun, runs_of = {}, []
-    start = Study._start
-    monkeypatch.setattr(Study, "_start", lambda self, run: (runs_of.append(run), start(self, run))[1])
-    return made, runs_of
+
+    def begin(command, **settings):
+        begun.append(command)
+        return popen([sys.executable, "-c", PROGRAM, *command], **settings)
+
+    monkeypatch.setattr("diffvision.study.subprocess.Popen", begin)
+    return made, begun
 
 
 def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, capsys):
     of, begun = made
     runs = [Run(model, seed) for seed in (0, 1) for model in ("a", "b")]
     of.train(runs[:1])
-    assert begun == runs[:1]
     assert json.loads((of.output / study.SETTINGS).read_text())["bytes"] >= len("weights")
     of.train(runs)
-    assert begun == runs
+    assert [of.is_done(run) for run in runs] == [True] * len(begun) == [True] * 4
     assert "left: about" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"a, seed 3: no data .*study\.log"):
         of.train([*runs, Run("a", 3)])
@@ -295,7 +289,7 @@ def test_a_disk_that_is_too_small_is_refused_before_a_run_begins(made):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"bytes": of.free()}))
     with pytest.raises(OSError, match=r"2 runs need .* free"):
         of.train([Run("a", 0), Run("a", 1), Run("a", 2)])
-    assert begun == [Run("a", 0)]
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 0.002), ("min", 0.001)])

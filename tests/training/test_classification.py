@@ -4,7 +4,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 from training_fits import Rows, trainer
 
 from diffvision.data import ImageLabelData
@@ -25,9 +24,6 @@ class Images(Rows):
         label = torch.randint(0, 10, (21,), generator=generator)
         super().__init__([{"image": i, "label": t} for i, t in zip(image, label, strict=True)])
         self.batch_size = batch_size
-
-    def train_dataloader(self):
-        return DataLoader(self.rows, batch_size=self.batch_size, drop_last=True)
 
 
 def make(**settings):

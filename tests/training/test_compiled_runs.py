@@ -1,5 +1,6 @@
-"""Whole runs with torch.compile against eager ones: weights, and how many graphs they make."""
+"""Runs with torch.compile against eager ones: weights, how many graphs they make, gradients that share memory."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import training_fits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch._dynamo.utils import counters
-from training_fits import LANGUAGE, EachStep, Rows, same
+from training_fits import LANGUAGE, EachStep, Rows, compile_with, same
 
 import command_line
 from diffvision.training.callbacks import LambdaMonitor
@@ -77,11 +78,8 @@ def train(kind, directory, *callbacks, ckpt_path=None, model=None, size=8, **set
     params=[pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.nightly)]
 )
 def backend(request, monkeypatch):
-    """Compile with this backend; Inductor takes minutes."""
-    compiled = nn.Module.compile
     if request.param != "inductor":
-        chosen = {"backend": request.param, "options": None}
-        monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
+        compile_with(monkeypatch, request.param)
     yield request.param
     torch.compiler.reset()
 
@@ -169,22 +167,52 @@ def test_torch_that_computes_wrong_gradients_is_told_not_to(version, options, mo
     assert given == {"fullgraph": True, "dynamic": False, "options": options}
 
 
-def no_kernel(graph, inputs):
-    raise RuntimeError("no kernel\nfor this")
-
-
-@pytest.mark.parametrize("cause", ["backend", "graph break"])
-def test_a_run_that_cannot_be_compiled_ends_before_its_first_step(cause, tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_compiled_ends_before_its_first_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command_line.write_data(count=1)
-    compiled = nn.Module.compile
-    chosen = {"backend": no_kernel if cause == "backend" else "eager", "options": None}
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | chosen))
-    if cause == "graph break":
-        monkeypatch.setattr(timm.layers.Mlp, "forward", lambda self, x: torch._dynamo.graph_break() or x)
+    compile_with(monkeypatch, "eager")
+    monkeypatch.setattr(timm.layers.Mlp, "forward", lambda self, x: torch._dynamo.graph_break() or x)
     torch.compiler.reset()
     with pytest.raises(ValueError, match=r"model\.compile") as caught:
         fit(command_line.fit("--model.compile=true"))
     assert "\n" not in str(caught.value)
     assert not [*command_line.KEPT.glob("*.ckpt")]
     torch.compiler.reset()
+
+
+# --- gradients, of which torch returns some as views of others ---
+
+
+class Tokens(nn.Module):
+    """What a ViT does first: a class token and positions, each the same for all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.positions = (nn.Parameter(torch.randn(1, n, 4)) for n in (1, 3))
+        self.shift = nn.Parameter(torch.randn(1, 3, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        return self.linear(x + self.positions + self.shift)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gradients_of_a_compiled_module_add_up(batch, monkeypatch):
+    compile_with(monkeypatch)
+    eager = Tokens()
+    module = copy.deepcopy(eager)
+    compile_in_place(module)
+    for steps in range(4):
+        x = torch.randn(batch, 2, 4)
+        for one in (eager, module):
+            if steps == 2:
+                one.zero_grad()
+            one(x).square().sum().backward()
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 1.0) for one in (eager, module)]
+        torch.testing.assert_close(*norms)
+        for (name, expected), got in zip(eager.named_parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, msg=name)
+    addresses = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
+    assert len(addresses) == len(list(module.parameters()))
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in module.parameters())

@@ -49,7 +49,7 @@ class Kept(Exception):
     """A graph was made, and is not run."""
 
 
-def trace(step, *batch):
+def trace(step):
     """Return the graphs of the first call of a compiled step; a break is an error."""
     graphs = []
 
@@ -64,7 +64,7 @@ def trace(step, *batch):
     torch.compiler.reset()
     compiled = torch.compile(step, backend=keep, fullgraph=True, dynamic=False)
     with pytest.raises(Kept):
-        compiled(*batch)
+        compiled()
     return graphs
 
 

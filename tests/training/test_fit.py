@@ -30,33 +30,18 @@ def shards(tmp_path_factory) -> Path:
     return directory
 
 
+OPTIONS = """
+    --model=ContrastiveModule --model.model=DiffCLIP-debug --model.optimizer.warmup_steps=1
+    --model.augmentation.scale=[0.5,1.0] --data=ImageTextData --data.batch_size=16 --data.num_workers=0
+    --trainer.accelerator=cpu --trainer.devices=1 --trainer.log_every_n_steps=1 --trainer.limit_val_batches=0
+    --trainer.enable_progress_bar=false --trainer.enable_model_summary=false --trainer.callbacks+=DataReport
+    --trainer.callbacks+=LastCheckpoint --trainer.callbacks.every_n_train_steps=1
+"""
+
+
 def run(shards: Path, root: Path, *more: str, steps: int = 5) -> FitCLI:
-    return fit(
-        [
-            "fit",
-            "--model=ContrastiveModule",
-            "--model.model=DiffCLIP-debug",
-            "--model.optimizer.warmup_steps=1",
-            "--model.augmentation.scale=[0.5,1.0]",
-            "--data=ImageTextData",
-            f"--data.train={shards}",
-            "--data.batch_size=16",
-            "--data.num_workers=0",
-            f"--trainer.default_root_dir={root}",
-            f"--trainer.logger.save_dir={root}",
-            "--trainer.accelerator=cpu",
-            "--trainer.devices=1",
-            f"--trainer.max_steps={steps}",
-            "--trainer.log_every_n_steps=1",
-            "--trainer.limit_val_batches=0",
-            "--trainer.enable_progress_bar=false",
-            "--trainer.enable_model_summary=false",
-            "--trainer.callbacks+=DataReport",
-            "--trainer.callbacks+=LastCheckpoint",
-            "--trainer.callbacks.every_n_train_steps=1",
-            *more,
-        ]
-    )
+    places = [f"--data.train={shards}", f"--trainer.default_root_dir={root}", f"--trainer.logger.save_dir={root}"]
+    return fit(["fit", *OPTIONS.split(), *places, f"--trainer.max_steps={steps}", *more])
 
 
 def weights(cli: FitCLI) -> dict[str, torch.Tensor]:
@@ -161,18 +146,18 @@ def monitoring(monitor: str, mode: str = "max") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "monitor", "expected"),
+    ("monitor", "expected"),
     [
-        (["captions", "birds"], "headline", "retrieval/captions/image_retrieval_recall@1"),
-        (["captions", "birds"], "zero_shot/birds/mean_per_class_recall", "zero_shot/birds/mean_per_class_recall"),
+        ("headline", "retrieval/captions/image_retrieval_recall@1"),
+        ("zero_shot/birds/mean_per_class_recall", "zero_shot/birds/mean_per_class_recall"),
     ],
 )
 def test_the_headline_of_the_first_evaluation_is_monitored_unless_another_is_named(
-    evaluated, monitor, expected, folders, shards, tmp_path, capsys
+    monitor, expected, folders, shards, tmp_path, capsys
 ):
-    data = [f"--data.evaluations+={folders / name}" for name in evaluated]
-    validating = ["--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=1"]
-    cli = run(shards, tmp_path, *data, *monitoring(monitor), *validating, steps=1)
+    validated = [f"--data.evaluations+={folders / name}" for name in ("captions", "birds")]
+    validated += ["--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=1"]
+    cli = run(shards, tmp_path, *validated, *monitoring(monitor), steps=1)
     (saver,) = [saver for saver in cli.trainer.checkpoint_callbacks if saver.monitor]
     assert saver.monitor == expected
     assert saver.best_model_score == cli.trainer.callback_metrics[expected]
@@ -181,19 +166,16 @@ def test_the_headline_of_the_first_evaluation_is_monitored_unless_another_is_nam
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "monitor", "mode", "named"),
+    ("folder", "monitor", "mode", "named"),
     [
-        (["birds"], "headline", "min", "must be max for zero_shot/birds/acc1"),
-        (["birds"], "zero_shot/digits/acc1", "max", "got zero_shot/digits/acc1"),
-        (["wnids"], "headline", "max", "'n01503061'"),
+        ("birds", "headline", "min", "must be max for zero_shot/birds/acc1"),
+        ("birds", "zero_shot/digits/acc1", "max", "got zero_shot/digits/acc1"),
+        ("wnids", "headline", "max", "'n01503061'"),
     ],
 )
-def test_what_no_evaluation_gives_is_refused_before_any_step(
-    evaluated, monitor, mode, named, folders, shards, tmp_path
-):
-    data = [f"--data.evaluations+={folders / name}" for name in evaluated]
+def test_what_no_evaluation_gives_is_refused_before_any_step(folder, monitor, mode, named, folders, shards, tmp_path):
     with pytest.raises(ValueError, match=named):
-        run(shards, tmp_path, *data, *monitoring(monitor, mode))
+        run(shards, tmp_path, f"--data.evaluations+={folders / folder}", *monitoring(monitor, mode))
     assert not [*tmp_path.iterdir()]
 
 
@@ -211,15 +193,15 @@ def test_a_short_run_with_averages_and_its_validation_warn_of_nothing(shards, fo
     checked = fit(["validate", "--config", config, "--ckpt_path", path, "--trainer.logger.version=0"])
     assert Path(config).with_name("metrics.1.csv").read_text() == logged
     assert all(torch.equal(value, stored["state_dict"][f"model.{name}"]) for name, value in weights(checked).items())
-    said = [str(warning.message) for warning in recwarn]
-    useless = (
+    said = " ".join(str(warning.message) for warning in recwarn)
+    for useless in (
         "logging interval",
         "WeightAveraging",
-        "could not find the monitored key",
+        "could not find the monitored",
         "ckpt_path",
         "Experiment logs",
-    )
-    assert not [text for text in said if any(part in text for part in useless)]
+    ):
+        assert useless not in said
 
 
 # --- where a run is written, and with how many threads ---
@@ -257,19 +239,16 @@ def test_a_run_without_a_name_is_named_by_its_model(model, folder):
     module = Namespace(class_path="Module", init_args=Namespace(model=model))
     named = _with_directories(Namespace(model=module, trainer=Namespace(default_root_dir="x", logger=loggers)))
     assert [logger.init_args.name for logger in named.trainer.logger] == [folder, "mine"]
-    assert [logger.init_args.save_dir for logger in named.trainer.logger] == ["x", "x"]
     assert loggers[0].init_args.name == "lightning_logs"  # as the configuration that a run saves has it
 
 
-@pytest.mark.parametrize(
-    ("threads", "environment", "expected"), [(2, {}, 1), (2, {"OMP_NUM_THREADS": "2"}, 2), (3, {}, 3)]
-)
-def test_a_small_model_has_one_thread_unless_a_number_is_set(threads, environment, expected, monkeypatch, capfd):
+@pytest.mark.parametrize(("threads", "variable", "expected"), [(2, None, 1), (2, "2", 2), (3, None, 3)])
+def test_a_small_model_has_one_thread_unless_a_number_is_set(threads, variable, expected, monkeypatch, capfd):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
     say.cache_clear()
     torch.set_num_threads(threads)
     try:

@@ -1,9 +1,7 @@
 """What a run prints at its start and end; the command it ends with is run as it is printed."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from diffvision.training.language import LanguageModule
 from diffvision.training.progress import ProgressLine
 from diffvision.training.summary import describe_run, evaluation_command
 from diffvision.training.vision_language import VisionLanguageModule
+from ranks import Ranks
 
 NANO = WEIGHTS / "diffv2-nano.stdlib"
 
@@ -39,34 +38,19 @@ def data(tmp_path_factory) -> Path:
 
 
 CONTRASTIVE = ["--model=ContrastiveModule", "--model.model=CLIP-debug", "--data=ImageTextData"]
-CLASSIFICATION = [
-    "--model=ClassificationModule",
-    "--model.model=diff_vit_debug",
-    "--model.num_classes=3",
-    "--data=ImageLabelData",
-]
+CLASSIFICATION = ["--model=ClassificationModule", "--model.model=diff_vit_debug", "--model.num_classes=3"]
+CLASSIFICATION += ["--data=ImageLabelData"]
+OPTIONS = """
+    --data.batch_size=16 --data.num_workers=0 --model.optimizer.warmup_steps=1 --trainer.accelerator=cpu
+    --trainer.devices=1 --trainer.log_every_n_steps=1 --trainer.callbacks+=ModelCheckpoint
+    --trainer.callbacks.filename=best --trainer.callbacks.mode=max
+"""
 
 
 def run(data: Path, root: Path, *arguments: str, monitor: str = "null", epochs: int = 2):
-    return fit(
-        [
-            "fit",
-            *arguments,
-            f"--data.train={data / 'train'}",
-            "--data.batch_size=16",
-            "--data.num_workers=0",
-            "--model.optimizer.warmup_steps=1",
-            f"--trainer.logger.save_dir={root}",
-            "--trainer.accelerator=cpu",
-            "--trainer.devices=1",
-            f"--trainer.max_epochs={epochs}",
-            "--trainer.log_every_n_steps=1",
-            "--trainer.callbacks+=ModelCheckpoint",
-            "--trainer.callbacks.filename=best",
-            "--trainer.callbacks.mode=max",
-            f"--trainer.callbacks.monitor={monitor}",
-        ]
-    )
+    places = [f"--data.train={data / 'train'}", f"--trainer.logger.save_dir={root}"]
+    lengths = [f"--trainer.max_epochs={epochs}", f"--trainer.callbacks.monitor={monitor}"]
+    return fit(["fit", *arguments, *places, *OPTIONS.split(), *lengths])
 
 
 @pytest.mark.quick("arguments1---data.evaluation={}-val/acc1-acc1")
@@ -133,26 +117,23 @@ def test_a_module_of_another_package_is_evaluated_by_validate():
 
 def clip_from(root):
     torch.save(ContrastiveModule("CLIP-debug").model.state_dict(), root / "clip.pt")
-    return ContrastiveModule("CLIP-debug", pretrained=str(root / "clip.pt")), [str(root / "clip.pt")]
+    return ContrastiveModule("CLIP-debug", pretrained=str(root / "clip.pt")), ["clip.pt"]
 
 
 def classifier_from(root):
     made = ClassificationModule("diff_vit_debug", num_classes=3)
     torch.save(made.model.state_dict(), root / "vit.pt")
     args = {"checkpoint_path": str(root / "vit.pt")}
-    return ClassificationModule("diff_vit_debug", num_classes=3, model_args=args), [str(root / "vit.pt")]
+    return ClassificationModule("diff_vit_debug", num_classes=3, model_args=args), ["vit.pt"]
 
 
 def language_from(root):
-    return LanguageModule(f"local-dir:{NANO}"), [str(NANO)]
+    return LanguageModule(f"local-dir:{NANO}"), [NANO.name]
 
 
 def vision_language_from(root):
-    tower = str(WEIGHTS / "diff_vit_debug.digits.safetensors")
-    module = VisionLanguageModule(
-        "diff-vlm-debug", tower="diff_vit_debug", tower_pretrained=tower, language=f"local-dir:{NANO}"
-    )
-    return module, [tower, str(NANO)]
+    tower = {"tower": "diff_vit_debug", "tower_pretrained": str(WEIGHTS / "diff_vit_debug.digits.safetensors")}
+    return VisionLanguageModule("diff-vlm-debug", language=f"local-dir:{NANO}", **tower), ["digits.safe", NANO.name]
 
 
 @pytest.mark.parametrize("make", [clip_from, classifier_from, language_from, vision_language_from])
@@ -167,14 +148,15 @@ def test_a_run_says_which_weights_it_starts_from(make, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_ends_with_its_summary(data, tmp_path):
+@pytest.mark.forks
+def test_a_run_on_two_ranks_ends_with_its_summary(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     options = ["accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=2", "log_every_n_steps=1"]
     words = [*CONTRASTIVE, f"--data.train={data / 'train'}", f"--data.evaluations+={data / 'noise'}"]
     words += ["--data.batch_size=4", "--data.num_workers=0", "--trainer.callbacks+=LastCheckpoint"]
-    run = subprocess.run(
-        [sys.executable, "-m", "diffvision", "fit", *words, *(f"--trainer.{option}" for option in options)],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("trained to step 2") == 1
-    assert run.stdout.rstrip().splitlines()[-1].startswith("evaluate it: diffvision evaluate runs/CLIP-debug/version_0")
+    command = ["fit", *words, *(f"--trainer.{option}" for option in options)]
+    first, second = Ranks(tmp_path / "ranks", lambda: sys.exit(main(command))).ended()
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "trained to step 2" in first.output
+    assert "trained to step 2" not in second.output
+    assert "evaluate it: diffvision evaluate runs/CLIP-debug/version_0" in first.output.rstrip().splitlines()[-1]

@@ -7,10 +7,9 @@ import pytest
 import torch
 import training_fits
 from PIL import Image
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from training_fits import Gradients, Rows, same
+from training_fits import Gradients, Rows, compile_with, same
 
 from diffvision.cli import main
 from diffvision.data.text.tokenizers import train_tokenizer
@@ -252,42 +251,32 @@ def test_another_tokenizer_other_adapters_and_text_models_are_refused(tokenizer,
         make(pretrained=str(tmp_path / "y.ckpt"))
 
 
-def test_adapters_alone_are_trained_and_merge(tmp_path):
+def test_adapters_alone_are_trained_and_merge_where_a_checkpoint_is_opened_or_exported(tokenizer, tmp_path):
     pytest.importorskip("peft")
-    module = make(name="diff-vlm-debug", train=["projector", "language_model"], lora={"r": 2, "alpha": 6})
+    settings = {"train": ["projector", "language_model"], "lora": {"r": 2, "alpha": 6}}
+    module, path = make(tokenizer, name="diff-vlm-debug", **settings), tmp_path / "x.ckpt"
     trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
     assert trained
     assert all(name.startswith("multi_modal_projector.") or ".lora_" in name for name in trained)
-    train(module, max_steps=3, data=Conversations(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
+    train(module, max_steps=3, data=Conversations(batch_size=4)).save_checkpoint(path)
     assert any(p.any() for name, p in module.model.named_parameters() if ".lora_B." in name)
-    loaded, about = load(tmp_path / "x.ckpt")
-    assert about["lora"] == {"r": 2, "alpha": 6, "dropout": 0.0, "targets": "all-linear"}
-    batch = Conversations.collate(Conversations().rows)
-    with torch.no_grad():
-        expected, actual = (m.eval()(batch["tokens"], batch["image"]).logits for m in (module.model, loaded))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert not any("lora" in name for name in loaded.state_dict())
-    same(module.state_dict(), VisionLanguageModule.load_from_checkpoint(tmp_path / "x.ckpt").state_dict(), 0, 0)
-    assert make(name="diff-vlm-debug", pretrained=str(tmp_path / "x.ckpt")).lora is None
+    assert load(path)[1]["lora"] == {"r": 2, "alpha": 6, "dropout": 0.0, "targets": "all-linear"}
+    same(module.state_dict(), VisionLanguageModule.load_from_checkpoint(path).state_dict(), 0, 0)
 
-
-def test_a_checkpoint_opens_with_its_processor_and_is_exported(tokenizer, tmp_path):
-    pytest.importorskip("peft")
-    import transformers
-
-    module = make(tokenizer, lora={"r": 2})
-    train(module, max_steps=2, data=Conversations(batch_size=4)).save_checkpoint(tmp_path / "x.ckpt")
-    opened = open_vlm(tmp_path / "x.ckpt")
-    assert (opened.name, opened.weights) == ("vlm-debug", str(tmp_path / "x.ckpt"))
-    assert main(["export", str(tmp_path / "x.ckpt"), str(tmp_path / "folder")]) == 0
+    opened = open_vlm(path)
+    assert (opened.name, opened.weights) == ("diff-vlm-debug", str(path))
+    assert main(["export", str(path), str(tmp_path / "folder")]) == 0
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "folder").eval()
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "folder")
     question = {"text": "<image>\na ring?", "images": Image.new("RGB", (40, 30)), "return_tensors": "pt"}
     inputs = processor(**question)
     assert inputs.keys() == opened.processor(**question).keys()
     with torch.no_grad():
-        expected, actual = (model.eval()(**inputs).logits for model in (module.model, theirs))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        expected, ours, exported = (m.eval()(**inputs).logits for m in (module.model, opened.module, theirs))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(exported, expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name in opened.module.state_dict())
+    assert make(name="diff-vlm-debug", pretrained=str(path)).lora is None
     again = make(tokenizer, name=f"local-dir:{tmp_path / 'folder'}", language_args=None)
     same(dict(theirs.state_dict()), dict(again.model.state_dict()), 0, 0)
 
@@ -309,13 +298,12 @@ def test_a_checkpoint_is_not_opened_with_another_tokenizer(checkpoint, tmp_path)
 def test_bad_settings_are_named(tokenizer, tmp_path):
     for settings, message in (
         ({"train": "towers"}, "train"),
-        ({"train": []}, "train"),
         ({"train": ["tower"], "projector_lr": 1e-3}, "projector_lr must .*0.001"),
         ({"projector_lr": 0.0}, "projector_lr must .*0.0"),
         ({"train": "projector", "lora": Lora()}, "train must .*projector"),
         ({"lora": {"targets": ["nothing"]}}, "lora.targets.*nothing"),
         ({"lora": {"targets": ["q_proj", "lm_head"]}}, "lora.targets.*lm_head"),  # it would not be trained
-        ({"lora": {"targets": ["embed_tokens"]}}, "lora.targets.*embed_tokens"),
+        ({"lora": {"targets": ["embed_tokens"]}}, "lora.targets.*embed_tokens"),  # it would not be merged
         ({"name": "vlm-9q"}, "model 'vlm-9q'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -330,8 +318,7 @@ def test_bad_settings_are_named(tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_run_is_the_eager_one(monkeypatch):
-    compiled, backend = nn.Module.compile, {"backend": "aot_eager", "options": None}  # Inductor takes minutes
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled(self, **given | backend))
+    compile_with(monkeypatch)
     eager, whole = make(), make(compile=True)
     train(eager, max_steps=3)
     counters.clear()
