@@ -105,7 +105,7 @@ SIGNALLED = {
     "a step": (2, "training_step", {}, 143, SAVED, 3),
     "a step of three batches": (1, "training_step", {"accumulate_grad_batches": 3, "batches": 9}, 143, SAVED, 2),
     "the last step": (5, "training_step", {"max_steps": 6, "limit_val_batches": 0}, 0, LAST, 5),
-    "a save": (1, "on_save_checkpoint", {"callbacks": [ModelCheckpoint(every_n_train_steps=1)]}, 143, SAVED, 2),
+    "a save": (1, "on_save_checkpoint", {}, 143, SAVED, 2),
     "a validation": ("any", "validation_step", {}, 143, LAST, 5),  # of the state before the step that it follows
     "a validation before training": (0, "validation_step", {"num_sanity_val_steps": 4}, 143, None, 0),
 }
@@ -114,10 +114,9 @@ SIGNALLED = {
 @pytest.mark.parametrize("running", SIGNALLED)
 def test_what_runs_at_a_signal_is_finished_and_nothing_begins_after_it(running, tmp_path):
     at, hook, settings, status, name, step = SIGNALLED[running]
-    for saver in settings.get("callbacks", ()):
-        saver.dirpath = str(tmp_path)
     module = Tiny(at, send(signal.SIGTERM, signal.SIGTERM), hook)
-    _, code = fitted(tmp_path, module, **settings)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    _, code = fitted(tmp_path, module, callbacks=[saver], **settings)
     assert (code, find_newest([tmp_path])) == (status, (name and tmp_path / name, step, {}))
     signalled = next(place for place, call in enumerate(module.hooks) if call[0] == hook and at in (call[1], "any"))
     begun = [call for call in module.hooks[signalled + 1 :] if call[0] != "on_save_checkpoint"]
