@@ -1,11 +1,9 @@
 """`diffvision study`: what it plans, refuses, resumes and compares."""
 
-import io
 import json
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from PIL import Image
 from diffvision import study
 from diffvision.cli import main
 from diffvision.data.datasets.digits import make_digits
+from diffvision.data.shards.writer import write_shards
 from diffvision.errors import Mistake
 from diffvision.models.names import plain_twin, recorded
 from diffvision.study import TUNING_SEED, Run, Study
@@ -102,12 +101,8 @@ def photos(tmp_path):
 
 def test_a_validation_split_that_stands_in_for_a_missing_test_is_no_test(tmp_path):
     for split in ("train", "validation"):
-        (tmp_path / "shards" / split).mkdir(parents=True)
-        with tarfile.open(tmp_path / "shards" / split / "000000.tar", "w") as tar:
-            for n in range(4):
-                for kind, data in (("cls", str(n % 2).encode()), ("jpg", b"none")):
-                    (member := tarfile.TarInfo(f"{n}.{kind}")).size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        samples = ({"__key__": str(number), "cls": str(number % 2), "jpg": b"none"} for number in range(4))
+        write_shards(tmp_path / "shards" / split, samples)
     shards = str(tmp_path / "shards")
     more = ["--rates", "1e-3", "--test", shards, "--data.evaluation", shards, "--data.split=validation"]
     with pytest.raises(Mistake, match="test"):
