@@ -113,7 +113,7 @@ def test_layer_decay_scales_rates_and_keeps_lambdas_from_decay():
 
 def test_ema_and_the_checkpoint(tmp_path):
     module = make(model_args={"drop_path_rate": 0.1}, grad_checkpointing=True)
-    run = trainer(EMAWeightAveraging(decay=0.5), max_steps=2)
+    run = trainer(EMAWeightAveraging(decay=0.5), max_steps=2, limit_train_batches=2)
     run.fit(module, datamodule=Images())
     run.save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)

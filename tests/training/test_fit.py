@@ -212,7 +212,7 @@ def test_a_short_run_with_averages_and_its_validation_warn_of_nothing(shards, fo
     [
         ([f"--config={CONFIGS / 'clip' / 'debug.yaml'}"], ["--trainer.logger.save_dir=y"], ["y"]),
         (PLAIN, ["--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: z}}"], ["x", "z"]),
-        (PLAIN, ["--trainer.logger=false"], []),
+        (PLAIN, ["--trainer.logger=false", "--trainer.accelerator=cpu", "--trainer.devices=2"], []),
     ],
 )
 def test_the_default_root_dir_is_where_a_run_is_written(model, arguments, places, tmp_path, monkeypatch):
