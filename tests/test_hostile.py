@@ -17,6 +17,15 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+from hostile_files import (
+    HOSTILE_TYPES,
+    Payload,
+    coded_openclip_folder,
+    hostile_shards,
+    hostile_weights,
+    hugging_face_folder,
+    stranger,
+)
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -33,15 +42,6 @@ from diffvision.opening import open_model
 from diffvision.training.classification import ClassificationModule
 from diffvision.training.clip import ContrastiveModule
 from diffvision.training.fit import FitCLI, fit
-from hostile_files import (
-    HOSTILE_TYPES,
-    Payload,
-    coded_openclip_folder,
-    hostile_shards,
-    hostile_weights,
-    hugging_face_folder,
-    stranger,
-)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
