@@ -221,7 +221,8 @@ def test_zero_identical_and_single_embeddings(loss, accum_freq):
     module, data = make(loss=loss, accum_freq=accum_freq), Pairs()
     nn.init.zeros_(module.model.text_projection)
     data.image[:] = data.image[0].clone()
-    assert learn(module, data).logged_metrics["train/grad_norm"] < 1e3
+    assert learn(module, data, limit_train_batches=1).logged_metrics["train/grad_norm"] < 1e3
+    learn(module, data)
     if accum_freq == 1:
         data.batch_size = 1
         learn(make(loss=loss), data, limit_train_batches=2)

@@ -1,10 +1,11 @@
-"""Lightning's private names: few are used."""
+"""Lightning's private names: few are used, and its rule of accumulation is followed."""
 
 import re
 from pathlib import Path
 
 import lightning.fabric
 import lightning.pytorch as pl
+import pytest
 
 import diffvision
 from diffvision.training.fault_tolerance import lightning_internals
@@ -33,3 +34,16 @@ def test_at_most_eight_private_names_are_used():
         base = next(cls for cls in (*hook.__mro__, pl.LightningModule) if cls.__module__.startswith("lightning."))
         used |= {name for name in vars(hook) if name in theirs and hasattr(base, name)}
     assert 3 < len(used) <= 8, used
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_accumulation_follows_lightnings_rule(every, is_last):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, accumulate_grad_batches=every)
+    trainer.fit_loop.max_batches = 5
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.is_last_batch = is_last
+    for ready in range(1, 6):
+        loop.batch_progress.current.ready = ready
+        assert lightning_internals.is_accumulating(trainer) == loop._should_accumulate()
+        assert lightning_internals.is_last_batch(trainer) == loop._num_ready_batches_reached()
