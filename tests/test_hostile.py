@@ -26,6 +26,7 @@ from hostile_files import (
     hugging_face_folder,
     stranger,
 )
+from language_fixtures import make_llama
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -391,11 +392,8 @@ def timm_folder(folder: Path) -> Path:
 
 
 def llama_folder(folder: Path) -> Path:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8}
-    transformers.LlamaConfig(**small, num_hidden_layers=1, num_attention_heads=1).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    make_llama("Llama", vocab_size=32, hidden_size=8, num_attention_heads=1).save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
     return folder / "pytorch_model.bin"
 
 
