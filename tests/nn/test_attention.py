@@ -26,23 +26,24 @@ def backend(request):
         yield request.param
 
 
-@pytest.mark.parametrize("name", ["unilm-v1_mha", "unilm-v1_gqa", "unilm-v2_gqa"])
-def test_equals_the_authors_code(name, backend, assets):
+@pytest.mark.parametrize(
+    ("name", "layout"), [("unilm_v1_mha", "unilm-v1"), ("unilm_v1_gqa", "unilm-v1"), ("unilm_v2_gqa", "unilm-v2")]
+)
+def test_equals_the_authors_code(name, layout, backend, assets):
     """Outputs and all gradients of microsoft/unilm's modules, in float64, rotary embedding and causal mask included."""
-    with safe_open(assets / f"{name.replace('-', '_')}.safetensors", "pt") as file:
+    with safe_open(assets / f"{name}.safetensors", "pt") as file:
         settings = file.metadata()
         golden = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
     heads, kv_heads = int(settings["num_heads"]), int(settings["num_kv_heads"])
     shared = {"rotary": float(settings["rope_theta"]), "proj_bias": False, "dtype": torch.float64}
-    if "v1" in name:
+    if layout == "unilm-v1":
         layer = DiffAttention(int(settings["embed_dim"]), heads, kv_heads, depth=int(settings["depth"]), **shared)
     else:
         layer = DiffAttentionV2(int(settings["d_model"]), heads, kv_heads, **shared)
-    weights, gradients = (
-        from_unilm({key.removeprefix(kind): golden[key] for key in golden if key.startswith(kind)}, name[:8])
-        for kind in ("param.", "grad.")
-    )
-    layer.load_state_dict(weights)
+    weights = {key.removeprefix("param."): value for key, value in golden.items() if key.startswith("param.")}
+    gradients = {key.removeprefix("grad."): value for key, value in golden.items() if key.startswith("grad.")}
+    layer.load_state_dict(from_unilm(weights, layout))
+    gradients = from_unilm(gradients, layout)
 
     x = golden["input"].requires_grad_()
     out = layer(x, is_causal=True)
