@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -68,7 +70,8 @@ def test_every_parameter_has_a_gradient_with_every_setting(variant):
 
 
 def test_lambda_is_in_float32_and_begins_by_depth():
-    assert DiffAttention(32, 2).half().compute_lambda().dtype == torch.float32
+    layer = DiffAttention(32, 2).half()
+    assert torch.equal(layer.compute_lambda(), copy.deepcopy(layer).float().compute_lambda())
     assert depth_lambda_init(0) == pytest.approx(0.2)
     assert DiffAttention(32, 2, depth=5).lambda_init == pytest.approx(0.6661219039109422)
     assert DiffAttention(32, 2, depth=5, lambda_init=0.8).lambda_init == 0.8
