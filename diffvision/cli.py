@@ -114,9 +114,9 @@ def _choose(argv: list[str]) -> Any:
 
         return print(f"diffvision {__version__}")
     if first == "study":
-        from diffvision import study
+        from diffvision.study import study_command
 
-        return study.main(argv[1:])
+        return study_command.main(argv[1:])
     if first in TRAINER_COMMANDS:
         return _train(argv)
     if first == "run":

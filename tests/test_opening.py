@@ -286,7 +286,9 @@ def test_a_run_is_its_best_checkpoint_or_the_last(tmp_path):
     state = {"monitor": "val/acc1", "best_model_path": "/elsewhere/best.ckpt", "best_model_score": torch.tensor(0.5)}
     content = {"global_step": 1234, "callbacks": {"ModelCheckpoint{'monitor': ...}": state}}
     torch.save(content, run / "checkpoints" / "last.ckpt")
+    torch.save({}, run / "checkpoints" / "copied.ckpt")  # the newest by its time, without a score
     assert best_checkpoint(run) == (run / "checkpoints" / "best.ckpt", "best val/acc1 0.5000")
+    (run / "checkpoints" / "copied.ckpt").unlink()
     for folder in (run, tmp_path / "out", tmp_path):
         assert find_run(folder) == run
     (tmp_path / "out" / "fit" / "version_1" / "checkpoints").mkdir(parents=True)

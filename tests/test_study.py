@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
-from diffvision import study
 from diffvision.cli import main
 from diffvision.data.datasets.digits import make_digits
 from diffvision.data.shards.writer import write_shards
 from diffvision.errors import Mistake
 from diffvision.models.names import plain_twin, recorded
-from diffvision.study import TUNING_SEED, Run, Study
+from diffvision.study import study_command
+from diffvision.study.runs import LOG, SETTINGS, TUNING_SEED, Run, Study
 from diffvision.training.fit import FitCLI
 from diffvision.training.recipes import resolve_recipes
 
@@ -76,6 +77,10 @@ REFUSED = {
     "--rates 1e-3 nan": "rates",
     "--rates inf": "rates",
     "--rates 0": "rates",
+    "--rates 1e-3 --test other --model.optimizer.lr 7": "lr",
+    "--print_config": "print_config",
+    "--trainer.fast_dev_run true": "fast_dev_run",
+    "--models diff_vit_debug DiffCLIP-debug": "library",
     "--test name=other --print": "test",
     "--test https://nowhere.invalid/shards-{00..03}.tar": "test",
     f"{LANGUAGE} --test none-000.tar": "test",
@@ -86,7 +91,7 @@ REFUSED = {
 @pytest.mark.parametrize(("more", "named"), REFUSED.items())
 def test_what_a_study_cannot_be_is_refused_before_anything_is_written(more, named, tmp_path):
     with pytest.raises(ValueError, match=named) as refused:
-        study.main([*TWO, "--output", str(tmp_path / "out"), *more.split()])
+        study_command.main([*TWO, "--output", str(tmp_path / "out"), *more.split()])
     assert isinstance(refused.value, Mistake) or "dif_vit_debug" in more
     assert not (tmp_path / "out").exists()
 
@@ -106,14 +111,56 @@ def test_a_validation_split_that_stands_in_for_a_missing_test_is_no_test(tmp_pat
     shards = str(tmp_path / "shards")
     more = ["--rates", "1e-3", "--test", shards, "--data.evaluation", shards, "--data.split=validation"]
     with pytest.raises(Mistake, match="test"):
-        study.main([*TWO, "--output", str(tmp_path / "out"), *more])
+        study_command.main([*TWO, "--output", str(tmp_path / "out"), *more])
     assert not (tmp_path / "out").exists()
+
+
+CLIPS = "--config clip/debug.yaml --models CLIP-debug DiffCLIP-debug --seeds 1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "test", "is_refused"),
+    [
+        ("--data.evaluation photos --data.split validation", "photos/validation", True),
+        ("--data.evaluation photos --data.split validation", "photos/validation/cat", True),
+        ("--data.evaluation photos --data.split validation", "photos/test", False),
+        ("--data.evaluation photos/validation", "photos", False),
+        ("--data.evaluation photos/test", "photos", True),
+        (f"{CLIPS} --data.evaluations [a=photos]", "photos", True),
+        (f"{CLIPS} --data.evaluations+=photos", "b=photos", True),
+    ],
+)
+def test_rates_are_chosen_on_other_samples_than_the_models_are_compared_on(
+    settings, test, is_refused, tmp_path, monkeypatch
+):
+    for part in ("train", "validation", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / "photos" / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / "photos" / part / name / "a.png")
+    monkeypatch.chdir(tmp_path)
+    command = [*(TWO if "--models" not in settings else []), *settings.split(), "--output", "out", "--test", test]
+    with pytest.raises(Mistake, match="test") if is_refused else nullcontext():
+        study_command.main([*command, "--rates", "1e-3", "--print"])
+
+
+def test_runs_of_other_settings_do_not_compare(tmp_path):
+    of = Study([], tmp_path)
+    runs = [Run("a", 0), Run("b", 0), Run("b", 1)]
+    for run, smoothing in zip(runs, (0.1, 0.1, 0.7), strict=True):
+        (of.folder(run) / "checkpoints").mkdir(parents=True)
+        (of.folder(run) / "checkpoints" / "last.ckpt").touch()
+        model = {"init_args": {"model": run.model, "label_smoothing": smoothing, "optimizer": {"lr": 1.0}}}
+        data = {"init_args": {"seed": run.seed}}
+        (of.folder(run) / "config.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
+    of.check_alike([*runs[:2], Run("a", 7)])
+    with pytest.raises(ValueError, match="label_smoothing"):
+        of.check_alike(runs)
 
 
 def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, photos, capsys):
     rates = ["--rates", "2e-3", "1e-3", "0.001"]
     more = [*rates, "--test", photos, "--data.evaluation", photos, "--data.split=validation"]
-    study.main([*TWO, "--output", str(tmp_path / "out"), *more, "--print"])
+    study_command.main([*TWO, "--output", str(tmp_path / "out"), *more, "--print"])
     lines = capsys.readouterr().out.splitlines()
     commands = [line for line in lines if line.startswith("diffvision fit --config=vision/debug.yaml ")]
     assert len(commands) == 4  # only those that choose rates
@@ -124,34 +171,34 @@ def test_test_data_may_be_another_split_than_rates_are_chosen_on(tmp_path, photo
 
 def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_not(tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
-    study.main([*TWO, *output, "--print", "--trainer.max_epochs", "2"])
-    study.main([*TWO, *output, "--print", "--trainer.max_epochs=2", "--seeds", "2", "--models", "diff_vit_debug",
-                "diffv2_vit_debug"])  # fmt: skip
+    study_command.main([*TWO, *output, "--print", "--trainer.max_epochs", "2"])
+    others = ["--models", "diff_vit_debug", "diffv2_vit_debug"]
+    study_command.main([*TWO, *output, "--print", "--trainer.max_epochs=2", "--seeds", "2", *others])
     assert capsys.readouterr().out.count("diffvision fit") == 2 + 4
     checkpoints = tmp_path / "out" / "diff_vit_debug" / "seed0" / "checkpoints"
-    study.main([*TWO, *output, "--print", "--trainer.max_epochz=2"])  # nothing is trained yet
-    study.main([*TWO, *output, "--print", "--trainer.max_epochs=2"])
+    study_command.main([*TWO, *output, "--print", "--trainer.max_epochz=2"])  # nothing is trained yet
+    study_command.main([*TWO, *output, "--print", "--trainer.max_epochs=2"])
     checkpoints.mkdir(parents=True)
     (checkpoints / "last.ckpt").write_text("weights")
     with pytest.raises(ValueError, match=r"other settings .*max_epochs=2.*max_epochs=3"):
-        study.main([*TWO, *output, "--print", "--trainer.max_epochs=3"])
-    (tmp_path / "out" / study.SETTINGS).write_text('{"half')
+        study_command.main([*TWO, *output, "--print", "--trainer.max_epochs=3"])
+    (tmp_path / "out" / SETTINGS).write_text('{"half')
     with pytest.raises(ValueError, match=r"study\.json is damaged"):
-        study.main([*TWO, *output, "--print"])
+        study_command.main([*TWO, *output, "--print"])
     run = tmp_path / "other" / "diff_vit_debug" / "seed0"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("{}")
     with pytest.raises(ValueError, match="seed0"):
-        study.main([*TWO, "--output", str(tmp_path / "other"), "--print"])
+        study_command.main([*TWO, "--output", str(tmp_path / "other"), "--print"])
 
 
 def test_two_studies_cannot_use_one_folder_at_once(tmp_path):
     first, second = (Study(["vision/debug.yaml"], tmp_path, [f"--trainer.max_epochs={n}"]) for n in (1, 2))
     with first.claim(), pytest.raises(ValueError, match="running"), second.claim():
         pass
-    assert "max_epochs=1" in (tmp_path / study.SETTINGS).read_text()
+    assert "max_epochs=1" in (tmp_path / SETTINGS).read_text()
     with second.claim():
-        assert "max_epochs=2" in (tmp_path / study.SETTINGS).read_text()
+        assert "max_epochs=2" in (tmp_path / SETTINGS).read_text()
 
 
 class Parsed(FitCLI):
@@ -208,7 +255,7 @@ def made(tmp_path, monkeypatch):
         begun.append(command)
         return popen([sys.executable, "-c", PROGRAM, *command], **settings)
 
-    monkeypatch.setattr("diffvision.study.subprocess.Popen", begin)
+    monkeypatch.setattr("diffvision.study.runs.subprocess.Popen", begin)
     return made, begun
 
 
@@ -216,7 +263,7 @@ def test_runs_are_trained_once_and_the_first_says_what_the_others_take(made, cap
     of, begun = made
     runs = [Run(model, seed) for seed in (0, 1) for model in ("a", "b")]
     of.train(runs[:1])
-    assert json.loads((of.output / study.SETTINGS).read_text())["bytes"] >= len("weights")
+    assert json.loads((of.output / SETTINGS).read_text())["bytes"] >= len("weights")
     of.train(runs)
     assert [of.is_done(run) for run in runs] == [True] * len(begun) == [True] * 4
     assert "left: about" in capsys.readouterr().out
@@ -236,12 +283,12 @@ def test_the_error_of_a_run_is_its_own_and_of_this_attempt(seed, error, made):
     of, _ = made
     folder = of.folder(Run("a", seed))
     folder.mkdir(parents=True)
-    with (folder / study.LOG).open("w") as outlived:
+    with (folder / LOG).open("w") as outlived:
         print("diffvision: error: of an earlier attempt", file=outlived, flush=True)
         with pytest.raises(ValueError, match=f"a, seed {seed}: .*{error}"):
             of.train([Run("a", seed)])
         print("it goes on", file=outlived, flush=True)
-    assert "goes on" not in (folder / study.LOG).read_text()
+    assert "goes on" not in (folder / LOG).read_text()
 
 
 def test_the_time_of_a_run_that_is_resumed_is_not_that_of_the_others(made):
@@ -251,14 +298,14 @@ def test_the_time_of_a_run_that_is_resumed_is_not_that_of_the_others(made):
     (checkpoints / "last.ckpt").write_text("half")
     for seed, known in ((0, False), (1, True)):
         of.train([Run("a", seed)])
-        recorded_now = json.loads((of.output / study.SETTINGS).read_text())
+        recorded_now = json.loads((of.output / SETTINGS).read_text())
         assert "bytes" in recorded_now
         assert ("seconds" in recorded_now) == known
 
 
 def test_more_rates_are_tried_and_only_seeds_of_another_rate_are_refused(tmp_path, photos, monkeypatch, capsys):
     command = [*TWO, "--output", str(tmp_path / "out"), "--test", photos, "--print", "--rates", "1e-3"]
-    study.main(command)
+    study_command.main(command)
     of = Study([], tmp_path / "out")
     runs = [Run(model, TUNING_SEED, rate) for model in TWO[3:5] for rate in (1e-3, 2e-3)]
     for run in [*runs, Run("diff_vit_debug", 0)]:
@@ -268,19 +315,19 @@ def test_more_rates_are_tried_and_only_seeds_of_another_rate_are_refused(tmp_pat
         (of.folder(run) / "config.yaml").write_text(yaml.safe_dump(trained))
     scores = {"rate0.001": 0.5, "rate0.002": 0.25}
     monkeypatch.setattr("diffvision.opening.run_folders.best_score", lambda folder: scores[folder.name])
-    study.main([*command, "2e-3"])
+    study_command.main([*command, "2e-3"])
     assert capsys.readouterr().out.count("lr=0.001 ") == 2 + 1  # rates of the first command, and a seed
     scores["rate0.002"] = 0.75
     with pytest.raises(ValueError, match=r"seed0 was trained .*0\.001.* 0\.002"):
-        study.main([*command, "2e-3"])
+        study_command.main([*command, "2e-3"])
     with pytest.raises(ValueError, match=r"other settings \(rates\)"):
-        study.main(command[:-2])
+        study_command.main(command[:-2])
 
 
 def test_a_disk_that_is_too_small_is_refused_before_a_run_begins(made):
     of, begun = made
     of.train([Run("a", 0)])
-    file = of.output / study.SETTINGS
+    file = of.output / SETTINGS
     file.write_text(json.dumps(json.loads(file.read_text()) | {"bytes": of.free()}))
     with pytest.raises(OSError, match=r"2 runs need .* free"):
         of.train([Run("a", 0), Run("a", 1), Run("a", 2)])
@@ -322,7 +369,7 @@ def test_a_study_that_was_stopped_resumes_and_compares(tmp_path, capsys):
     assert not (first / "checkpoints" / "final.ckpt").exists()
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "resuming from" in (first / study.LOG).read_text()
+    assert "resuming from" in (first / LOG).read_text()
     assert "acc1" in out
     assert "GiB in training" in out
     assert len(list(output.rglob("final.ckpt"))) == 2

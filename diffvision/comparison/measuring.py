@@ -96,7 +96,10 @@ def measure_images(
         features = Features(model.module, model.transform, model.tokenizer, inference)
         found: Metrics = {}
         for folder, evaluations in planned:
-            found |= measure(features, folder, evaluations, options)
+            try:
+                found |= measure(features, folder, evaluations, options)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         metrics[name] = {
             metric: found[metric]
             for metric, value in means(found).items()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diffvision.comparison import compare
 from diffvision.data.datasets.digits import make_digits
-from diffvision.study import Run, Study
+from diffvision.study.runs import Run, Study
 
 RECIPE = "clip/debug.yaml"
 MODELS = ("CLIP-debug", "DiffCLIP-debug-0.2")

@@ -54,9 +54,9 @@ def best_checkpoint(run: Path) -> tuple[Path, str]:
     files = sorted((run / CHECKPOINTS).glob("*.ckpt"), key=lambda file: (file.stat().st_mtime, file.name))
     if not files:
         raise ValueError(f"{run} has no checkpoint in {CHECKPOINTS}/: train it first, or name another run")
-    # The newest one says which was the best.
     last = files[-1]
-    _, watched = _watched(last)
+    # The newest one that says it, for a copy of a run may have other times.
+    watched = next(filter(None, (_watched(file)[1] for file in reversed(files))), None)
     if watched:
         best = run / CHECKPOINTS / Path(watched["best_model_path"]).name
         if best.is_file():

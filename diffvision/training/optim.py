@@ -161,7 +161,7 @@ def _check_muon(model: nn.Module, groups: Collection[dict[str, Any]]) -> None:
     if fused := [name for name, _ in model.named_parameters() if _FUSED_PROJECTION.search(name)]:
         rank_zero_warn(
             f"Muon takes queries, keys and values of {fused[0]} as one matrix, those of differential layers singly: "
-            "the models do not compare. The plain models of diffvision have them apart"
+            "such models do not compare with differential ones"
         )
 
 

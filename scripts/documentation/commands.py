@@ -11,7 +11,6 @@ from typing import Any
 
 from jsonargparse import auto_cli, capture_parser
 
-from diffvision import study
 from diffvision.cli import (
     COMMANDS,
     MAKE,
@@ -24,6 +23,7 @@ from diffvision.cli import (
     with_checks,
 )
 from diffvision.parsers import Parser
+from diffvision.study import study_command
 from diffvision.training.fit import FitCLI
 
 PAGE = "reference/commands.md"
@@ -74,7 +74,7 @@ def page() -> str:
     parts = [HEAD.replace("TABLES", ", ".join(f"`{name}`" for name in TABLES)), _summary()]
     parts += [_command("fit", TRAINER_COMMANDS["fit"], fit, FIT)]
     parts.append(f"## validate\n\nThe options of [`fit`](#fit), to {TRAINER_COMMANDS['validate']}.\n")
-    parts.append(_command("study", TRAINER_COMMANDS["study"], study.parser()))
+    parts.append(_command("study", TRAINER_COMMANDS["study"], study_command.parser()))
     for name in command_names():
         if name.startswith(f"{MAKE} ") and MAKE_HEAD not in parts:
             parts.append(MAKE_HEAD)

@@ -35,7 +35,7 @@ def read_caption_file(table: Path) -> Parts:
             splits = {"": _read_conversations(content)}
         else:
             splits = {"": _read_coco(content)} if "annotations" in content else _read_karpathy(content)
-        if not splits:
+        if not any(splits.values()):
             raise ValueError("no images")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(

@@ -49,7 +49,10 @@ def find_shards(source: str | Path | Shard | Sequence[str | Path | Shard]) -> li
         shards = _directory(Path(location)) if is_folder else _with_counts(names)
         for path in (shard.location for shard in shards):
             if not is_shard(path) or not Path(path).is_file():  # to open a pipe would wait for ever
-                raise ValueError(f"shards must be {TAR} files, got {path}: `diffvision data make folder` packs others")
+                remedy = (
+                    "`diffvision data make folder` packs others" if Path(path).exists() else "no such file or folder"
+                )
+                raise ValueError(f"shards must be {TAR} files, got {path}: {remedy}")
     if not shards:
         raise ValueError(f"no shards in {source}: expected .tar files, not compressed")
     return shards

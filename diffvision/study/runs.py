@@ -1,4 +1,4 @@
-"""`diffvision study`: models trained by one recipe with several seeds, each by `diffvision fit`, and then compared.
+"""The runs of a study: each is trained by `diffvision fit` in its folder, several at once, and resumed.
 
 A study's folder has study.json, with its settings, and MODEL/seedN or MODEL/rateX for each run, as `fit` writes it. A
 run is finished once it has final.ckpt, wherever it was trained.
@@ -6,41 +6,33 @@ run is finished once it has final.ckpt, wherever it was trained.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from diffvision.errors import Mistake, see_help
+import yaml
+
 from diffvision.files import lock_of, locked_if_free
 
 SETTINGS, LOG = "study.json", "study.log"
 TUNING_SEED = 1000  # of the runs that choose a learning rate
-OF_THE_STUDY = {  # settings of `fit` -> what sets them
-    "--model.model": "--models",
-    "--model.init_args.model": "--models",
-    "--seed_everything": "--seeds",
-    "--data.seed": "--seeds",
-    "--data.init_args.seed": "--seeds",
-    "--trainer.logger": "--output",
-    "--trainer.default_root_dir": "--output",
-    "--resume": "the study",
-    "--ckpt_path": "the study",
-}
-_RATE = "model.init_args.optimizer.lr"
+RATE = "model.init_args.optimizer.lr"
+_OWN = ("model.init_args.model", "data.init_args.seed")  # settings in which runs differ
+_SHARED = ("model", "data", "trainer.max_epochs", "trainer.max_steps")
+_WARNING = re.compile(r"^.*Warning: (.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class Study:
             *(f"--config={config}" for config in self.configs),
             *self.settings,
             f"--model.init_args.model={run.model}",
-            *([] if run.rate is None else [f"--{_RATE}={run.rate}"]),
+            *([] if run.rate is None else [f"--{RATE}={run.rate}"]),
             f"--seed_everything={run.seed}",
             f"--data.init_args.seed={run.seed}",
             "--resume=auto",
@@ -229,15 +221,17 @@ class Study:
             size = sum(file.stat().st_size for file in self.folder(run).rglob("*") if file.is_file())
             seconds = {"seconds": time.time() - self.starts[run]} if run in self.starts else {}
             write_json(self.output / SETTINGS, settings | {"bytes": size} | seconds)
+        for warning in dict.fromkeys(_WARNING.findall(log.read_text(errors="replace"))):
+            print(f"{run}: {warning}", flush=True)
         print(f"{run}: done" + (f"; {self.estimate(left)}" if left else ""), flush=True)
 
     def estimate(self, left: int) -> str:
         """Return the time and the disk that runs will take, by the first that was not resumed, in words."""
         first = read_json(self.output / SETTINGS)
         if "seconds" not in first:
-            return f"{_count(left)} left; their time and disk are known once one has run without a stop"
+            return f"{count_runs(left)} left; their time and disk are known once one has run without a stop"
         size, duration = first["bytes"] * left, timedelta(seconds=math.ceil(first["seconds"] * left / self.jobs))
-        return f"{_count(left)} left: about {duration} and {megabytes(size)} of {megabytes(self.free())}"
+        return f"{count_runs(left)} left: about {duration} and {megabytes(size)} of {megabytes(self.free())}"
 
     def free(self) -> int:
         """Return the free bytes of the disk."""
@@ -248,8 +242,8 @@ class Study:
         needed = read_json(self.output / SETTINGS).get("bytes", 0) * left
         if self.free() < needed:
             raise OSError(
-                f"{_count(left)} need {megabytes(needed)}, but {self.output} has {megabytes(self.free())} free: make "
-                "room, then give the same command"
+                f"{count_runs(left)} need {megabytes(needed)}, but {self.output} has {megabytes(self.free())} free: "
+                "make room, then give the same command"
             )
 
     def rate_of(self, model: str, rates: Sequence[float]) -> float:
@@ -268,15 +262,57 @@ class Study:
         print(f"{model}: learning rate {best}{edge}", flush=True)
         return best
 
+    def configuration(self, run: Run) -> dict[str, Any]:
+        """Return the settings that `diffvision fit` makes of a run's command, without training it.
+
+        Raises:
+            ValueError: `fit` refuses them.
+        """
+        from diffvision.training.fit import fit
+
+        printed = StringIO()
+        with redirect_stdout(printed), suppress(SystemExit):
+            fit([*self.command(run), "--print_config"])
+        return dict(yaml.safe_load(printed.getvalue()))
+
+    def check_alike(self, runs: Sequence[Run]) -> None:
+        """Refuse runs that differ in more than model, rate and seed, such as those of another `--print`."""
+        from diffvision.opening.run_folders import run_config
+
+        folders = [self.folder(run) for run in runs if any((self.folder(run) / "checkpoints").glob("*.ckpt"))]
+        own = {*_OWN, *([RATE] if any(run.rate for run in runs) else [])}
+        settings = {folder: _shared_settings(run_config(folder)) for folder in folders}
+        for folder, of_run in settings.items():
+            first = settings[folders[0]]
+            names = {name for name in {*first, *of_run} if first.get(name) != of_run.get(name)}
+            if other := sorted(names - own):
+                raise ValueError(
+                    f"{folder} and {folders[0]} were trained with different settings ({', '.join(other)}): delete one"
+                )
+
     def check_rates(self, runs: Sequence[Run]) -> None:
         """Refuse runs that were trained at another rate than the one that is chosen now."""
         from diffvision.opening.run_folders import run_config, setting
 
         for run in runs:
             folder = self.folder(run)
-            rate = setting(run_config(folder), _RATE)
+            rate = setting(run_config(folder), RATE)
             if any((folder / "checkpoints").glob("*.ckpt")) and str(rate) != str(run.rate):
                 raise ValueError(f"{folder} was trained at the rate {rate}, and {run.rate} is chosen now: delete it")
+
+
+def _shared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a run's configuration that all runs of a study share, by dotted names."""
+    from diffvision.models.architecture import flatten
+    from diffvision.opening.run_folders import setting
+
+    shared = flatten({name: setting(config, name) for name in _SHARED})
+    return {".".join(name): value for name, value in shared}
+
+
+def count_runs(runs: int) -> str:
+    """Return "1 run", "2 runs", ..."""
+    return f"{runs} run{'s' * (runs != 1)}"
 
 
 def megabytes(size: float) -> str:
@@ -290,178 +326,3 @@ def read_json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError):  # not JSON, or not an object
         raise ValueError(f"{file} is damaged: delete {file.parent}, or name another folder with --output") from None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Mistake(see_help(message, "diffvision study"))
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the study's own options; all others are settings of `fit`."""
-    made = _Parser(
-        prog="diffvision study",
-        description="Train models by one recipe with several seeds, and compare them. The same command resumes.",
-        epilog="All other options are settings of `diffvision fit`, and hold for every run.",
-        allow_abbrev=False,
-    )
-    add = made.add_argument
-    add("--config", "-c", action="append", required=True, help="recipe or file of settings; may be repeated")
-    add("--models", type=str, nargs="+", required=True, help="names; differences are from the first")
-    add("--twin", action="store_true", help="compare each with its plain twin, which comes first")
-    add("--seeds", type=int, required=True, help="how many: 0, 1, ...")
-    add("--output", type=Path, required=True, help="folder of the study; may hold an unfinished one")
-    add("--rates", type=float, nargs="+", help="choose each model's learning rate of these, on the recipe's evaluation")
-    add("--test", type=str, nargs="+", help="evaluation folders to compare on; by default the recipe's evaluation")
-    add("--jobs", type=int, default=1, help="how many runs at once")
-    add("--print", action="store_true", help="print the commands of the runs that are not finished, and train none")
-    return made
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run `diffvision study` with these arguments.
-
-    Raises:
-        ValueError: a model without a plain twin, runs with other settings or at another rate, a run that failed.
-        OSError: the disk is too small.
-    """
-    options, rest = parser().parse_known_args(argv)
-    settings = _settings(rest)
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            raise Mistake(f"{name} must be at least 1, got {getattr(options, name)}")
-    if wrong := [rate for rate in options.rates or () if not 0 < rate < math.inf]:
-        raise Mistake(f"rates must be finite and above 0, got {wrong[0]}")
-    rates = sorted(set(options.rates or ()))
-    models = _models(options.models, options.twin)
-    study = Study(options.config, options.output, settings, options.jobs)
-    if rates:
-        _check_separate(options, settings)
-    _check_test(models[0], options.test or ())
-    with study.claim(rates=True if rates else None):  # more of them may be tried
-        _run(study, models, rates, options)
-
-
-def _run(study: Study, models: Sequence[str], rates: Sequence[float], options: argparse.Namespace) -> None:
-    """Print the plan, then train and compare the runs, or print their commands."""
-    tuning = [Run(model, TUNING_SEED, rate) for rate in rates for model in models]
-    runs = [Run(model, seed) for seed in range(options.seeds) for model in models]
-    left = [run for run in (*tuning, *runs) if not study.is_done(run)]
-    lines = [
-        f"{_count(len(tuning) + len(runs))} by {' and '.join(options.config)}, in {options.output}",
-        f"{', '.join(models)}: seeds 0 to {options.seeds - 1}" + (f", rates {rates}" if rates else ""),
-        study.estimate(len(left)) if left else "all are finished",
-    ]
-    print("\n".join(f"# {line}" if options.print else line for line in lines), flush=True)
-    if options.print and any(run in tuning for run in left):
-        _print(study, [run for run in tuning if run in left])
-        print("# then the same command prints the runs at the chosen rates")
-        return
-    if not options.print:
-        study.train(tuning, later=sum(run in runs for run in left))
-    if tuning:
-        chosen = {model: study.rate_of(model, rates) for model in models}
-        runs = [replace(run, rate=chosen[run.model]) for run in runs]
-        study.check_rates(runs)
-    if options.print:
-        _print(study, [run for run in runs if not study.is_done(run)])
-        print("# then the same command without --print compares them")
-        return
-    study.train(runs)
-    compare(study, runs, options.test)
-
-
-def compare(study: Study, runs: Sequence[Run], test: list[str] | None) -> None:
-    """Compare the runs; write report.html and report.json."""
-    from diffvision.comparison import compare as compare_models
-
-    models = dict.fromkeys(run.model for run in runs)
-    specs = [str(study.folder(run)) for model in models for run in runs if run.model == model]
-    compare_models(specs, data=test, output=[str(study.output / f"report.{kind}") for kind in ("html", "json")])
-
-
-def _settings(words: Sequence[str]) -> list[str]:
-    """Return settings of `fit` as NAME=VALUE each; refuse what the study itself sets."""
-    settings: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            settings.append(word)
-        elif settings and "=" not in settings[-1]:
-            settings[-1] += f"={word}"
-        else:
-            raise Mistake(see_help(f"{word!r} belongs to no option", "diffvision study"))
-    for setting in settings:
-        name = setting.partition("=")[0]
-        for known, by in OF_THE_STUDY.items():  # or an abbreviation of it
-            if name.startswith(f"{known}.") or (known.startswith(name) and not known.startswith(f"{name}.")):
-                raise Mistake(f"{name} sets {known}, which {by} sets in a study: leave it out")
-    return settings
-
-
-def _models(names: Sequence[str], twin: bool) -> list[str]:
-    from diffvision.models.names import plain_twin
-    from diffvision.opening.specs import find_model
-
-    for name in names:
-        if (spec := find_model(name)).kind != "name" or spec.tag:
-            raise Mistake(f"models must be names without a tag, got {name}: a study trains them from the start")
-    models = list(dict.fromkeys([*(plain_twin(name) for name in names), *names] if twin else names))
-    if len(models) < 2:
-        raise Mistake("a study compares two models or more: name another one, or add --twin")
-    return models
-
-
-def _check_test(model: str, tests: Sequence[str]) -> None:
-    """Refuse data that the models cannot be compared on, by the functions that open it for the comparison."""
-    from diffvision.comparison.measuring import image_plan
-    from diffvision.evaluation.language.read_documents import check_sources
-    from diffvision.evaluation.options import Options
-    from diffvision.models.names import names_by_library
-
-    library = next((library for library, names in names_by_library().items() if model in names), "open_clip")
-    for test in tests:
-        try:
-            if library == "language":
-                check_sources([test])
-            else:
-                image_plan([test], None, library, Options())
-        except (ValueError, OSError) as error:
-            raise Mistake(f"--test {test}: {error}") from error
-
-
-def _check_separate(options: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Refuse test data that rates are chosen on."""
-    import yaml
-
-    from diffvision.data.images.folders import find_folders
-    from diffvision.training.recipes import find_configuration, read_mapping
-
-    data: dict[str, Any] = {}
-    for config in options.config:
-        data |= read_mapping(find_configuration(config)).get("data", {}).get("init_args", {})
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        if name.startswith("--data."):
-            data[name.removeprefix("--data.").removeprefix("init_args.")] = yaml.safe_load(value)
-    chosen_on = data.get("evaluation") or data.get("evaluations")
-    if not chosen_on or not options.test:
-        raise Mistake(
-            f"--rates chooses on data.evaluation, here {chosen_on}: name other data to compare on with --test"
-        )
-    split = data.get("split", "test")
-    for path in [chosen_on] if isinstance(chosen_on, str) else chosen_on:
-        for test in options.test:
-            location = test if Path(test).exists() else test.rpartition("=")[2]  # of NAME=PATH
-            first, second = Path(path).resolve(), Path(location).resolve()
-            is_same = first == second or first in second.parents or second in first.parents
-            if is_same and (split == "test" or any(folder.stand_in == split for folder in find_folders(test))):
-                raise Mistake(f"--test must be data that no rate is chosen on, got {test}: rates are chosen on {path}")
-
-
-def _print(study: Study, runs: Sequence[Run]) -> None:
-    for run in runs:
-        print(shlex.join(["diffvision", *study.command(run)]))
-
-
-def _count(runs: int) -> str:
-    return f"{runs} run{'s' * (runs != 1)}"
