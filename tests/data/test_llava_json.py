@@ -7,7 +7,7 @@ from PIL import Image
 
 from diffvision.data.conversations import read_row
 from diffvision.data.make import make
-from diffvision.data.shards.storage import ShardSet
+from tests.data.conftest import read_tars
 
 
 def record(number, image, question="<image>\nWhat is it?", **more):
@@ -32,9 +32,7 @@ def write(path, rows):
 
 
 def read(directory):
-    shards = ShardSet(str(directory))
-    ids = [(shard, row) for shard, count in enumerate(shards.counts) for row in range(count)]
-    samples = [shards.members(one) for one in ids]
+    samples = [{name: data for name, data in sample.items() if name[0] != "_"} for sample in read_tars(directory)]
     return {json.loads(members["json"])["id"]: members for members in samples}
 
 

@@ -2,17 +2,16 @@
 
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from diffvision.data.rows import read_rows
 
 ROWS = [{"question": "a\u2028b", "answers": ["x", "y"]}, {"question": "c", "answers": []}]
 
 
-def lines():
-    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n\n" for row in ROWS).encode()
-
-
+LINES = "".join(f"{json.dumps(row, ensure_ascii=False)}\n\n" for row in ROWS).encode()
 LISTED = list(enumerate(ROWS, start=1))
 NESTED = {"question": "a", "meta": {"b": 1}}
 
@@ -20,7 +19,7 @@ NESTED = {"question": "a", "meta": {"b": 1}}
 @pytest.mark.parametrize(
     ("name", "data", "expected"),
     [
-        ("a.jsonl", lines(), [(1, ROWS[0]), (3, ROWS[1])]),
+        ("a.jsonl", LINES, [(1, ROWS[0]), (3, ROWS[1])]),
         ("list.jsonl", json.dumps(ROWS).encode(), LISTED),
         ("marked.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode(), LISTED),
         ("one.json", json.dumps(ROWS[0]).encode(), [(1, ROWS[0])]),
@@ -34,11 +33,10 @@ def test_rows_of_each_form(name, data, expected, tmp_path):
 
 
 def test_parquet(tmp_path):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [*ROWS, {"question": "d", "answers": None}]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "A.PARQUET")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "A.PARQUET")
     assert list(read_rows(tmp_path / "A.PARQUET")) == [*LISTED, (3, {"question": "d"})]
-    parquet.write_table(arrow.table({"text": [str(number) for number in range(9999)]}), tmp_path / "d.parquet")
+    parquet.write_table(pyarrow.table({"text": [str(number) for number in range(9999)]}), tmp_path / "d.parquet")
     data = bytearray((tmp_path / "d.parquet").read_bytes())
     data[1000:1040] = bytes(40)
     (tmp_path / "d.parquet").write_bytes(data)
@@ -57,8 +55,6 @@ def test_parquet(tmp_path):
     ],
 )
 def test_damaged_files_are_named(name, data, message, tmp_path):
-    if name.endswith(".parquet"):
-        pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         list(read_rows(tmp_path / name))

@@ -26,9 +26,7 @@ def test_splits_are_those_of_datasets(files, tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     theirs = data_files.DataFilesDict.from_patterns(data_files.get_data_patterns(str(tmp_path)), str(tmp_path))
-    expected = {
-        str(split): sorted(str(path).removeprefix(f"{tmp_path}/") for path in paths) for split, paths in theirs.items()
-    }
+    expected = {str(split): sorted(path.removeprefix(f"{tmp_path}/") for path in theirs[split]) for split in theirs}
     assert (by_split(files, "x") or {"train": sorted(files)}) == expected
 
 
@@ -50,11 +48,8 @@ def test_shards_of_several_splits_in_one_folder(tmp_path):
     (tmp_path / "pets").mkdir()
     for name in ("pets-train-000", "pets-train-001", "pets-validation-000"):
         write_tar(tmp_path / "pets" / f"{name}.tar", [{"__key__": "a", "txt": "a"}])
-    assert [shard.name for shard in split_shards(tmp_path / "pets", "train")] == [
-        "pets-train-000.tar",
-        "pets-train-001.tar",
-    ]
-    assert [shard.name for shard in split_shards(str(tmp_path / "pets"), "test")] == ["pets-validation-000.tar"]
+    for split, names in (("train", ["pets-train-000", "pets-train-001"]), ("test", ["pets-validation-000"])):
+        assert [shard.name for shard in split_shards(tmp_path / "pets", split)] == [f"{name}.tar" for name in names]
     pattern = str(tmp_path / "pets/*-train-*.tar")
     assert split_shards(pattern, "train") == pattern
     assert len(find_shards(tmp_path / "pets")) == 3

@@ -1,4 +1,3 @@
-import io
 import tarfile
 
 import numpy as np
@@ -10,15 +9,11 @@ from diffvision.data.make import check
 from diffvision.data.shards import index as index_module
 from diffvision.data.shards.index import MEMBER_TYPES, scan, shard_index
 from diffvision.data.shards.sidecars import sidecar
+from tests.data.conftest import write_members
 
 
-def tar_of(path, names, kind=tarfile.REGTYPE):
-    with tarfile.open(path, "w") as tar:
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.type, info.size = kind, 3 if kind == tarfile.REGTYPE else 0
-            tar.addfile(info, io.BytesIO(b"abc"))
-    return path
+def tar_of(path, names, **settings):
+    return write_members(path, *((name, b"abc") for name in names), **settings)
 
 
 def rows(index):
@@ -28,31 +23,9 @@ def rows(index):
     return [(index.key(row), names) for row, names in enumerate(found)]
 
 
-def test_members_lie_where_the_index_says(whole):
-    path = whole / "000003.tar"
-    index, data = scan(path), path.read_bytes()
-    assert len(index) == 10
-    assert index.damage == ""
-    for row in range(10):
-        column = index.types.index("txt")
-        offset, size = index.offsets[column, row], index.sizes[column, row]
-        assert data[offset : offset + size] == f"sample {30 + row}".encode()
-
-
 def test_samples_are_those_that_webdataset_finds(tmp_path):
-    names = [
-        "a/x.jpg",
-        "a/x.txt",
-        "a/x.pyd",
-        "b/x.JPG",
-        "y.v1.png",
-        "y.txt",
-        "only.pyd",
-        "__meta__/z.txt",
-        "noext",
-        "u.cls",
-    ]
-    path = tar_of(tmp_path / "a.tar", names)
+    names = "a/x.jpg a/x.txt a/x.pyd b/x.JPG y.v1.png y.txt only.pyd __meta__/z.txt noext u.cls"
+    path = tar_of(tmp_path / "a.tar", names.split())
     index = scan(path)
     seen = [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False)]
     assert [key for key, _ in rows(index)] == seen
@@ -73,7 +46,7 @@ def test_a_repeated_type_or_a_key_that_comes_back_begins_a_new_sample(tmp_path):
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
 def test_only_regular_files_are_members(tmp_path, kind):
-    assert len(scan(tar_of(tmp_path / "a.tar", ["x.jpg"], kind))) == 0
+    assert len(scan(write_members(tmp_path / "a.tar", ("x.jpg", b""), kind=kind))) == 0
 
 
 def test_many_types_that_are_not_read_are_no_damage(tmp_path):
@@ -82,10 +55,9 @@ def test_many_types_that_are_not_read_are_no_damage(tmp_path):
     assert rows(index)[99] == ("99", ["jpg"])
 
 
-@pytest.mark.parametrize("number", [33, 64])
-def test_keys_with_dots_are_damage(tmp_path, number):
+def test_keys_with_dots_are_damage(tmp_path):
     with pytest.raises(ValueError, match="first dot of a name"):
-        ShardSet(tar_of(tmp_path / "a.tar", [f"img 0.{n}.png" for n in range(number)]))
+        ShardSet(tar_of(tmp_path / "a.tar", [f"img 0.{n}.png" for n in range(33)]))
     assert scan(tar_of(tmp_path / "a.tar", [f"img 0.{n}.png" for n in range(32)])).damage == ""
 
 
@@ -93,14 +65,12 @@ HEADER = 6 * 512 * 3  # of a sample: three members of a header and a block each
 DAMAGE = {
     "empty": (0, lambda data: b""),
     "not a tar": (0, lambda data: b"<html>" + b"x" * 2000),
-    "cut in the first header": (0, lambda data: data[:100]),
     "cut in data": (1, lambda data: data[:513]),
     "cut in a header": (3, lambda data: data[: HEADER + 100]),
     "cut between members": (3, lambda data: data[:HEADER]),
     "cut in its end": (10, lambda data: data[: 10 * 6 * 512]),
     "flipped in a header": (3, lambda data: data[: HEADER + 20] + b"\xff" + data[HEADER + 21 :]),
     "a page over headers": (2, lambda data: data[:4096] + bytes(4096) + data[8192:]),
-    "a page at the start": (0, lambda data: bytes(4096) + data[4096:]),
     "one header": (3, lambda data: data[:HEADER] + bytes(512) + data[HEADER + 512 :]),
     "another tar joined to it": (10, lambda data: data + data),
     "rubbish after it": (10, lambda data: data + b"rubbish"),
@@ -132,12 +102,9 @@ LONG = "a-long-folder-name/" * 12
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_names_and_extended_headers_are_heard(tmp_path, form):
-    with tarfile.open(tmp_path / "a.tar", "w", format=form) as tar:
-        for number in range(3):
-            info = tarfile.TarInfo(f"{LONG}f\u00e4ng{number}.JPG")
-            info.size, info.mtime = 3, 1.5
-            tar.addfile(info, io.BytesIO(b"abc"))
-    assert rows(scan(tmp_path / "a.tar")) == [(f"{LONG}f\u00e4ng{number}", ["jpg"]) for number in range(3)]
+    keys = [f"{LONG}f\u00e4ng{number}" for number in range(3)]
+    path = tar_of(tmp_path / "a.tar", [f"{key}.JPG" for key in keys], form=form)
+    assert rows(scan(path)) == [(key, ["jpg"]) for key in keys]
 
 
 def test_the_sidecar_saves_the_second_scan_and_no_more(whole, tmp_path, monkeypatch):

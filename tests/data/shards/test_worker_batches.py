@@ -5,34 +5,27 @@ import os
 import re
 import signal
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from diffvision.data import ShardLoader, ShardSet
 from diffvision.data.shards.report import WorkerError
 from ranks import until
 
 
-class Doing:
-    """Makes numbers of samples, and does something when it is the turn of one."""
+def loader_of(corpus, whole, act):
+    """A loader whose workers act when it is the turn of the 25th image."""
+    images = count(1)
 
-    def __init__(self, act, at=25):
-        self.act, self.at, self.made = act, at, 0
-
-    def decode(self, members):
-        self.made += 1
-        if self.made == self.at:
-            self.act()
+    def transform(image):
+        if next(images) == 25:
+            act()
         return torch.zeros(3, 64, 64)
 
-    def collate(self, items):
-        return {"image": torch.stack(items)}
-
-
-def loader_of(whole, act, workers=2, timeout=0.5, **settings):
-    return ShardLoader(ShardSet(whole), Doing(act, **settings), 5, num_workers=workers, stall_timeout=timeout)
+    settings = {"num_workers": 2, "stall_timeout": 2.0}  # a busy machine may take a second to start a worker
+    return corpus.loader(whole, 5, transform=transform, **settings)
 
 
 def children():
@@ -60,9 +53,9 @@ def check_nothing_left(before, shm):
     ],
     ids=["asleep", "killed", "bus", "exited", "raised", "unreadable"],
 )
-def test_a_worker_that_does_not_go_on_is_a_clear_error(whole, act, error, message):
+def test_a_worker_that_does_not_go_on_is_a_clear_error(corpus, whole, act, error, message):
     before, shm = children(), set(os.listdir("/dev/shm"))
-    loader = loader_of(whole, act, timeout=2.0)  # a busy machine may take a second to start a worker
+    loader = loader_of(corpus, whole, act)
     with pytest.raises(error) as caught:
         list(loader)
     message_and_notes = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
@@ -71,8 +64,8 @@ def test_a_worker_that_does_not_go_on_is_a_clear_error(whole, act, error, messag
     check_nothing_left(before, shm)
 
 
-def test_a_busy_training_loop_is_no_stall(whole):
-    for count, _ in enumerate(loader_of(whole, list, timeout=2.0)):
-        if count == 12:
+def test_a_busy_training_loop_is_no_stall(corpus, whole):
+    for number, _ in enumerate(loader_of(corpus, whole, list)):
+        if number == 12:
             time.sleep(2.5)
-    assert count == 19
+    assert number == 19
