@@ -50,24 +50,14 @@ def check_row(row, tokenizer):
     assert max(ids) == tokenizer.eot_token_id  # where OpenCLIP's models read the text's features
 
 
-@pytest.mark.parametrize("caption", MARKS.values(), ids=MARKS)
-def test_a_mark_in_a_caption_is_text(clip, caption):
-    (row,) = text_only(clip)([clean_caption(caption)])
-    check_row(row, clip)
-    assert "of" in clip.decode([t for t in row.tolist() if t])  # "end of text" is still there
-
-
-def test_the_same_captions_end_where_their_writer_chose_with_openclips_own(clip):
-    ends = [(clip([caption]) == clip.eot_token_id).sum().item() for caption in MARKS.values()]
-    assert ends == [2, 1, 2, 2, 2, 2, 2]  # the second has a second start instead
-
-
-@pytest.mark.parametrize("caption", SCRIPTS.values(), ids=SCRIPTS)
-def test_captions_of_any_kind_have_one_end_and_a_bounded_length(clip, caption):
-    cleaned = clean_caption(caption)
+@pytest.mark.parametrize("kind", [*MARKS, *SCRIPTS])
+def test_captions_of_any_kind_have_one_end_and_a_bounded_length(clip, kind):
+    cleaned = clean_caption({**MARKS, **SCRIPTS}[kind])
     assert len(cleaned) <= MAX_CAPTION  # a tokenizer's time grows with the square of a word's letters
     (row,) = text_only(clip)([cleaned])
     check_row(row, clip)
+    if kind in MARKS:
+        assert "of" in clip.decode([t for t in row.tolist() if t])  # "end of text" is still there
 
 
 @pytest.mark.parametrize("blank", ["", " \t\n", "\u3000", "&nbsp;", "&nbsp; &#160;", "\x01\x02", "\u200b", "\ufeff"])

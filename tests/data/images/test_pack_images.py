@@ -1,18 +1,17 @@
 """Image files packed into shards: what is copied, what is left out, what is refused."""
 
 import json
-import random
 import re
 
 import pytest
 from PIL import Image
 
 from diffvision.cli import main
-from diffvision.data.check import check_shards
+from diffvision.data import ShardSet
 from diffvision.data.images.image_sources import find_images
 from diffvision.data.images.pack_images import pack
 from diffvision.data.make import make
-from diffvision.data.shards.storage import ShardSet
+from tests.data.conftest import read_tars
 
 
 def pack_folder(source, directory, **settings):
@@ -32,48 +31,38 @@ def images(tmp_path, corpus):
     (source / "image.04.txt").write_bytes(b"\xff\xfe\x00")
     (source / "image.06.txt").unlink()
     (source / "image.08.png").write_bytes(b"no image")
+    (source / "image.10.png").write_bytes(corpus.png(10)[:50])  # its header does not show what is missing after it
+    Image.open(source / "more.v2/image.11.png").save(source / "more.v2/image.11.png", "WEBP", lossless=True)
+    Image.new("RGB", (2, 2), (0, 9, 7)).save(source / "more.v2/image.09.png", "JPEG", quality=100)
     (source / "thumbs.db").write_bytes(b"123")
     return source
 
 
-def read(corpus, directory, count):
-    return sorted(n for batch in corpus.read(corpus.loader(directory, batch_size=count)) for n in batch)
-
-
 def test_captions_next_to_the_images(images, tmp_path, corpus):
     packed = pack_folder(images, tmp_path / "out", per_shard=5, num_workers=2)
-    assert packed.samples == 8
+    assert packed.samples == 7
     assert packed.skipped == {
         "empty caption": 1,
         "caption not UTF-8": 1,
         "missing caption": 2,
         "not a JPEG, PNG or WebP image": 1,
+        "truncated image": 1,
     }
     assert packed.examples["empty caption"].endswith("image.02.png")
-    assert read(corpus, tmp_path / "out", 8) == [0, 1, 3, 5, 7, 9, 10, 11]
+    (batch,) = corpus.loader(tmp_path / "out", batch_size=7)
+    assert sorted(batch["text"].flatten().tolist()) == [0, 1, 3, 5, 7, 9, 11]
+    assert {"png", "webp", "jpg"} <= {name for sample in read_tars(tmp_path / "out") for name in sample}
     sizes = json.loads((tmp_path / "out" / "sizes.json").read_text())
     assert list(sizes) == ["000000.tar", "000001.tar", "000002.tar"]
-    assert sum(sizes.values()) == 8
+    assert sum(sizes.values()) == 7
 
 
 TABLES = {
     # what is in the table, the samples that are packed, what is left out
-    "other columns": (
-        "t.csv\nid,filepath,title\n0,image.00.png,sample 0\n1,image.08.png,x\n2,gone.png,x\n3,image.02.png,sample 2\n",
-        [0, 2],
-        {"missing image": 1, "not a JPEG, PNG or WebP image": 1},
-    ),
-    "a quote in a .tsv is text": (
-        't.tsv\nfile\tcaption\nimage.00.png\t"quoted sample 0\nimage.02.png\t"a" sample 2\nimage.04.png\tsample 4\n',
-        [0, 2, 4],
-        {},
-    ),
-    "a long cell is cut": (f"t.csv\nfile,caption\nimage.00.png,sample 0{' x' * 100_000}\n", [0], {}),
-    "a missing cell is not filled": (
-        "t.csv\nfile,caption\nimage.00.png\nimage.02.png,sample 2\n",
-        [2],
-        {"empty caption": 1},
-    ),
+    "other columns": ("t.csv\nid,filepath,title\n0,image.00.png,a\n1,gone.png,b\n", [0], {"missing image": 1}),
+    "a quote in a .tsv is text": ('t.tsv\nfile\tcaption\nimage.00.png\t"a\nimage.02.png\t"a" b\n', [0, 2], {}),
+    "a long cell is cut": (f"t.csv\nfile,caption\nimage.00.png,a{' x' * 100_000}\n", [0], {}),
+    "a missing cell is not filled": ("t.csv\nfile,caption\nimage.00.png\nimage.02.png,b\n", [2], {"empty caption": 1}),
 }
 
 
@@ -84,9 +73,8 @@ def test_tables_are_packed_as_they_are_and_shards_without_samples_are_removed(im
     (images / name).write_text(rows)
     packed = pack_folder(images / name, tmp_path / "out", num_workers=2, per_shard=1)
     assert (packed.samples, packed.skipped) == (len(numbers), skipped)
-    shards = ShardSet(tmp_path / "out")
-    assert [shard.name for shard in shards.shards] == [f"{number:06d}.tar" for number in range(len(numbers))]
-    assert [shards.members((row, 0))["png"] for row in range(len(numbers))] == [corpus.png(n) for n in numbers]
+    assert [sample["png"] for sample in read_tars(tmp_path / "out")] == [corpus.png(n) for n in numbers]
+    assert len(ShardSet(tmp_path / "out").shards) == len(numbers)
 
 
 def test_folders_that_cannot_be_packed(images, tmp_path, corpus):
@@ -114,38 +102,14 @@ def test_numbers_out_of_range_are_named_with_their_limit(words, images, tmp_path
 def test_the_command(images, tmp_path, capsys):
     assert make("folder", str(tmp_path / "out"), source=str(images)) == 0
     printed = capsys.readouterr().out
-    assert "8 samples, left out 5" in printed
+    assert "7 samples, left out 6" in printed
     assert "2 x missing caption, first" in printed
-    assert main(["data", "make", "folder", str(tmp_path / "out2")]) == 2
-    assert "are required: source" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no dataset is called 'cifar'"):
+    with pytest.raises(ValueError, match="'cifar'"):
         make("cifar", str(tmp_path / "out2"))
 
 
 def test_links_in_a_folder_do_not_lead_out_of_it(images, tmp_path):
     (tmp_path / "secret.txt").write_text("a secret")
-    image = next(path for path in sorted(images.rglob("*")) if path.suffix in (".png", ".jpg", ".jpeg"))
-    caption = image.with_suffix(".txt")
-    caption.unlink(missing_ok=True)
-    caption.symlink_to(tmp_path / "secret.txt")
+    (images / "image.06.txt").symlink_to(tmp_path / "secret.txt")
     with pytest.raises(ValueError, match="a link"):
         pack_folder(images, tmp_path / "out", num_workers=1)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
-def test_an_image_that_training_could_not_decode_is_not_packed(kind, tmp_path):
-    """Its header does not show what is missing after it."""
-    source = tmp_path / "images"
-    source.mkdir()
-    noise = Image.frombytes("RGB", (64, 64), random.Random(0).randbytes(64 * 64 * 3))
-    for number in range(3):
-        noise.save(source / f"{number}.img", kind)
-        (source / f"{number}.txt").write_text(f"sample {number}")
-    whole = (source / "1.img").read_bytes()
-    (source / "1.img").write_bytes(whole[: len(whole) // 2])
-    packed = pack_folder(source, tmp_path / "out", num_workers=1)
-    assert (packed.samples, packed.skipped.total()) == (2, 1)
-    assert packed.examples[next(iter(packed.skipped))].endswith("1.img")
-    assert next(iter(packed.skipped)) in ("truncated image", "damaged image")
-    (checked,) = check_shards(tmp_path / "out", 0)
-    assert (checked.good, checked.bad) == (2, {})

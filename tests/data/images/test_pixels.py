@@ -1,6 +1,5 @@
 """uint8 pixels: the normalised bits of the transform itself, torchvision's within a level, bad images as before."""
 
-import io
 import random
 
 import lightning.pytorch as pl
@@ -11,21 +10,16 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 from timm.data import create_transform
-from torchvision.transforms import (
-    CenterCrop,
-    Compose,
-    InterpolationMode,
-    Normalize,
-    Pad,
-    RandomErasing,
-    Resize,
-    ToTensor,
-)
+from torchvision import transforms
+from torchvision.transforms import Compose, InterpolationMode, Normalize, Resize, ToTensor
+from training_fits import trainer
 
+from diffvision.data import ImageLabelData, ImageTextData
 from diffvision.data.images.decode import decode_image
-from diffvision.data.images.image_data import ImageLabelData, ImageTextData, to_float
+from diffvision.data.images.image_data import to_float
 from diffvision.data.images.pixels import Pixels, ends_with_normalize
 from diffvision.data.shards.sample import BadSample
+from tests.data.conftest import encode
 
 MEAN, STD = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
 TRAIN = {
@@ -36,12 +30,6 @@ TRAIN = {
     "timm, RandAugment": create_transform(64, is_training=True, auto_augment="rand-m9-mstd0.5-inc1"),
 }
 EVALUATION = open_clip.image_transform(64, False, MEAN, STD)
-
-
-def encode(image, kind="JPEG", **options):
-    data = io.BytesIO()
-    image.save(data, kind, **options)
-    return data.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +57,7 @@ def within_a_level(difference):
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_normalised_pixels_are_the_bits_of_the_transform(photo, name):
-    data = encode(photo, quality=90)
+    data = encode(photo, "JPEG", quality=90)
     read = Pixels(TRAIN[name])
     expected = seeded(TRAIN[name], decode_image(data))
     found = seeded(read.read, data)
@@ -87,7 +75,7 @@ def test_every_level_is_normalised_to_the_same_bits():
 @pytest.mark.parametrize("name", [*TRAIN, "evaluation"])
 def test_torchvision_makes_the_same_crops_within_a_level(photo, name):
     transform = TRAIN.get(name, EVALUATION)
-    data = encode(photo, quality=90)
+    data = encode(photo, "JPEG", quality=90)
     expected, found = (seeded(Pixels(transform, decoder).read, data) for decoder in ("pillow", "torchvision"))
     difference = levels(found, expected)
     if "RandAugment" in name or "colours" in name:  # which enlarge differences
@@ -103,10 +91,10 @@ def test_other_images_are_read_as_before(photo, kind):
     clear = photo.convert("RGBA")
     clear.putalpha(Image.linear_gradient("L").resize(photo.size))
     data = {
-        "grey": lambda: encode(photo.convert("L")),
-        "CMYK": lambda: encode(photo.convert("CMYK")),
-        "rotated": lambda: encode(photo, exif=exif),
-        "transparent PNG": lambda: encode(clear, "PNG"),
+        "grey": lambda: encode(photo.convert("L"), "JPEG"),
+        "CMYK": lambda: encode(photo.convert("CMYK"), "JPEG"),
+        "rotated": lambda: encode(photo, "JPEG", exif=exif),
+        "transparent PNG": lambda: encode(clear),
         "WebP": lambda: encode(photo, "WEBP"),
     }[kind]()
     transform = TRAIN["open_clip"]
@@ -115,7 +103,7 @@ def test_other_images_are_read_as_before(photo, kind):
 
 
 def test_bad_images_are_bad_for_the_same_reason(photo):
-    data = encode(photo, quality=90)
+    data = encode(photo, "JPEG", quality=90)
     draw = random.Random(0)
     cases = [b"", b"no image", data[: len(data) // 2], data[:-1], data[:300], b"GIF89a" + data]
     for _ in range(60):
@@ -142,8 +130,8 @@ TAIL = [ToTensor(), Normalize(MEAN, STD)]
     ("transform", "word"),
     [
         (to_float, "set pillow"),
-        (Compose([*TRAIN["timm"].transforms, RandomErasing()]), "set pillow"),
-        (Compose([Pad(2), Resize(64), CenterCrop(64), *TAIL]), "begins with Pad"),
+        (Compose([*TRAIN["timm"].transforms, transforms.RandomErasing()]), "set pillow"),
+        (Compose([transforms.Pad(2), Resize(64), transforms.CenterCrop(64), *TAIL]), "begins with Pad"),
         (Compose([Resize((64, 64), InterpolationMode.NEAREST), *TAIL]), "(?i)nearest"),
     ],
     ids=["function", "erasing", "pad", "nearest"],
@@ -182,16 +170,18 @@ class Seen(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.fixture
-def shards(corpus, tmp_path):
-    return str(
-        corpus.write(tmp_path / "shards", 12, change=lambda s: s | {"png": corpus.png(int(s["txt"][7:]), (70, 70))})
-    )
+@pytest.fixture(scope="module")
+def shards(corpus, tmp_path_factory):
+    """Twelve larger images. Not to be changed."""
+
+    def enlarge(sample):
+        return sample | {"png": corpus.png(int(sample["txt"][7:]), (70, 70))}
+
+    return str(corpus.write(tmp_path_factory.mktemp("large") / "shards", 12, change=enlarge))
 
 
-def trainer_in(root, **settings):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
-    return pl.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=root, **quiet | settings)
+def an_epoch(**settings):
+    return trainer(max_steps=-1, max_epochs=1, **settings)
 
 
 class ValidatesOnTraining(ImageLabelData):
@@ -214,23 +204,35 @@ class AsPairs(Seen):
         return {"image": batch[0], "own hook": True}
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about workers and hooks in both
 @pytest.mark.parametrize(
-    ("kind", "module"),
-    [(ImageLabelData, Seen), (ValidatesOnTraining, Seen), (OwnHook, Seen), (ImageLabelData, AsPairs)],
+    ("kind", "module", "decoder", "precision"),
+    [
+        (ImageLabelData, Seen, "pillow", "32-true"),
+        (ImageLabelData, Seen, "torchvision", "bf16-true"),
+        (ValidatesOnTraining, Seen, "pillow", "32-true"),
+        (OwnHook, Seen, "pillow", "32-true"),
+        (ImageLabelData, AsPairs, "pillow", "32-true"),
+    ],
 )
-def test_whatever_hooks_a_user_has_no_step_or_loop_by_hand_gets_uint8(shards, tmp_path, kind, module):
-    data = kind(shards, 4, shards, num_workers=0, transform=TRAIN["open_clip"], eval_transform=EVALUATION)
-    model, trainer = module(), trainer_in(tmp_path)
-    trainer.fit(model, data)
-    by_hand = next(iter(data.train_dataloader()))["image"]
-    trainer.validate(model, data.train_dataloader(), verbose=False)
-    again = Seen()
-    trainer_in(tmp_path).fit(again, data.train_dataloader())
-    seen = [by_hand, *model.steps, *model.validated, *again.steps]
-    assert len(seen) == 1 + 3 + 6 + 3
-    assert {images.dtype for images in seen} == {torch.float32}
-    assert min(images.min() for images in seen) < 0  # normalised
+def test_a_trainer_reads_uint8_and_every_step_gets_the_floats_of_a_loop_by_hand(
+    shards, kind, module, decoder, precision
+):
+    def data():
+        settings = {"num_workers": 0, "transform": TRAIN["open_clip"], "eval_transform": EVALUATION}
+        return kind(shards, 4, shards, decoder=decoder, **settings)
+
+    model, alone, dtype = module(), Seen(), torch.float32 if precision == "32-true" else torch.bfloat16
+    an_epoch(precision=precision).fit(model, data())
+    if (kind, module) == (ImageLabelData, Seen):
+        assert model.read[:3] == [torch.uint8] * 3
+    by_hand = [batch["image"] for batch in data().train_dataloader()]
+    an_epoch().fit(alone, data().train_dataloader())  # without the data module
+    an_epoch().validate(alone, data().train_dataloader(), verbose=False)
+    assert all(images.dtype == torch.float32 for images in [*by_hand, *alone.steps, *alone.validated])
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(model.steps, by_hand, strict=True))
+    assert by_hand[0].min() < 0  # normalised
+    assert [(len(images), images.dtype) for images in model.validated] == [(4, dtype)] * 3
 
 
 class Doubled(ToTensor):
@@ -239,28 +241,10 @@ class Doubled(ToTensor):
 
 
 def test_steps_of_a_users_own_kind_are_not_left_out(photo):
-    data, crop = encode(photo), [Resize((64, 64))]
+    data, crop = encode(photo, "JPEG"), [Resize((64, 64))]
     scalar = Compose([*crop, ToTensor(), Normalize(0.5, 0.25)])
     read = Pixels(scalar)
     assert torch.equal(read.normalize(read.read(data)[None])[0], scalar(decode_image(data)))
     assert not ends_with_normalize(Compose([*crop, Doubled(), Normalize(MEAN, STD)]))
     bounded = Compose([Resize(64, max_size=70), ToTensor(), Normalize(MEAN, STD)])
     assert Pixels(bounded, "torchvision").read(data).shape == bounded(decode_image(data)).shape
-
-
-@pytest.mark.filterwarnings("ignore")  # Lightning's, about workers and hooks in both
-@pytest.mark.parametrize(("decoder", "precision"), [("pillow", "32-true"), ("torchvision", "bf16-true")])
-def test_a_trainer_reads_uint8_and_steps_get_the_same_floats(shards, tmp_path, decoder, precision):
-    def data():
-        settings = {"num_workers": 0, "transform": TRAIN["open_clip"], "eval_transform": EVALUATION}
-        return ImageLabelData(shards, 4, shards, decoder=decoder, **settings)
-
-    module = Seen()
-    trainer_in(tmp_path, precision=precision).fit(module, data())
-    assert module.read[:3] == [torch.uint8] * 3
-    by_hand = [batch["image"] for batch in data().train_dataloader()]
-    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
-    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(module.steps, by_hand, strict=True))
-    assert by_hand[0].dtype == torch.float32
-    assert [len(images) for images in module.validated] == [4, 4, 4]
-    assert all(images.dtype == dtype for images in module.validated)

@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
+from diffvision.data import CaptionMember, ImageLabel, ImageMember
 from diffvision.data.images.decode import MAX_IMAGE_BYTES, MAX_JSON_BYTES
 from diffvision.data.images.image_data import to_float
-from diffvision.data.images.samples import CaptionMember, ImageLabel, ImageMember, ImageText, Retrieval
 from diffvision.data.shards.sample import BadSample
 
 
@@ -36,19 +36,6 @@ def test_a_caption_from_a_list_is_drawn_with_torchs_generator():
     assert [caption.one(members) for _ in range(30)] == drawn
     assert set(drawn) == {"a", "b", "c"}
     assert caption.all(members) == ["a", "b", "", "c"]
-
-
-def test_batches_have_the_shapes_they_promise(corpus):
-    image = ImageMember(to_float)
-    members = {"png": corpus.png(5), "txt": b"sample 5\nsample 6", "cls": b"3"}
-    pair = ImageText(image, CaptionMember(), lambda captions: torch.zeros(len(captions), 7, dtype=torch.int64))
-    batch = pair.collate([pair.decode(members)] * 4)
-    assert (batch["image"].shape, batch["image"].dtype) == ((4, 3, 2, 2), torch.float32)
-    assert (batch["text"].shape, batch["text"].dtype) == ((4, 7), torch.int64)
-    label = ImageLabel(image)
-    assert label.collate([label.decode(members)] * 2)["label"].tolist() == [3, 3]
-    retrieval = Retrieval(image, CaptionMember())
-    assert retrieval.collate([retrieval.decode(members)])["captions"] == [["sample 5", "sample 6"]]
 
 
 def test_a_label_beyond_the_classes_is_a_bad_sample(corpus):
