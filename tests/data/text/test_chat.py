@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from diffvision.cli import main
+from diffvision.data import Tokenizer, load_tokenizer, train_tokenizer
 from diffvision.data.shards.sample import BadSample
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.chat import CHATML, TEMPLATES, Chat, open_chat, read_messages
-from diffvision.data.text.templates import render
-from diffvision.data.text.tokenizers import END, Tokenizer, load_tokenizer, train_tokenizer
+from diffvision.data.text.templates import compile_template, render
+from diffvision.data.text.tokenizers import END
 from diffvision.data.text.tokens import TokenFiles
 
 TEXTS = ["user assistant It is four. 2 + 2 and 3", "<|im_start|>user\nThanks<|im_end|>\nYou are welcome"]
@@ -150,21 +152,19 @@ def test_layouts_of_rows(row, expected):
 
 
 @pytest.mark.parametrize(
-    ("key", "message", "row"),
+    ("message", "row"),
     [
-        ("reasoning_content", {"reasoning_content": "so"}, {}),
-        ("tool_calls", {"tool_calls": [{"name": "add"}]}, {}),
-        ("weight", {"weight": 0}, {}),
-        ("name", {"name": "ann"}, {}),
-        ("tools", {}, {"tools": [{"name": "add"}]}),
-        ("documents", {}, {"documents": [{"text": "a"}]}),
+        *(({key: value}, {}) for key, value in (("reasoning_content", "so"), ("weight", 0), ("name", "ann"))),
+        ({"tool_calls": [{"name": "add"}]}, {}),
+        *(({}, {key: [{"name": "add"}]}) for key in ("tools", "documents")),
     ],
 )
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
-def test_what_is_not_read_is_refused_by_name(key, message, row, layout):
-    names = ("role", "content") if layout == "messages" else ("from", "value")
-    turns = [{names[0]: "user", names[1]: "q"}, {names[0]: "assistant", names[1]: "a", **message}]
-    turns += [{names[0]: "user", names[1]: "r"}, {names[0]: "assistant", names[1]: "b"}]
+def test_what_is_not_read_is_refused_by_name(message, row, layout):
+    role, content = ("role", "content") if layout == "messages" else ("from", "value")
+    (key,) = {**message, **row}
+    turns = [{role: "user", content: "q"}, {role: "assistant", content: "a", **message}]
+    turns += [{role: "user", content: "r"}, {role: "assistant", content: "b"}]
     chat = Chat(chat_tokenizer(), CHATML, "chatml")
     with pytest.raises(BadSample, match=f"'{key}'"):
         chat.encode(json.dumps({layout: turns, **row}))
@@ -188,31 +188,22 @@ def test_what_is_not_read_is_refused_by_name(key, message, row, layout):
         ('{"messages": [3]}', "a message whose role or content is not text"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no learned token"),
         ('{"prompt": "a", "response": "\\ufdd0"}', "noncharacter"),
-        ('{"prompt": "never", "response": "a"}', "fails: no"),
-        ('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "fail"}]}', "ZeroDivision"),
     ],
 )
 def test_rows_that_cannot_be_used(row, reason):
-    template = "{% if messages[0].content == 'never' %}{{ raise_exception('no') }}{% endif %}"
-    template += "{% if messages[-1].content == 'fail' %}{{ 1 // 0 }}{% endif %}"
     with pytest.raises(BadSample, match=reason):
-        Chat(chat_tokenizer(), template + CHATML, "x").encode(row)
+        Chat(chat_tokenizer(), CHATML, "chatml").encode(row)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages | length }}" + CHATML, "chat template mine cannot be used"),
-        ("{% for", "chat template mine, line 1"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
-    ],
-)
-def test_templates_that_cannot_be_used(template, message):
-    with pytest.raises(ValueError, match=message):
-        Chat(chat_tokenizer(), template, "mine").check_training()
-
-
-def test_names_of_templates_that_are_not_there(tmp_path):
+def test_templates_that_cannot_be_used(tmp_path):
+    for template, message in (
+        ("{{ messages | length }}" + CHATML, "cannot be used"),
+        ("{% for", "line 1"),
+        ("{% if add_generation_prompt %}{{ 1 // 0 }}{% endif %}", "ZeroDivision"),
+        ("{% if not add_generation_prompt %}{{ 1 // 0 }}{% endif %}", "ZeroDivision"),
+    ):
+        with pytest.raises(ValueError, match=f"chat template mine.* {message}"):
+            Chat(chat_tokenizer(), template, "mine").check_training()
     for chosen, message in (("chatlm", "got 'chatlm'"), ("tokenizer", "has no chat template")):
         with pytest.raises(ValueError, match=message):
             open_chat(chosen, chat_tokenizer(), tmp_path)
@@ -220,6 +211,42 @@ def test_names_of_templates_that_are_not_there(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(templates))
     with pytest.raises(ValueError, match="no learned token"):  # it writes no message
         open_chat("tokenizer", chat_tokenizer(), tmp_path).check_training()
+
+
+BRACKETS = "{{ " + "(" * 5000 + ")" * 5000 + " }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(9999999) %}{% endfor %}", "OverflowError"),
+        (BRACKETS, "RecursionError"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ nothing.at_all }}", "'nothing'"),
+        ("{{ strftime_now('%Y') }}", "'strftime_now'"),
+    ],
+)
+def test_a_template_that_fails_is_a_bad_sample(template, reason):
+    row = {"messages": [{"content": "a"}]}
+    with pytest.raises(BadSample, match=reason):
+        render(template, row)
+    assert row == {"messages": [{"content": "a"}]}
+
+
+@pytest.mark.parametrize("template", [BRACKETS, "\n{% if %}"])
+def test_a_text_that_is_no_template_is_refused(template):
+    with pytest.raises(ValueError, match="template mine"):
+        compile_template(template, "mine")
+
+
+def test_marked_answers_and_json_are_as_in_transformers():
+    marked = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}"
+    template = marked + "{{ messages | tojson(true, 1) }}"
+    messages = [{"role": "user", "content": "é"}]
+    theirs, _ = render_jinja_template([messages], chat_template=template)
+    assert [render(template, {"messages": messages})] == theirs
 
 
 # --- the command ---
@@ -257,19 +284,19 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
     words = [str(tmp_path / name) for name in ("rows.jsonl", "made", "tokenizer.json")]
     assert main(["data", "tokenize", *words]) == 1
     assert "is a file of rows: give --chat" in capsys.readouterr().err
-    (tmp_path / "rows.json").write_text("[]")
-    assert main(["data", "tokenize", str(tmp_path / "rows.json"), *words[1:], "--chat", "plain"]) == 1
-    assert "shards must be .tar files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("are_shards", [False, True])
-def test_a_tokenizer_is_trained_on_the_messages_of_rows(are_shards, tmp_path):
+def test_a_tokenizer_is_trained_on_the_messages_of_rows(are_shards, tmp_path, capsys):
     rows = [json.dumps({"prompt": "12 12 12", "response": "ab ab"}) for _ in "123"]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     write_shards(tmp_path / "shards", [{"__key__": str(number), "json": row} for number, row in enumerate(rows)])
     source = [str(tmp_path / "shards"), "--text_key=json"] if are_shards else [str(tmp_path / "rows.jsonl")]
     words = [*source, str(tmp_path / "made"), "--vocab_size", "300", "--pattern", r" ?\d"]
-    assert main(["data", "tokenizer", *words]) == 0
+    assert [main(["data", "tokenizer", *words]) for _ in range(2)] == [0, 1]
+    said = capsys.readouterr()
+    assert f"trained {tmp_path}/made/tokenizer.json: " in said.out
+    assert "is there already" in said.err
     tokenizer = load_tokenizer(tmp_path / "made")
     assert [tokenizer.decode([number]) for number in tokenizer.encode("ab 12 ab")] == ["ab", " 1", "2", " ab"]
     assert "pt" not in tokenizer.vocabulary()
