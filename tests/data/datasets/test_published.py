@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pyarrow
 import pytest
-import webdataset
 from PIL import Image
 from pyarrow import parquet
 
@@ -13,6 +12,7 @@ from diffvision.data import find_folders, make
 from diffvision.data.datasets.mmvp import PATTERNS, make_mmvp
 from diffvision.data.datasets.sugarcrepe import KINDS, make_sugarcrepe
 from diffvision.data.datasets.winoground import make_winoground
+from tests.data.conftest import read_tars
 
 
 def picture(path, seed=0, size=(9, 7)):
@@ -31,16 +31,11 @@ def text(path, *lines):
 
 def samples(folder):
     """Return the members of each sample of a folder, JSON read."""
-    tars = sorted(map(str, (folder / "test").glob("*.tar")))
-    read = webdataset.WebDataset(tars, shardshuffle=False, empty_check=False)
-    return [
-        {
-            name: json.loads(data) if name == "json" else data.decode() if name.endswith("txt") else data
-            for name, data in sample.items()
-            if not name.startswith("__")
-        }
-        for sample in read
-    ]
+    read = [{name: data for name, data in one.items() if name[0] != "_"} for one in read_tars(folder / "test")]
+    for sample in read:
+        sample |= {name: data.decode() for name, data in sample.items() if name.endswith("txt")}
+        sample["json"] = json.loads(sample["json"])
+    return read
 
 
 # ---- MMVP-VLM ------------------------------------------------------------------------------------------------------
@@ -141,12 +136,6 @@ def test_rows_that_say_nothing_are_left_out_and_counted(tmp_path, changed, reaso
     assert not (tmp_path / "again").exists()
 
 
-# ---- Winoground ----------------------------------------------------------------------------------------------------
-
-TAGS = {"tag": "Noun", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag": "Object"}
-CAPTIONS = {"caption_0": "an adult behind a child", "caption_1": "a child behind an adult"}
-
-
 def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
     source = sugarcrepe(tmp_path / "source")
     picture(tmp_path / "train2017/000000000001.jpg", 1)
@@ -156,43 +145,38 @@ def test_two_images_of_one_name_are_refused_unless_they_are_the_same(tmp_path):
         make_sugarcrepe(tmp_path / "again", source, tmp_path)
 
 
+# ---- Winoground ----------------------------------------------------------------------------------------------------
+
+
 def test_winoground_is_pairs_by_their_tag(tmp_path):
-    source = tmp_path / "winoground"
-    images = [picture(tmp_path / f"{side}.png", side) for side in (0, 1)]
-    cells = {f"image_{side}": {"bytes": images[side], "path": None} for side in (0, 1)}
-    rows = pyarrow.Table.from_pylist([{"id": 0, **cells, **CAPTIONS, **TAGS}])
-    (source / "data").mkdir(parents=True)
-    parquet.write_table(rows, source / "data/test-00000-of-00001.parquet")
-    make_winoground(tmp_path / "made", source)
-    assert samples(tmp_path / "made/pairs") == [
-        {
-            "0.png": images[0],
-            "1.png": images[1],
-            "0.txt": "an adult behind a child",
-            "1.txt": "a child behind an adult",
-            "json": {"kind": "Object", "tag": "Noun"},
-        }
-    ]
+    images, texts = [picture(tmp_path / f"{side}.png", side) for side in (0, 1)], ("an adult behind", "a child behind")
+    row = {"id": 0, "tag": "Noun", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag": "Object"}
+    for side in (0, 1):
+        row |= {f"image_{side}": {"bytes": images[side], "path": None}, f"caption_{side}": texts[side]}
+    (tmp_path / "source/data").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "source/data/test-00000-of-00001.parquet")
+    make_winoground(tmp_path / "made", tmp_path / "source")
+    kind = {"kind": "Object", "tag": "Noun"}
+    expected = {"0.png": images[0], "1.png": images[1], "0.txt": texts[0], "1.txt": texts[1], "json": kind}
+    assert samples(tmp_path / "made/pairs") == [expected]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
-MAKERS = {
-    "mmvp": make_mmvp,
-    "sugarcrepe": make_sugarcrepe,
-    "winoground": make_winoground,
-}
 
-
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["mmvp", "sugarcrepe", "winoground"])
 def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has (no|none|neither) .*: .* folder") as error:
-        MAKERS[name](tmp_path / "made", tmp_path / "empty")
+        make.make(name, str(tmp_path / "made"), source=str(tmp_path / "empty"))
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=f"there is no folder .*make {name} --help"):
         make.make(name, str(tmp_path / "made"), source=str(tmp_path / "nowhere"))
     assert not (tmp_path / "made").exists()
+
+
+def row_of(filename, caption):
+    return json.dumps({"0": {"filename": filename, "caption": caption, "negative_caption": "b"}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -202,14 +186,8 @@ def test_another_layout_is_one_sentence_that_says_what_is_expected(tmp_path, nam
         ({"val2017/000000000006.jpg": "cut"}, r"000000000006\.jpg:"),
         ({"source/data/add_att.json": b"{"}, "JSON"),
         ({"source/data/add_att.json": b"[]"}, "has no rows"),
-        (
-            {"source/data/add_att.json": b'{"0": {"filename": "a.jpg", "caption": 3}}'},
-            "caption in row 1 .*must be a str",
-        ),
-        (
-            {"source/data/add_att.json": b'{"0": {"filename": "../a.jpg", "caption": "a", "negative_caption": "b"}}'},
-            r"'\.\./a\.jpg'",
-        ),
+        ({"source/data/add_att.json": row_of("a.jpg", 3)}, "caption in row 1 .*must be a str"),
+        ({"source/data/add_att.json": row_of("../a.jpg", "a")}, r"'\.\./a\.jpg'"),
     ],
 )
 def test_missing_and_damaged_files_and_paths_outside_are_refused_before_anything_is_written(tmp_path, content, message):

@@ -6,11 +6,11 @@ from collections import Counter
 from itertools import permutations
 
 import pytest
-import webdataset
 
 from diffvision.data.datasets.scenes import COLOURS, LAYOUTS
 from diffvision.data.datasets.scenes_vqa import DESCRIBE, HELD_OUT, SHAPES, make_scenes_vqa
 from diffvision.data.make import make
+from tests.data.conftest import read_tars
 
 SCENES, EVALUATED = 250, 90
 POPE = ("pope_random", "pope_popular", "pope_adversarial")
@@ -25,8 +25,7 @@ def made(tmp_path_factory):
 
 
 def conversations(directory):
-    tars = sorted(map(str, directory.glob("*.tar")))
-    return [json.loads(one["json"])["conversations"] for one in webdataset.WebDataset(tars, shardshuffle=False)]
+    return [json.loads(one["json"])["conversations"] for one in read_tars(directory)]
 
 
 def rows(made, name):
@@ -42,10 +41,6 @@ def answers(conversation):
     """{question: answer} of a conversation."""
     texts = [turn["value"].removeprefix("<image>\n") for turn in conversation]
     return dict(zip(texts[::2], texts[1::2], strict=True))
-
-
-def caption(conversation):
-    return answers(conversation)[DESCRIBE]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -91,16 +86,16 @@ def test_pope_asks_as_often_for_what_is_there_as_for_what_is_not(made, name):
 
 
 def test_negatives_are_those_that_training_makes_likely(made):
-    scenes = [sorted(dict(truth(caption(conversation)))) for conversation in conversations(made / "train")]
+    captions = [answers(conversation)[DESCRIBE] for conversation in conversations(made / "train")]
+    scenes = [sorted(dict(truth(caption))) for caption in captions]
     counts = Counter(kind for scene in scenes for kind in scene)
     pairs = Counter(pair for scene in scenes for pair in permutations(scene, 2))
     objects = {row["image"]: row["objects"] for row in rows(made, "captions")}
-    negatives = {}
+    negatives = {name: {image: [] for image in objects} for name in POPE}
     for name in POPE:
-        negatives[name] = {}
         for row in rows(made, name):
             if row["label"] == "no":
-                negatives[name].setdefault(row["image"], []).append(row["text"].split()[3])
+                negatives[name][row["image"]].append(row["text"].split()[3])
     for image, present in objects.items():
         absent = [kind for kind in SHAPES if kind not in present]
         by_count = sorted(absent, key=lambda kind: -counts[kind])

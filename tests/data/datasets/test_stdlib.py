@@ -1,16 +1,13 @@
-"""The corpus that Python brings along, and the commands that make, check and tokenise it."""
-
-from pathlib import Path
+"""The corpus that Python brings along, and checks of text and tokens."""
 
 import pytest
 
-from diffvision.data import ShardSet, make
+from diffvision.data import ShardSet, make, train_tokenizer
 from diffvision.data.check import check_shards
 from diffvision.data.datasets.stdlib import make_stdlib, split_of
 from diffvision.data.shards.writer import write_shards
 from diffvision.data.text.tokenize import documents_of, tokenize_shards
-from diffvision.data.text.tokenizers import END, load_tokenizer, train_tokenizer
-from diffvision.data.text.tokens import TokenFiles
+from diffvision.data.text.tokenizers import END
 
 TOPICS = "topics = {'assert': 'The assert statement\\n' 'is.\\n', 'x.y': ' Prose'}\nraise SystemExit\n"
 
@@ -56,51 +53,31 @@ def test_each_file_and_topic_is_a_document_of_one_split(library, tmp_path):
     assert 400 < shares < 600
 
 
-def test_the_same_library_gives_the_same_bytes(library, tmp_path):
+def test_the_same_library_gives_the_same_bytes_and_one_without_source_is_refused(library, tmp_path):
     for name in ("a", "b"):
         make_stdlib(tmp_path / name, library)
-    made = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
+    made = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert len(made) == 6
     for path in made:
-        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+        assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes()
+    with pytest.raises(ValueError, match="has no Python source files"):
+        make_stdlib(tmp_path / "c", tmp_path)
     with pytest.raises(ValueError, match="train has shards already"):
         make_stdlib(tmp_path / "a", library)
 
 
-def test_a_library_without_source_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no Python source files"):
-        make_stdlib(tmp_path / "a", tmp_path)
-
-
-def test_the_commands_from_corpus_to_checked_tokens(tmp_path, monkeypatch, capsys, library):
+def test_the_commands_from_corpus_to_checked_tokens(tmp_path, monkeypatch, library):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
-    corpus, file, tokens = (str(tmp_path / name) for name in ("corpus", "t/tokenizer.json", "tokens"))
+    corpus, file, tokens = (str(tmp_path / name) for name in ("corpus", "tokenizer.json", "tokens"))
     assert make.make("stdlib", corpus) == 0
-    assert "documents of" in capsys.readouterr().out
-    assert make.tokenizer(corpus + "/train", str(tmp_path / "t"), 300) == 0
-    output = capsys.readouterr().out
-    assert f"trained {file}: " in output
-    assert " documents, 0 empty, 0 skipped" in output
-    with pytest.raises(ValueError, match="is there already"):
-        make.tokenizer(corpus + "/train", file, 300)
+    assert make.tokenizer(corpus + "/train", file, 300) == 0
     assert make.tokenize(corpus + "/train", tokens, file, num_workers=0) == 0
-    assert " 0 skipped" in capsys.readouterr().out
-    for directory in (corpus, tokens):
-        assert make.check(directory, num_workers=1) == 0
-    tokenizer = load_tokenizer(file)
-    written = sum(len(ids) + 1 for ids in TokenFiles(Path(tokens)).documents())
-    assert written == sum(len(tokenizer.encode(d)) + 1 for d in documents(corpus + "/train"))
+    assert [make.check(directory, num_workers=1) for directory in (corpus, tokens)] == [0, 0]
 
 
 def test_checks_find_bad_text_and_bad_tokens(tmp_path):
-    samples = [
-        {"txt": "good"},
-        {"txt": b"\xff"},
-        {"txt": " "},
-        {"json": "{"},
-        {"json": "{}"},
-        {"jsonl": '{}\n\n{"a": 1}'},
-    ]
+    samples = [{"txt": "good"}, {"txt": b"\xff"}, {"txt": " "}]
+    samples += [{"json": "{"}, {"json": "{}"}, {"jsonl": '{}\n\n{"a": 1}'}]
     write_shards(tmp_path / "text", [{"__key__": f"k{n}", **s} for n, s in enumerate(samples)])
     (result,) = check_shards(tmp_path / "text", 1)
     assert (result.samples, result.good) == (6, 3)
