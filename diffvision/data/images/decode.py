@@ -138,7 +138,7 @@ def decode_text(data: bytes, *, cut: bool = False) -> str:
     return text.replace("\0", " ")
 
 
-def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
+def clean_caption(text: str) -> str:
     """Return one caption, bounded and stripped, with the tokenizers' special tokens made plain text.
 
     Raises:
@@ -147,7 +147,7 @@ def clean_caption(text: str, max_chars: int = MAX_CAPTION) -> str:
     """
     if not isinstance(text, str):
         raise TypeError(f"a caption is {type(text).__name__}, not text: write it as text ({text!r:.40})")
-    caption = _ENDLESS.sub(r"\1", text.strip()[:max_chars])
+    caption = _ENDLESS.sub(r"\1", text.strip()[:MAX_CAPTION])
     plain = caption
     for _ in range(3):  # HTML escapes can hide a special token, and can be nested
         if "&" not in plain:

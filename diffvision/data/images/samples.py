@@ -121,9 +121,8 @@ class ImageMember:
 class CaptionMember:
     """Reads the captions of a sample from a text member (`txt`) or a field of a JSON one (`json:caption`)."""
 
-    def __init__(self, key: str = "txt", max_chars: int = MAX_CAPTION):
+    def __init__(self, key: str = "txt"):
         self.key, _, self.field = key.partition(":")
-        self.max_chars = max_chars
         check_key(self.key, ("json",) if self.field else ("txt",))
 
     def one(self, members: Members) -> str:
@@ -132,16 +131,16 @@ class CaptionMember:
         if isinstance(captions, list):
             captions = [caption for caption in captions if not is_blank(caption)] or captions
             captions = captions[int(torch.randint(len(captions), ()))]
-        return clean_caption(captions, self.max_chars)
+        return clean_caption(captions)
 
     def all(self, members: Members) -> list[str]:
         """Return every caption, the lines of the text or the list in JSON; blank ones among others are kept as ""."""
         captions = self.read(members)
         lines = captions if isinstance(captions, list) else captions.splitlines()
-        cut = [line.strip()[: self.max_chars] for line in lines]
+        cut = [line.strip()[:MAX_CAPTION] for line in lines]
         if all(map(is_blank, cut)):
             raise BadSample("empty caption")
-        return ["" if is_blank(line) else clean_caption(line, self.max_chars) for line in cut]
+        return ["" if is_blank(line) else clean_caption(line) for line in cut]
 
     def read(self, members: Members) -> str | list[str]:
         """Return the sample's caption, or all its captions as one text or a list."""
