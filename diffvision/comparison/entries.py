@@ -63,13 +63,13 @@ class Group:
     entries: list[Entry]
 
 
-def read_entries(models: Sequence[str], fewest: int = 2) -> list[Entry]:
+def read_entries(models: Sequence[str]) -> list[Entry]:
     """Return what each argument stands for.
 
     Raises:
-        ValueError: fewer than `fewest`; one given twice; the directory of several runs, or without checkpoints.
+        ValueError: fewer than two; one given twice; the directory of several runs, or without checkpoints.
     """
-    if len(models) < fewest:
+    if len(models) < 2:
         raise ValueError(f"{len(models) or 'no'} model{'' if models else 's'} to compare: give two or more")
     entries = [_read(spec) for spec in models]
     opened = [entry.model if is_name(entry.model) else os.path.realpath(entry.model) for entry in entries]

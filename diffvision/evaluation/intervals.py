@@ -162,21 +162,17 @@ def mcnemar(first: PerSample, other: PerSample) -> float | None:
     return 1.0 if not trials else float(binomtest(only_other, trials, 0.5).pvalue)
 
 
-def bootstrap_interval(
-    first: PerSample, other: PerSample, *, resamples: int = RESAMPLES, seed: int = SEED
-) -> tuple[float, float]:
+def bootstrap_interval(first: PerSample, other: PerSample) -> tuple[float, float]:
     """Return the percentile interval of the difference of two metrics, over units drawn with replacement.
 
     Where the metric is a mean over classes, units are drawn within each class.
 
     Source: Efron and Tibshirani 1993, chapter 13; Koehn 2004 for the pairing.
     """
-    return crossed_interval([first], [other], resamples=resamples, seed=seed)
+    return crossed_interval([first], [other])
 
 
-def crossed_interval(
-    first: Sequence[PerSample], other: Sequence[PerSample], *, resamples: int = RESAMPLES, seed: int = SEED
-) -> tuple[float, float]:
+def crossed_interval(first: Sequence[PerSample], other: Sequence[PerSample]) -> tuple[float, float]:
     """Return the percentile interval of the difference of two models' means over seeds, on the same samples.
 
     Seeds and units are both drawn with replacement. A drawn unit is the same for all runs, and runs of the two models
@@ -185,12 +181,10 @@ def crossed_interval(
     Args:
         first: the metric sample by sample of each of the first model's runs.
         other: of the other model's, as many.
-        resamples: how many are drawn.
-        seed: of the draws.
 
     Source: Owen 2007, "The pigeonhole bootstrap".
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(SEED)
     runs = [*first, *other]
     one = runs[0]
     values = [run.values.double().numpy() for run in runs]
@@ -199,18 +193,18 @@ def crossed_interval(
         for run in (runs if one.ratio else runs[:1])
     ]
     classes = np.zeros(len(values[0]), dtype=int) if one.classes is None else one.classes.numpy()
-    means = np.zeros((len(runs), resamples))
+    means = np.zeros((len(runs), RESAMPLES))
     present = np.unique(classes)
     for label in present:
         members = classes == label
         units = np.unique(one.units.numpy()[members], return_inverse=True)[1]
         sums = np.stack([np.bincount(units, row[members]) for row in (*values, *counts)])
-        means += _draw_means(sums, len(runs), generator, resamples) / len(present)
+        means += _draw_means(sums, len(runs), generator) / len(present)
     if one.exponential:
         means = np.exp(np.minimum(means, 700))
     differences = means[len(first) :] - means[: len(first)]
     seeds = len(first)
-    drawn = generator.multinomial(seeds, [1 / seeds] * seeds, size=resamples).T / seeds
+    drawn = generator.multinomial(seeds, [1 / seeds] * seeds, size=RESAMPLES).T / seeds
     low, high = np.nanquantile((drawn * differences).sum(0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
@@ -220,8 +214,8 @@ def mean_interval(samples: PerSample) -> tuple[float, float]:
     return bootstrap_interval(samples._replace(values=torch.zeros_like(samples.values)), samples)
 
 
-def _draw_means(sums: np.ndarray, runs: int, generator: np.random.Generator, resamples: int) -> np.ndarray:
-    """Return the means of all runs over drawn units, [runs, resamples].
+def _draw_means(sums: np.ndarray, runs: int, generator: np.random.Generator) -> np.ndarray:
+    """Return the means of all runs over drawn units, [runs, RESAMPLES].
 
     Args:
         sums: of each unit: the values of every run, and their weights, one row if all have the same: [rows, units].
@@ -231,8 +225,8 @@ def _draw_means(sums: np.ndarray, runs: int, generator: np.random.Generator, res
     share, total = repeats / repeats.sum(), int(repeats.sum())
     rows = max(1, _CELLS // len(repeats))
     means = []
-    for start in range(0, resamples, rows):
-        draws = generator.multinomial(total, share, size=min(rows, resamples - start))
+    for start in range(0, RESAMPLES, rows):
+        draws = generator.multinomial(total, share, size=min(rows, RESAMPLES - start))
         drawn = kinds @ draws.T
         with np.errstate(invalid="ignore"):  # a draw in which nothing counts is NaN
             means.append(drawn[:runs] / drawn[runs:])

@@ -223,7 +223,7 @@ def plan(
     return sorted(planned, key=lambda entry: list(EVALUATIONS).index(entry[1][0]))
 
 
-def records(metrics: dict[str, float], *, model: str, pretrained: str, language: str = "en") -> list[dict[str, Any]]:
+def records(metrics: dict[str, float], *, model: str, pretrained: str) -> list[dict[str, Any]]:
     """Return one record per task and dataset in CLIP_benchmark's shape; a NaN (acc5 of four classes) is None."""
     tasks: dict[tuple[str, str], dict[str, float | None]] = {}
     for key, value in metrics.items():
@@ -236,7 +236,7 @@ def records(metrics: dict[str, float], *, model: str, pretrained: str, language:
             "pretrained": pretrained,
             "task": EVALUATIONS[task].record,
             "metrics": values,
-            "language": language,
+            "language": "en",
         }
         for (task, dataset), values in tasks.items()
     ]

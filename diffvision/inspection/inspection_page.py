@@ -204,5 +204,5 @@ def _kinds(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(kind for layer in layers for kind in layer))
 
 
-def _short(text: str, most: int = 70) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _short(text: str) -> str:
+    return text if len(text) <= 70 else f"{text[:69]}…"
