@@ -1,17 +1,13 @@
 """Models whose answers are known by hand, and tokenizers of words and of characters."""
 
-import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diffvision.data.datasets.needle_text import FORMS
-from diffvision.data.text.tokenizers import train_tokenizer
 from diffvision.models import language
 from diffvision.nn import build_attention
 
@@ -92,42 +88,6 @@ class Block(nn.Module):
         return x + 3 * self.attn(4 * x, is_causal=True)
 
 
-def write_models(home: Path, texts: list[str]) -> Path:
-    """Write transformer-debug and diff-debug with a tokenizer of the texts, and texts/ of a .jsonl and a .txt file."""
-    tokenizer = train_tokenizer(texts, 400)
-    for name in ("transformer-debug", "diff-debug"):
-        torch.manual_seed(0)
-        model = language.create(name, vocab_size=tokenizer.vocab_size, max_length=128)
-        language.save(model, home / name, tokenizer)
-    lines = [json.dumps({"text": text}) for text in texts[:8]]
-    (home / "texts").mkdir()
-    (home / "texts" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    (home / "texts" / "b.txt").write_text("Grüße " * 20, encoding="utf-8")
-    return home
-
-
-def evaluate_models(run, home, tasks, options):
-    """Run a command on both models, and write to out/."""
-    return run(
-        [f"plain={home / 'transformer-debug'}", str(home / "diff-debug")],
-        tasks=tasks,
-        data=str(home / "texts"),
-        output=str(home / "out"),
-        device="cpu",
-        options=options,
-    )
-
-
-def check_written(results, home, tasks):
-    """Check each task's TASK.json."""
-    for task in tasks:
-        written = json.loads((home / "out" / f"{task}.json").read_text())
-        assert set(written["models"]) == set(results)
-        assert written["options"]["window"] == 24
-        key, value = next(iter(written["models"]["plain"].items()))
-        assert value == results["plain"][f"{task}/{key}"]
-
-
 def small_model(name, **overrides):
     """A model of 97 tokens with weights so large that its likeliest tokens differ from position to position."""
     torch.manual_seed(0)
@@ -157,33 +117,13 @@ def llama(request):
 
 
 @pytest.fixture
-def table():
-    return Table
-
-
-@pytest.fixture
 def words():
     return Words()
-
-
-@pytest.fixture
-def copier():
-    return Copier
 
 
 @pytest.fixture(params=["standard", "v1", "v2", "v1_head", "v1_dint"])  # the kinds of maps and lambdas that there are
 def tiny(request):
     return Tiny(request.param)
-
-
-@pytest.fixture
-def tiny_of():
-    return Tiny
-
-
-@pytest.fixture
-def synthetic():
-    return FORMS["synthetic"]
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from torch import nn
 from diffvision.data.datasets.digits import png
 from diffvision.data.shards.report import Report
 from diffvision.data.shards.writer import write_evaluation_split
-from diffvision.evaluation.features import Features
 
 
 @dataclass
@@ -133,11 +132,6 @@ def memory_folder():
     return MemoryFolder
 
 
-@pytest.fixture
-def features_of():
-    return Features
-
-
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
@@ -159,11 +153,8 @@ def colours(tmp_path_factory):
     write_split(root / "zero_shot" / "test", labelled * 4)
     (root / "zero_shot" / "classnames.txt").write_text("\n".join(COLOURS))
     (root / "zero_shot" / "zeroshot_classification_templates.txt").write_text("a {c} square\nthe colour {c}")
-    captioned = [
-        {"png": square(c), "txt": f"a {name} square\nsomething {name}".encode()} for name, c in COLOURS.items()
-    ]
-    write_split(root / "retrieval" / "test", captioned)
-    write_split(root / "composition" / "test", captioned)
+    captioned = [{"png": square(c), "txt": f"a {name} square\nsomething {name}"} for name, c in COLOURS.items()]
     for task in ("retrieval", "composition"):
+        write_split(root / task / "test", captioned)
         (root / task / "dataset_type.txt").write_text("retrieval")
     return root

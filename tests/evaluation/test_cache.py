@@ -4,14 +4,15 @@ import errno
 import os
 import shutil
 
+import numpy as np
 import open_clip
 import pytest
 import torch
 
 import diffvision
-from diffvision.data.datasets import digits
-from diffvision.data.datasets.digits import load_split, make_digits
+from diffvision.data.datasets.digits import png
 from diffvision.data.images.folders import EvaluationFolder
+from diffvision.data.shards.writer import write_evaluation_split
 from diffvision.evaluation import cache as caching
 from diffvision.evaluation import evaluate
 from diffvision.evaluation.cache import files_digest, model_digest
@@ -20,18 +21,6 @@ from diffvision.evaluation.options import InferenceSettings
 from diffvision.evaluation.output_files import write_bytes
 
 TASKS = ("zero_shot", "retrieval", "composition")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The demo's digits, the first of them."""
-    root = tmp_path_factory.mktemp("digits") / "digits"
-    train, test = load_split()
-    few = [train[:20], test[:100]]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits, "load_split", lambda: few)
-        make_digits(root, copies=1)
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +40,31 @@ def metrics(loaded, data, *, tasks=TASKS, **settings):
 
 
 @pytest.fixture(scope="module")
-def expected(loaded, data):
-    return metrics(loaded, data)
+def expected(loaded, colours):
+    return metrics(loaded, colours)
 
 
-def test_features_are_computed_once_and_damaged_files_again(loaded, data, expected, tmp_path, monkeypatch):
+def test_features_are_computed_once_and_damaged_files_again(loaded, colours, expected, tmp_path, monkeypatch):
     counted, plain = [], Features._encode_images
     monkeypatch.setattr(Features, "_encode_images", lambda self, images: counted.append(1) or plain(self, images))
-    assert metrics(loaded, data, cache=tmp_path) == expected
+    assert metrics(loaded, colours, cache=tmp_path) == expected
     batches = len(counted)
     files = sorted(tmp_path.glob("*-rank0.pt"))
     assert len(files) == 4  # classes and a split of each of three tasks
-    assert metrics(loaded, data, cache=tmp_path) == expected
+    assert metrics(loaded, colours, cache=tmp_path) == expected
     assert len(counted) == batches
     for file in files:
         file.write_bytes(file.read_bytes()[:100])
     torch.save([1], files[0])
     with pytest.warns(UserWarning, match="is damaged") as warned:
-        assert metrics(loaded, data, cache=tmp_path) == expected
+        assert metrics(loaded, colours, cache=tmp_path) == expected
     assert len(warned) == 4
     assert len(counted) == 2 * batches
 
 
-def test_features_are_found_by_all_that_they_follow_from(loaded, data, tmp_path):
+def test_features_are_found_by_all_that_they_follow_from(loaded, colours, tmp_path):
     model, transform, tokenizer = loaded
-    folder = EvaluationFolder(data / "zero_shot")
+    folder = EvaluationFolder(colours / "zero_shot")
 
     def identity(model=model, transform=transform, tokenizer=tokenizer, path=folder.path / "test", **settings):
         made = Features(model, transform, tokenizer, InferenceSettings(**settings))
@@ -101,46 +90,31 @@ def test_features_are_found_by_all_that_they_follow_from(loaded, data, tmp_path)
     model.visual.trunk.blocks[0].attn.num_heads -= 1
 
 
-def test_a_full_disk_is_a_warning(loaded, data, expected, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_warning(loaded, colours, expected, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(caching, "write_bytes", full)
     with pytest.warns(UserWarning, match="No space left") as warned:
-        found = metrics(loaded, data, tasks=["composition"], cache=tmp_path)
+        found = metrics(loaded, colours, tasks=["composition"], cache=tmp_path)
     assert found.items() <= expected.items()
     assert len(warned) == 1
 
 
-def test_batches_and_workers_change_no_metric(loaded, data, expected):
-    assert metrics(loaded, data, batch_size=7, num_workers=2) == expected
-
-
-def test_skipped_samples_are_told_each_time(data, tmp_path, monkeypatch):
-    broken = shutil.copytree(data / "zero_shot", tmp_path / "digits")
-    monkeypatch.setattr("diffvision.data.shards.loader.BatchReader._item", one_bad(monkeypatch), raising=True)
+def test_skipped_samples_are_told_each_time(colours, tmp_path):
+    broken = shutil.copytree(colours / "zero_shot", tmp_path / "squares")
+    shutil.rmtree(broken / "test")
+    samples = [{"__key__": f"{n:03}", "png": png(np.zeros((8, 8, 3))), "cls": b"0"} for n in range(100)]
+    samples[40]["png"] = b"no image"
+    write_evaluation_split(broken / "test", samples)
     settings = {"model": "DiffCLIP-debug", "data": str(broken), "num_workers": 0, "device": "cpu"}
     for _ in range(2):
         torch.manual_seed(0)
-        with pytest.warns(UserWarning, match="digits/test"):
+        with pytest.warns(UserWarning, match="squares/test"):
             diffvision.evaluate(**settings, cache=str(tmp_path / "cache"))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cache is .*file, and .* is a file"):
         diffvision.evaluate(**settings, cache=str(tmp_path / "file"))
-
-
-def one_bad(monkeypatch):
-    from diffvision.data.shards.loader import BatchReader
-    from diffvision.data.shards.sample import BadSample
-
-    plain = BatchReader._item
-
-    def item(self, sample, epoch):
-        if sample[1] == 40:
-            raise BadSample("truncated")
-        return plain(self, sample, epoch)
-
-    return item
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -1,30 +1,43 @@
-"""Two processes of which one has more images, or all of them, give the one process's numbers."""
+"""Two processes, of which one has more images or all of them, give one process's numbers."""
 
-import multiprocessing
+import json
 import os
+import socket
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from diffvision.evaluation.distributed import process_group
+from diffvision.evaluation.evaluate_command import evaluate as run
 from diffvision.evaluation.suite import evaluate
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes inherit the model")
 
-def _rank(rank, path, setup, results):
+
+def _rank(rank, port, home, function, arguments, settings):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    try:
-        model, transform, tokenizer, folders = setup
-        metrics = {}
-        for folder in folders:
-            folder.name = f"{folder.name}{len(folder.rows['test'])}"
-            metrics |= evaluate(model, folder, transform=transform, tokenizer=tokenizer, batch_size=2)
-        results.put(metrics)
-    finally:
-        dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    (home / f"{rank}.json").write_text(json.dumps(function(*arguments, **settings)))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes inherit the model, which spawning would pickle")
+def on_two_ranks(home, function, *arguments, **settings):
+    """Return what a function returns on each of two ranks, which torchrun's variables describe."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torch.multiprocessing.start_processes(_rank, (port, home, function, arguments, settings), 2, start_method="fork")
+    return [json.loads((home / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def evaluate_all(model, folders, **settings):
+    metrics = {}
+    with process_group("cpu"):
+        for number, folder in enumerate(folders):
+            found = evaluate(model, folder, **settings)
+            metrics |= {f"{number} {name}": value for name, value in found.items()}
+    return metrics
+
+
 def test_two_ranks_equal_one(
     tmp_path, circle, to_tensor, numbers, classified, captioned, swapped, paired, memory_folder
 ):
@@ -34,19 +47,13 @@ def test_two_ranks_equal_one(
     objects = memory_folder("objects", {"test": asked}, templates=["{c}"])
     alone = memory_folder("pairs", {"test": paired.rows["test"][:2]})  # on one rank; the other one has nothing
     folders = [classified, captioned, swapped, paired, alone, objects, lone]
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    setup = (circle, to_tensor, numbers, folders)
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path / "store", setup, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    both = [results.get(timeout=60) for _ in ranks]
-    for process in ranks:
-        process.join(timeout=60)
-    assert all(process.exitcode == 0 for process in ranks)
-    expected = {}
-    for folder in folders:
-        folder.name = f"{folder.name}{len(folder.rows['test'])}"
-        expected |= evaluate(circle, folder, transform=to_tensor, tokenizer=numbers)
-    assert both[0] == pytest.approx(expected, nan_ok=True)
-    assert both[1] == pytest.approx(expected, nan_ok=True)
+    settings = {"transform": to_tensor, "tokenizer": numbers}
+    expected = pytest.approx(evaluate_all(circle, folders, **settings), nan_ok=True)
+    assert on_two_ranks(tmp_path, evaluate_all, circle, folders, **settings, batch_size=2) == [expected] * 2
+
+
+def test_ranks_of_torchrun_have_the_numbers_of_one_process(colours, tmp_path):
+    settings = {"model": "DiffCLIP-nano.digits", "data": str(colours), "device": "cpu", "num_workers": 0}
+    expected = pytest.approx(run(**settings), nan_ok=True)
+    assert on_two_ranks(tmp_path, run, **settings, output=str(tmp_path / "records")) == [expected] * 2
+    assert len(list((tmp_path / "records").iterdir())) == 3

@@ -35,6 +35,8 @@ def test_a_spec_a_path_and_an_open_model_are_the_same(data, opened, tmp_path, mo
     assert {"zero_shot/colours/acc1"} <= measured.keys()
     assert "CLIP-debug, untrained weights" in capsys.readouterr().out
     assert diffvision.evaluate("CLIP-debug", [data], checkpoint="weights.pt", num_workers=0) == measured
+    mine = diffvision.Model("mine", "open_clip", opened.module, transform=opened.transform, tokenizer=opened.tokenizer)
+    assert diffvision.evaluate(mine, data, num_workers=0) == measured
     capsys.readouterr()
     assert cli.main(["evaluate", "CLIP-debug", "--checkpoint=weights.pt", f"--data={data}", "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
@@ -88,9 +90,3 @@ def test_pictures_that_were_trained_on_are_warned_of_unless_they_are_divided(tmp
         planned = [(ImageEvaluationFolder(name), ["zero_shot"])]
         with pytest.warns(UserWarning, match="all is what x was") if name == "all" else nullcontext():
             command._warn_of_training(SimpleNamespace(name="x", run=tmp_path), planned, "test")
-
-
-def test_a_module_with_what_belongs_to_it(data, opened):
-    mine = diffvision.Model("mine", "open_clip", opened.module, transform=opened.transform, tokenizer=opened.tokenizer)
-    measured = diffvision.evaluate(opened, data, num_workers=0)
-    assert diffvision.evaluate(mine, data, num_workers=0) == measured

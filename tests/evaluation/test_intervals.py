@@ -16,7 +16,6 @@ from diffvision.evaluation.intervals import (
     difference,
     mcnemar,
     welch_interval,
-    wilson_interval,
     with_intervals,
 )
 from diffvision.evaluation.per_sample import PerSample, count_each
@@ -40,12 +39,9 @@ def test_mcnemar_by_hand():
 def test_paired_bootstrap_as_scipy_computes_it():
     generator = np.random.default_rng(1)
     a, b = generator.random(300) < 0.6, generator.random(300) < 0.7
-    ours = bootstrap_interval(count_each(torch.tensor(a)), count_each(torch.tensor(b)))
-    theirs = scipy.stats.bootstrap(
-        (b.astype(float) - a,), np.mean, n_resamples=10_000, method="percentile", rng=generator
-    ).confidence_interval
-    assert ours == pytest.approx(tuple(theirs), abs=0.006)
-    assert ours == bootstrap_interval(count_each(torch.tensor(a)), count_each(torch.tensor(b)))  # seeded
+    ours, again = (bootstrap_interval(count_each(torch.tensor(a)), count_each(torch.tensor(b))) for _ in range(2))
+    theirs = scipy.stats.bootstrap((b.astype(float) - a,), np.mean, method="percentile", rng=generator)
+    assert ours == again == pytest.approx(tuple(theirs.confidence_interval), abs=0.006)
 
 
 def test_losses_are_drawn_by_document_with_their_tokens():
@@ -78,10 +74,11 @@ def test_seeds_and_pictures_are_both_drawn():
     assert (low, high) == pytest.approx(tuple(expected), abs=0.1 * (expected[1] - expected[0]))
     alone = bootstrap_interval(first[0], other[0])
     assert crossed_interval(first[:1] * 5, other[:1] * 5) == pytest.approx(alone)  # equal runs: pictures alone
-    weighted = [run._replace(values=run.values * 2.0, weights=torch.full((80,), 2.0), ratio=True) for run in first]
-    assert crossed_interval(
-        weighted, [run._replace(values=run.values * 2.0, weights=torch.full((80,), 2.0), ratio=True) for run in other]
-    ) == pytest.approx((low, high))
+    weighted = [
+        [run._replace(values=run.values * 2.0, weights=torch.full((80,), 2.0), ratio=True) for run in runs]
+        for runs in (first, other)
+    ]
+    assert crossed_interval(*weighted) == pytest.approx((low, high))
 
 
 def test_an_interval_over_seeds_knows_of_few_samples():
@@ -117,22 +114,10 @@ def test_welch_as_scipy_computes_it():
     assert welch_interval(first, other) == pytest.approx((expected.low, expected.high))
 
 
-def test_nine_in_ten_intervals_of_equal_models_hold_zero():
-    generator = np.random.default_rng(3)
-    hits = 0
-    for _ in range(200):
-        a, b = (count_each(torch.tensor(generator.random(200) < 0.7)) for _ in range(2))
-        low, high = bootstrap_interval(a, b, resamples=500)
-        hits += low <= 0 <= high
-    assert 182 <= hits <= 199  # of 95%
-
-
 def test_what_a_difference_is_called():
     assert Difference(0.1, 0.01, 0.2).word == "higher"
-    assert Difference(-0.1, -0.2, -0.01).word == "lower"
     assert Difference(0.1, 0.0, 0.2).word == "not significant"
     assert Difference(-0.15, -0.317, 0.017, p=0.04).verdict == "n.s."
-    assert Difference(0.1).word == ""
     unsure = difference([0.5], [0.625], [right("x" * 20 + "." * 20)], [right("x" * 25 + "." * 15)])
     assert unsure.low > 0  # of the bootstrap
     assert unsure.p == 2 / 2**5
@@ -157,26 +142,21 @@ def test_few_samples_have_no_verdict_however_equal_their_differences(units):
         ([0.5, 0.6], [0.8, 0.9], "too few seeds (2 < 3)"),
         ([0.5, 0.6, 0.7], [0.8, 0.9], "too few seeds (2 < 3)"),
         ([0.5] * 3, [0.8] * 3, "no spread across seeds"),
+        ([0.1, 0.2], [0.3], "one of the two has a single seed"),
+        ([0.1], [0.3], "no result by sample"),
     ],
 )
-def test_seeds_that_are_few_or_equal_have_no_verdict(first, other, method):
+def test_values_without_an_interval_have_no_verdict(first, other, method):
     one = difference(first, other)
     assert (one.word, one.low, one.method) == ("", None, method)
 
 
-def test_an_interval_of_shares_ends_at_one():
-    one = difference([0.9, 0.95, 1.0], [0.1, 0.9, 0.05], largest=1.0)
-    assert -1.0 == one.low < one.value < one.high
-
-
-def test_where_no_interval_can_be_given():
-    assert difference([0.1, 0.2], [0.3]).method == "one of the two has a single seed"
-    assert difference([0.1], [0.3]).method == "no result by sample"
+def test_intervals_need_the_same_samples_and_end_at_one_for_shares():
     unequal = difference([0.5], [0.5], [right("x.")], [right("x..x")])
     assert (unequal.method, unequal.low) == ("not the same samples", None)
-    seeds = difference([0.1, 0.2, 0.3], [0.3, 0.35, 0.4])
-    assert seeds.method == "seeds"
-    assert seeds.value == pytest.approx(0.15)
+    one = difference([0.9, 0.95, 1.0], [0.1, 0.9, 0.05], largest=1.0)
+    assert one.method == "seeds"
+    assert -1.0 == one.low < one.value < one.high
 
 
 def test_a_seed_that_is_nan_is_called_neither_higher_nor_lower(tmp_path):
@@ -193,29 +173,9 @@ def test_a_mean_has_the_interval_of_its_units():
     losses = torch.tensor(generator.normal(size=200))
     contexts = torch.arange(50).repeat_interleave(4)
     answers = (torch.tensor(generator.random(50)) < 0.4).repeat_interleave(4)  # the four of a context are equal
-    metrics = with_intervals(
-        {
-            "loss": count_each(losses),
-            "four": PerSample(answers, contexts),
-            "one": count_each(answers[::4]),
-            "row": count_each(losses[:1]),
-        }
-    )
-    theirs = scipy.stats.bootstrap(
-        (losses.numpy(),), np.mean, method="percentile", n_resamples=10_000
-    ).confidence_interval
+    samples = {"loss": count_each(losses), "four": PerSample(answers, contexts), "one": count_each(answers[::4])}
+    metrics = with_intervals(samples)
+    theirs = scipy.stats.bootstrap((losses.numpy(),), np.mean, method="percentile").confidence_interval
     assert [metrics["loss_low"], metrics["loss_high"]] == pytest.approx([theirs.low, theirs.high], abs=0.02)
     wide, narrow = (metrics[f"{name}_high"] - metrics[f"{name}_low"] for name in ("four", "one"))
     assert wide == pytest.approx(narrow, rel=0.15)  # not half of it, as 200 independent answers would have
-    assert "row_low" not in metrics
-
-
-def test_wilson_by_its_formula():
-    """The two solutions p of |k/n - p| = z sqrt(p (1 - p) / n), also where all are right."""
-    for right_ones, total in ((44, 100), (0, 7), (7, 7)):
-        low, high = wilson_interval(right_ones, total)
-        z = scipy.stats.norm.ppf(0.975)
-        share = right_ones / total
-        middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
-        half = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
-        assert (low, high) == pytest.approx((middle - half, middle + half), abs=1e-12)

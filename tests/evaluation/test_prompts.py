@@ -10,31 +10,27 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from diffvision.data.images.folders import find_folders
-from diffvision.evaluation import evaluate
 from diffvision.evaluation.options import Options
 from diffvision.evaluation.prompts import Prompts, check_prompts, imagenet, local_labels, prompts_of
+
+WNIDS = ImageNetInfo().label_names()
 
 
 @pytest.mark.parametrize(
     ("name", "first", "synset"), [("imagenet-a", "stingray", "n01498041"), ("imagenet-r", "goldfish", "n01443537")]
 )
-def test_variants_with_a_part_of_the_classes(name, first, synset):
+def test_variants_have_a_part_of_the_classes_in_both_numberings(name, first, synset):
     prompts = imagenet(name)
     assert len(prompts.classnames) == len(prompts.indices) == 200
     assert prompts.indices == sorted(prompts.indices)
     assert prompts.classnames[0] == first
-    assert ImageNetInfo().label_names()[prompts.indices[0]] == synset
-
-
-def test_labels_of_a_subset_in_both_numberings():
-    prompts = imagenet("imagenet-r")
+    assert WNIDS[prompts.indices[0]] == synset
     within = torch.tensor([0, 5, 199])
-    assert torch.equal(local_labels(within, prompts, "imagenet-r"), within)
-    among_all = torch.tensor([prompts.indices[i] for i in within])
-    assert torch.equal(local_labels(among_all, prompts, "imagenet-r"), within)
+    assert torch.equal(local_labels(within, prompts, name), within)
+    assert torch.equal(local_labels(torch.tensor(prompts.indices)[within], prompts, name), within)
     outside = next(i for i in range(300, 1000) if i not in prompts.indices)
     with pytest.raises(ValueError, match="sample 1"):
-        local_labels(torch.tensor([prompts.indices[0], outside]), prompts, "imagenet-r")
+        local_labels(torch.tensor([prompts.indices[0], outside]), prompts, name)
 
 
 def test_a_folder_is_completed_by_its_name(memory_folder):
@@ -57,44 +53,17 @@ def test_other_folders_need_names_and_templates(memory_folder):
         prompts_of(folder)
 
 
-def test_zero_shot_over_a_subset(circle, to_tensor, memory_folder):
-    """A model that tells ImageNet's classes apart, on a folder whose labels are numbered among all 1000."""
-    indices = imagenet("imagenet-a").indices
-    rows = {"test": [(5, indices[5]), (250, indices[50])]}
-    folder = memory_folder("zero_shot", rows, name="imagenet-a", templates=["a {c}"])
-    folder.classnames = [f"c{i:04}" for i in range(1000)]
-
-    def grey_of_class(texts):
-        return torch.tensor([[indices.index(int(text[-4:]))] for text in texts])
-
-    metrics = evaluate(circle, folder, transform=to_tensor, tokenizer=grey_of_class)
-    assert metrics["zero_shot/imagenet-a/acc1"] == 0.5
-
-
-def test_a_template_s_place_is_replaced_and_nothing_is_evaluated():
+def test_a_template_s_place_is_replaced_and_nothing_is_evaluated_or_multiplied():
     templates = ["a {c}", "{c} {c.__class__} {0} {{c}}", "{c} {", "{c} 100%"]
     assert Prompts(["{c} wren", "{0}"], templates, None).texts() == [
         ["a {c} wren", "{c} wren {c.__class__} {0} {{c} wren}", "{c} wren {", "{c} wren 100%"],
         ["a {0}", "{0} {c.__class__} {0} {{0}}", "{0} {", "{0} 100%"],
     ]
-
-
-@pytest.mark.parametrize(
-    "template", ["a {c:>3000000000}", "a {c.__class__}", "a {c!r}", "a {}", "a {name}", "a photo", ""]
-)
-def test_a_template_without_a_place_is_refused(template):
-    with pytest.raises(ValueError, match=r"template .*\{c\}"):
-        Prompts(["wren"], ["a {c}", template], None).texts()
-
-
-def test_a_template_cannot_multiply_a_name():
+    for template in ("a {c:>3000000000}", "a photo", ""):
+        with pytest.raises(ValueError, match=r"template .*\{c\}"):
+            Prompts(["wren"], ["a {c}", template], None).texts()
     with pytest.raises(ValueError, match="3,000,000,000"):
         Prompts(["wren", "w" * 100_000], ["{c}" * 30_000], None).texts()
-
-
-# ---- ImageNet as it lies on people's disks -------------------------------------------------------------------------
-
-WNIDS = ImageNetInfo().label_names()
 
 
 def pictures(root: Path, classes: list[str]) -> Path:
@@ -105,33 +74,23 @@ def pictures(root: Path, classes: list[str]) -> Path:
     return root
 
 
-@pytest.mark.quick("5")
-@pytest.mark.parametrize("count", [5, 1000])
-def test_folders_of_wnids_have_the_names_and_templates_of_imagenet(count, tmp_path):
-    """The whole, or a part such as Imagenette, whatever its folder is called; read where they lie."""
-    wnids = sorted(random.Random(0).sample(WNIDS, count))
+def test_folders_of_wnids_have_the_names_and_templates_of_imagenet(tmp_path):
+    """The whole, or a part such as Imagenette, whatever its folder is called; read in place."""
+    wnids = sorted(random.Random(0).sample(WNIDS, 5))
     pictures(tmp_path / "mine/val", wnids)
     (folder,) = find_folders(tmp_path / "mine")
     prompts = prompts_of(folder)
     assert prompts.classnames == [open_clip.IMAGENET_CLASSNAMES[WNIDS.index(wnid)] for wnid in wnids]
     assert len(prompts.templates) == 80
-    labels = torch.arange(count)
+    labels = torch.arange(5)
     assert torch.equal(local_labels(labels, prompts, "mine"), labels)
-    assert (
-        f"zero_shot/mine: {count:,} classes, 80 templates, e.g. 'a photo of a "
-        in check_prompts([(folder, ["zero_shot"])], Options())[0]
-    )
+    (line,) = check_prompts([(folder, ["zero_shot"])], Options())
+    assert "zero_shot/mine: 5 classes, 80 templates, e.g. 'a photo of a " in line
 
 
 @pytest.mark.parametrize(
     "classes",
-    [
-        ["n01440764", "n99999999"],
-        ["n01440764", "other"],
-        ["n00001740", "n00001930"],
-        ["N01440764", "N01443537"],
-        ["n02085620-Chihuahua", "n02085936-Maltese_dog"],  # Stanford Dogs
-    ],
+    [["n01440764", "n99999999"], ["n01440764", "other"], ["N01440764", "N01443537"], ["n02085620-Chihuahua", "n0-x"]],
 )
 def test_other_wnids_are_no_prompts(classes, memory_folder, tmp_path):
     folder = memory_folder("zero_shot", {}, classnames=classes, templates=["a {c}"])

@@ -1,4 +1,4 @@
-"""Zero-shot: its metrics on matrices written by hand and against scikit-learn's, and the classifier."""
+"""Zero-shot: its metrics against scikit-learn's, and the classifier."""
 
 import math
 
@@ -12,20 +12,6 @@ from diffvision.evaluation.suite import evaluate
 from diffvision.evaluation.zero_shot import classification_metrics
 
 
-def test_metrics_of_a_small_matrix():
-    logits = torch.tensor([[9.0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4], [1, 9, 0, 0, 0, 0], [0, 5, 9, 0, 0, 1]])
-    labels = torch.tensor([0, 5, 1, 1])  # right, last, right, wrong
-    metrics = classification_metrics(logits, labels)
-    assert metrics["acc1"] == 2 / 4
-    assert metrics["acc5"] == 3 / 4
-    assert metrics["mean_per_class_recall"] == pytest.approx((1 + 0 + 1 / 2) / 3)
-
-
-def test_top_five_needs_five_classes():
-    assert math.isnan(classification_metrics(torch.eye(4), torch.arange(4))["acc5"])
-    assert classification_metrics(torch.eye(5), torch.arange(5))["acc5"] == 1.0
-
-
 def test_metrics_equal_scikit_learns():
     logits, labels = torch.randn(300, 12), torch.randint(0, 11, (300,))  # class 11 has no sample
     metrics = classification_metrics(logits, labels)
@@ -34,6 +20,8 @@ def test_metrics_equal_scikit_learns():
     with pytest.warns(UserWarning, match="y_pred contains classes not"):
         expected = balanced_accuracy_score(labels, logits.argmax(1))
     assert metrics["mean_per_class_recall"] == pytest.approx(expected)
+    assert math.isnan(classification_metrics(torch.eye(4), torch.arange(4))["acc5"])
+    assert classification_metrics(torch.eye(5), torch.arange(5))["acc5"] == 1.0
 
 
 def test_a_class_is_the_normalised_mean_of_its_normalised_texts(circle, to_tensor, numbers):
@@ -49,9 +37,8 @@ def test_a_class_is_the_normalised_mean_of_its_normalised_texts(circle, to_tenso
     torch.testing.assert_close(vectors, torch.stack([mean / mean.norm(), each[2]]))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 32])
-def test_zero_shot_of_a_known_model(circle, to_tensor, numbers, classified, batch_size):
-    metrics = evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, batch_size=batch_size)
+def test_zero_shot_of_a_known_model(circle, to_tensor, numbers, classified):
+    metrics = evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, batch_size=3)
     assert metrics["zero_shot/memory/acc1"] == 7 / 8  # grey 60 is nearer to 100 than to 10
     assert metrics["zero_shot/memory/mean_per_class_recall"] == pytest.approx((2 / 3 + 1 + 1) / 3)
     assert math.isnan(metrics["zero_shot/memory/acc5"])
@@ -70,25 +57,16 @@ def test_every_module_keeps_its_own_mode(circle, to_tensor, numbers, classified)
     assert circle.training  # after an error too
 
 
-def test_labels_that_are_no_class(circle, to_tensor, numbers, classified):
+def test_splits_labels_and_features_that_give_no_accuracy(circle, to_tensor, numbers, classified):
+    classified.rows["empty"] = []
+    settings = {"transform": to_tensor, "tokenizer": numbers}
+    with pytest.raises(ValueError, match="'empty'"):
+        evaluate(circle, classified, **settings, options=Options(split="empty"))
+    with pytest.raises(ValueError, match=r"val.*zero_shot"):
+        evaluate(circle, classified, **settings, options=Options(split="val"))
     classified.classnames = ["10", "100"]
     with pytest.raises(ValueError, match=r"'memory'.*sample 5"):
-        evaluate(circle, classified, transform=to_tensor, tokenizer=numbers)
-
-
-def test_empty_and_missing_splits(circle, to_tensor, numbers, classified):
-    classified.rows["empty"] = []
-    with pytest.raises(ValueError, match="'empty'"):
-        evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="empty"))
-    with pytest.raises(ValueError, match=r"val.*zero_shot"):
-        evaluate(circle, classified, transform=to_tensor, tokenizer=numbers, options=Options(split="val"))
-
-
-def test_features_that_are_not_finite_give_no_accuracy(circle, to_tensor, numbers, classified):
-    class Broken(type(circle)):
-        def encode_image(self, image):
-            return super().encode_image(image) * float("nan")
-
-    circle.__class__ = Broken
+        evaluate(circle, classified, **settings)
+    circle.scale.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="NaN or infinite"):
-        evaluate(circle, classified, transform=to_tensor, tokenizer=numbers)
+        evaluate(circle, classified, **settings)

@@ -25,14 +25,12 @@ def test_reading_changes_nothing(tiny):
         torch.testing.assert_close(tiny(ROWS), whole, atol=1e-10, rtol=1e-10)
     assert torch.equal(tiny(ROWS), whole)
     assert len(calls) == 2
-    layer, scores = tiny.blocks[0].attn, calls[0].scores()
-    x = 4 * tiny.embed(ROWS)
-    torch.testing.assert_close(scores.maps(), layer.attention_maps(x, is_causal=True))
+    scores = calls[0].scores()
+    torch.testing.assert_close(scores.maps(), tiny.blocks[0].attn.attention_maps(4 * tiny.embed(ROWS), is_causal=True))
     if not scores.is_rowwise:
         with pytest.raises(ValueError, match="row"):
             scores.last_query()
         return
-    assert scores.last_query().compute_weights().shape == (3, 2, 1, 20)
     torch.testing.assert_close(scores.last_query().compute_weights(), scores.compute_weights()[:, :, -1:])
 
 
@@ -46,23 +44,13 @@ def test_reading_keeps_what_dex_has_learned():
         torch.testing.assert_close(model(ROWS), whole, atol=1e-10, rtol=1e-10)
 
 
-@torch.no_grad()
-def test_a_mask_is_obeyed(tiny):
-    layer, x = tiny.blocks[0].attn, tiny.embed(ROWS)
-    mask = torch.rand(3, 1, 20, 20) > 0.5
-    whole = layer(x, attn_mask=mask, is_causal=True)
-    with captured(layer, lambda call: call.scores()):
-        torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=True), whole, atol=1e-5, rtol=1e-5)
-
-
 def test_magnitudes_of_a_stream():
     values = torch.randn(5000) * 10
     magnitudes = Magnitudes()
     for part in values.split(700):
         magnitudes.add(part)
     ordered = values.abs().sort(descending=True).values
-    for rank in (1, 2, 3, 10, 100):
-        assert magnitudes.top(rank) == ordered[rank - 1].item()
+    assert [magnitudes.top(rank) for rank in (1, 3, 100)] == [ordered[rank - 1].item() for rank in (1, 3, 100)]
     assert magnitudes.median() == pytest.approx(values.abs().median().item(), rel=1 / 2048)
     assert math.isnan(magnitudes.top(101))
     few = Magnitudes()
@@ -70,7 +58,6 @@ def test_magnitudes_of_a_stream():
     few.add(torch.tensor([-3.0, 0.0, 0.0]))
     few.add(torch.empty(0))
     assert (few.top(1), few.top(3), few.median()) == (3, 0, 0)
-    assert math.isnan(few.top(4))
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from language_fixtures import check_written, evaluate_models, write_models
 
 from diffvision.data import BadDataError, ShardSet
 from diffvision.data.datasets.recall import recall_documents
@@ -22,39 +21,33 @@ from diffvision.evaluation.language.tasks import LANGUAGE_EVALUATIONS, Work
 from diffvision.models import language
 from diffvision.opening import open_model
 
+RETRIEVAL = {"form": "synthetic", "lengths": (90,), "depths": (0.0, 1.0), "needles": ("1x1", "2x2"), "facts": (1, 2)}
+LEARNING = {"samples": 1, "shots": (1, 4), "permutations": 2, "mappings": 1}
+CACHE = {"pruning_methods": ("snap",), "pruning_ratios": (0.5,), "continuation": 8}
 SMALL = LanguageOptions(
-    tokens=120,
-    window=24,
-    form="synthetic",
-    lengths=(90,),
-    depths=(0.0, 1.0),
-    needles=("1x1", "2x2"),
-    facts=(1, 2),
-    samples=1,
-    shots=(1, 4),
-    permutations=2,
-    mappings=1,
-    pruning_methods=("snap",),
-    pruning_ratios=(0.5,),
-    continuation=8,
-    schemes=("qk_int4_smooth", "cache_2"),
-    batch_size=16,
+    tokens=120, window=24, batch_size=16, schemes=("qk_int4_smooth", "cache_2"), **RETRIEVAL, **LEARNING, **CACHE
 )
 TASKS = [task for task, evaluation in LANGUAGE_EVALUATIONS.items() if evaluation.reads != "questions"]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Two checkpoints with their tokenizer, and texts."""
-    return write_models(tmp_path_factory.mktemp("language"), list(recall_documents(40, 90)))
+    """Two checkpoints with a tokenizer of texts, and these in texts/, in a .jsonl and a .txt file."""
+    home, texts = tmp_path_factory.mktemp("language"), list(recall_documents(40, 90))
+    tokenizer = train_tokenizer(texts, 400)
+    for name in ("transformer-debug", "diff-debug"):
+        torch.manual_seed(0)
+        language.save(language.create(name, vocab_size=400, max_length=128), home / name, tokenizer)
+    (home / "texts").mkdir()
+    (home / "texts" / "a.jsonl").write_text("\n\n".join(json.dumps({"text": text}) for text in texts[:8]))
+    (home / "texts" / "b.txt").write_text("Grüße " * 20, encoding="utf-8")
+    return home
 
 
-@pytest.fixture(scope="module")
-def results(home):
-    return evaluate_models(run, home, TASKS, SMALL)
-
-
-def test_every_task_of_every_model_has_numbers(results, home):
+def test_every_task_of_every_model_has_numbers(home):
+    models = [f"plain={home / 'transformer-debug'}", str(home / "diff-debug")]
+    given = {"tasks": TASKS, "data": str(home / "texts"), "output": str(home / "out"), "device": "cpu"}
+    results = run(models, **given, options=SMALL)
     assert list(results) == ["plain", "diff-debug"]
     for metrics in results.values():
         assert {key.partition("/")[0] for key in metrics} == set(TASKS)
@@ -63,7 +56,12 @@ def test_every_task_of_every_model_has_numbers(results, home):
         assert 0.9 * math.log(400) < metrics["perplexity/nll"] < 1.3 * math.log(400)  # untrained
         assert metrics["recall_errors/2x1/malformed/90_high"] >= metrics["recall_errors/2x1/malformed/90"]
         assert metrics["many_shot/chance"] == 0.25
-    check_written(results, home, TASKS)
+    for task in TASKS:
+        written = json.loads((home / "out" / f"{task}.json").read_text())
+        assert set(written["models"]) == set(results)
+        assert written["options"]["window"] == 24
+        key, value = next(iter(written["models"]["plain"].items()))
+        assert value == results["plain"][f"{task}/{key}"]
 
 
 def test_work_in_python_has_the_lengths_of_its_model(home):
@@ -187,7 +185,6 @@ def test_bad_commands_are_refused_before_anything_runs(home):
     ("name", "value"),
     [
         ("lengths", (64, 64)),
-        ("facts", (4, 4)),
         ("needles", ("2x4",)),
         ("depths", ()),
         ("samples", 0),
@@ -201,7 +198,4 @@ def test_bad_commands_are_refused_before_anything_runs(home):
 def test_options_that_would_count_twice_or_never_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         LanguageOptions(**{name: value})
-
-
-def test_shares_may_be_whole_numbers():
-    assert LanguageOptions(max_bad_fraction=0, depths=(0, 1)).max_bad_fraction == 0
+    assert LanguageOptions(max_bad_fraction=0, depths=(0, 1)).max_bad_fraction == 0  # whole numbers are shares, too

@@ -69,17 +69,15 @@ def test_every_variant_answers_all_kinds_of_requests(variant, opened):
     lm, model = opened(variant)
     context = TOKENIZER.encode("One model")
     likeliest = generate(model, [context], max_new_tokens=1)[0]
-    rows = [("One model", " reads a line"), ("", "One"), ("One model ", "reads"), ("One", " model" * 3)]
     ends = [TOKENIZER.eos_id]
-    tokens = [
-        (context, TOKENIZER.encode(" reads a line")),
-        (ends, TOKENIZER.encode("One")),
-        (context, TOKENIZER.encode(" reads")),
-        (TOKENIZER.encode("One"), TOKENIZER.encode(" model" * 3)),
-    ]
-    scores = lm.loglikelihood(requests(*rows))
-    for (score, greedy), pair in zip(scores, tokens, strict=True):
-        expected, is_greedy = by_hand(model, *pair)
+    asked = {  # the two texts -> what they are read as
+        ("One model", " reads a line"): (context, " reads a line"),
+        ("", "One"): (ends, "One"),
+        ("One model ", "reads"): (context, " reads"),
+    }
+    scores = lm.loglikelihood(requests(*asked))
+    for (score, greedy), (start, text) in zip(scores, asked.values(), strict=True):
+        expected, is_greedy = by_hand(model, start, TOKENIZER.encode(text))
         assert (score, greedy) == (pytest.approx(expected, abs=1e-4), is_greedy)
     assert lm._score([(context, likeliest)])[0][1]
     assert lm.loglikelihood_rolling(requests((TEXT,), ("",))) == [
@@ -96,20 +94,14 @@ def test_long_texts_are_scored_in_windows_of_full_context(opened):
     tokens = [TOKENIZER.eos_id, *TOKENIZER.encode(TEXT * 5)]
     assert len(tokens) > 2 * 32
     last = (len(tokens) - 1) // 32 * 32 + 1
-    expected = sum(by_hand_window(model, tokens[start : start + 33], 32) for start in range(0, last - 1, 32))
-    expected += by_hand_window(model, tokens[-33:], len(tokens) - last)
+    expected = sum(by_hand(model, tokens[i : i + 1], tokens[i + 1 : i + 33])[0] for i in range(0, last - 1, 32))
+    expected += by_hand(model, tokens[-33:last], tokens[last:])[0]
     assert lm.loglikelihood_rolling(requests((TEXT * 5,))) == [pytest.approx(expected, abs=1e-3)]
     short = TOKENIZER.encode(" follows")
-    context = tokens[1:]
+    context = tokens[1:-1]  # the space at the end belongs to the continuation
     score = lm.loglikelihood(requests((TEXT * 5, "follows")))[0][0]
-    del context[-1:]  # the space at the end belongs to the continuation
-    assert score == pytest.approx(by_hand_window(model, [*context, *short][-33:], len(short)), abs=1e-4)
-
-
-@torch.no_grad()
-def by_hand_window(model, tokens, count):
-    logs = model(torch.tensor([tokens[:-1]]))[0].log_softmax(-1)
-    return logs.gather(-1, torch.tensor(tokens[1:])[:, None])[-count:].sum().item()
+    room = 33 - len(short)
+    assert score == pytest.approx(by_hand(model, context[-room:], short)[0], abs=1e-4)
 
 
 def test_texts_end_before_what_ends_them(opened):

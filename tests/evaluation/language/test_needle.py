@@ -5,6 +5,7 @@ import itertools
 import re
 
 import pytest
+from language_fixtures import Copier
 
 from diffvision.data.datasets.needle_text import FORMS, compose_to_length
 from diffvision.evaluation.language.needle import needle, needle_samples
@@ -32,6 +33,8 @@ def test_needles_start_at_the_border_nearest_to_their_depth_in_tokens(needles, q
     form = dataclasses.replace(FORMS["text"], haystack=lambda draw: iter(sentences))
     settings = {"length": 450, "depth": depth, "needles": needles, "queries": queries, "samples": 3, "form": form}
     for sample in needle_samples(words, **settings):
+        assert 380 < len(sample.tokens) <= 450
+        assert sample.tokens[0] == words.eos_id
         context = words.decode(sample.tokens[1 : sample.question])
         number = words.decode(sample.tokens[slice(*sample.needle)]).rpartition("is ")[2]
         pieces = [len(words.encode(piece)) for piece in re.split(r"(?<=\.)", context)]
@@ -42,29 +45,18 @@ def test_needles_start_at_the_border_nearest_to_their_depth_in_tokens(needles, q
         assert abs(borders[asked] - depth * borders[-1]) == min(abs(end - depth * borders[-1]) for end in borders)
 
 
-@pytest.mark.parametrize(("length", "form"), [(64, "synthetic"), (200, "text"), (333, "synthetic")])
-def test_samples_fill_the_length(length, form, words):
-    for sample in needle_samples(words, length=length, depth=0.5, needles=4, queries=2, samples=5, form=form):
-        assert length - 13 < len(sample.tokens) <= length
-        assert sample.tokens[0] == words.eos_id
-        for start, stop in sample.answers:
-            assert words.decode(sample.tokens[start:stop]).strip().isdigit()
-        number = words.decode(sample.tokens[slice(*sample.answers[0])])
-        assert number in words.decode(sample.tokens[slice(*sample.needle)])
-
-
-def test_an_oracle_finds_every_needle(words, copier):
+def test_an_oracle_finds_every_needle(words):
     for form in FORMS:
         settings = {"lengths": (150, 250), "needles": 4, "queries": 2, "samples": 4, "form": form}
-        metrics = needle(copier(4096), words, **settings)
+        metrics = needle(Copier(4096), words, **settings)
         assert metrics["accuracy"] == metrics["all_right"] == 1
         assert len(metrics) == 2 + 2 * 5
         assert metrics["accuracy/250/0.25"] == 1
 
 
-def test_a_blind_model_has_chance(words, copier):
+def test_a_blind_model_has_chance(words):
     """One number of 90 said always: right in 1 of 90 (300 samples: a mean of 3.3)."""
-    blind = copier(1024, blind=words.encode(" 42")[0])
+    blind = Copier(1024, blind=words.encode(" 42")[0])
     metrics = needle(blind, words, lengths=(40,), depths=(0.0, 0.5), samples=150, form="synthetic", batch_size=50)
     assert 0 < metrics["accuracy"] < 8 / 300
     assert metrics["accuracy"] == (metrics["accuracy/40/0"] + metrics["accuracy/40/0.5"]) / 2
@@ -83,10 +75,10 @@ def test_needles_that_do_not_fit_are_refused(settings, named, words):
         list(needle_samples(words, **{"length": 100, "depth": 0, "form": "synthetic"} | settings))
 
 
-def test_a_tokenizer_without_borders_is_refused(synthetic):
+def test_a_tokenizer_without_borders_is_refused():
     class Pairs:
         def encode(self, text):
             return [hash(text[place : place + 2]) for place in range(0, len(text), 2)]
 
     with pytest.raises(ValueError, match="into one token"):
-        list(needle_samples(Pairs(), length=60, depth=0.5, samples=4, form=synthetic))
+        list(needle_samples(Pairs(), length=60, depth=0.5, samples=4, form="synthetic"))

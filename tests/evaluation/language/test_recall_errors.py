@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
+from language_fixtures import Copier
 
 from diffvision.data.datasets.needle_text import FORMS
 from diffvision.evaluation.intervals import differences, with_intervals
+from diffvision.evaluation.language import recall_errors as module
 from diffvision.evaluation.language.needle import needle
 from diffvision.evaluation.language.recall_errors import ANSWERS, classify, recall_errors
 from diffvision.opening import Model
@@ -14,29 +15,18 @@ SETTINGS = {"lengths": (60,), "depths": (0.0, 1.0), "samples": 4, "form": FORMS[
 
 
 @pytest.fixture
-def answering(copier, words):
-    """Return a model that answers as a `Copier` does, through the `generate` of transformers' models."""
+def answering(words, monkeypatch):
+    """Return a model that answers as a `Copier` does."""
 
-    class Answering(nn.Module):
-        device, generation_config = torch.device("cpu"), None
+    def continue_greedily(model, prompts, *, max_new_tokens, stops):
+        rows = [[*prompt] for prompt in prompts]
+        for row in rows:
+            for _ in range(max_new_tokens):
+                row.append(int(model.module(torch.tensor([row]))[0, -1].argmax()))
+        return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
-        def __init__(self, blind):
-            super().__init__()
-            self.copier = copier(4096, blind=blind)
-
-        def generate(self, tokens, *, attention_mask, generation_config, stopping_criteria):
-            rows = []
-            for row, mask in zip(tokens, attention_mask, strict=True):
-                new = row[mask.bool()]
-                for _ in range(generation_config.max_new_tokens):
-                    new = torch.cat([new, self.copier(new[None])[0, -1].argmax()[None]])
-                rows.append(torch.cat([row, new[int(mask.sum()) :]]))
-            out = torch.stack(rows)
-            for stop in range(tokens.shape[1] + 1, out.shape[1] + 1):
-                stopping_criteria(out[:, :stop], None)
-            return out
-
-    return lambda blind=None: Model("oracle", "transformers", Answering(blind), tokenizer=words, max_length=128)
+    monkeypatch.setattr(module, "continue_greedily", continue_greedily)
+    return lambda blind=None: Model("oracle", "language", Copier(4096, blind=blind), tokenizer=words, max_length=128)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +59,7 @@ def test_an_oracle_is_right_and_a_blind_model_distracted_or_inventing(answering,
     assert "1x1/correct_of_copied" not in results  # there is no other number to copy
     blind = answering(words.encode(" 42")[0])
     rates = with_intervals(recall_errors(blind, facts=(3,), **SETTINGS | {"samples": 15}))
-    found = needle(blind.module.copier, words, needles=3, **SETTINGS | {"samples": 15})
+    found = needle(blind.module, words, needles=3, **SETTINGS | {"samples": 15})
     assert rates["correct"] == pytest.approx(found["accuracy"])
     assert rates["3x1/correct/60"] == rates["3x1/correct"] == rates["correct"]
     assert sum(rates[answer] for answer in ANSWERS) == pytest.approx(1)

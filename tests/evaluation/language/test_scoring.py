@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from language_fixtures import Table
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,8 +35,8 @@ class Apart(nn.Module):
         return self.head(self.hidden(tokens))
 
 
-def test_losses_are_the_tables(table):
-    with evaluating(model := table(NEXT)):
+def test_losses_are_the_tables():
+    with evaluating(model := Table(NEXT)):
         losses = token_losses(model, torch.tensor([[0, 1, 2, 2]]))
     assert losses[0].tolist() == pytest.approx([-math.log(0.6), -math.log(0.5), -math.log(0.1)], rel=1e-6)
     assert model.training  # as before
@@ -58,7 +59,7 @@ def test_batches_are_of_similar_length():
     assert lengths.tolist() == [3, 2]
 
 
-def test_a_match_is_what_greedy_decoding_would_write(table):
+def test_a_match_is_what_greedy_decoding_would_write():
     rows = [[0, 1, 2, 0], [0, 1, 1], [2, 0, 1, 2, 2]]
     spans = [[(1, 4)], [(1, 2), (2, 3)], [(4, 5), (1, 3)]]
-    assert greedy_matches(table(NEXT), rows, spans, batch_size=2) == [[True], [True, False], [False, True]]
+    assert greedy_matches(Table(NEXT), rows, spans, batch_size=2) == [[True], [True, False], [False, True]]

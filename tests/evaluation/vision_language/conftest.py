@@ -1,6 +1,5 @@
 """A tiny Llava of transformers with its processor, and a question file of each kind."""
 
-import copy
 import json
 from types import SimpleNamespace
 
@@ -64,20 +63,6 @@ def vlm(tokenizer):
     model = transformers.LlavaForConditionalGeneration(config).eval()
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0)
     return SimpleNamespace(module=model, processor=processor, name="tiny")
-
-
-@pytest.fixture(scope="session")
-def ours(tokenizer):
-    from diffvision.models.vision_language import create, make_processor
-
-    torch.manual_seed(0)
-    own = copy.deepcopy(tokenizer)
-    model = create("diff-vlm-debug", tokenizer=own).eval()
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    processor = make_processor(model, own)
-    processor.chat_template = TEMPLATE
-    return SimpleNamespace(module=model, processor=processor, name="ours")
 
 
 @pytest.fixture

@@ -86,11 +86,8 @@ def test_metrics_of_known_captions():
     captions = ["a dog and a dog and a cat", "a bus", "nothing at all"]
     names = ObjectNames(["dog", "cat", "bus"])
     metrics = means(chair(captions, [["dog", "bus"], ["bus"], ["cat"]], names))
-    assert metrics["chair_i"] == pytest.approx(1 / 4)
-    assert metrics["chair_s"] == pytest.approx(1 / 3)
-    assert metrics["recall"] == pytest.approx(2 / 4)
-    assert metrics["objects"] == pytest.approx(4 / 3)
-    assert metrics["words"] == pytest.approx(13 / 3)
+    expected = {"chair_i": 1 / 4, "chair_s": 1 / 3, "recall": 2 / 4, "objects": 4 / 3, "words": 13 / 3}
+    assert metrics == pytest.approx(expected)
 
 
 def test_captions_without_objects_have_no_chair_i_and_objects_a_name():

@@ -13,14 +13,11 @@ READINGS = [
     ("Yes", True, True, True),
     ("no", False, False, False),
     (" NO \n", False, True, False),
-    ("Yes.", True, True, None),
     ("No, there is no dog.", False, False, None),
     ("Yes, and there is no doubt", True, False, None),
-    ("There is no dog in the image.", False, False, None),
     ("There is a dog. No cat.", False, True, None),
     ("I do not know", None, False, None),
     ("It could be yes or no.", None, False, None),
-    ("A dog", None, True, None),
     ("", None, True, None),
     ("Nothing, yesterday", None, True, None),
 ]
@@ -35,26 +32,19 @@ def test_metrics_of_known_counts():
     answers = ["yes", "yes", "no", "maybe", "yes", "no", "no", "Yes."]
     truth = [True] * 4 + [False] * 4
     metrics = means(pope(answers, truth, range(8)))
-    assert metrics["questions"] == 8
-    assert metrics["accuracy"] == 4 / 8
     assert metrics["precision"] == metrics["recall"] == metrics["f1"] == 2 / 4
-    assert metrics["yes_ratio"] == 4 / 8
-    assert metrics["unparsed"] == 1 / 8
+    assert (metrics["accuracy"], metrics["yes_ratio"], metrics["unparsed"]) == (4 / 8, 4 / 8, 1 / 8)
     # LLaVA's takes "maybe" for a yes.
     assert metrics["llava/yes_ratio"] == metrics["llava/accuracy"] == 5 / 8
     assert metrics["llava/f1"] == pytest.approx(6 / 9)
     # lmms-eval's leaves "maybe" out of the recall, and "Yes." out of the precision.
-    assert metrics["lmms_eval/accuracy"] == 4 / 8
-    assert metrics["lmms_eval/precision"] == metrics["lmms_eval/recall"] == pytest.approx(2 / 3)
-    assert metrics["lmms_eval/f1"] == pytest.approx(2 / 3)
-    assert metrics["lmms_eval/yes_ratio"] == 3 / 8
+    theirs = {name: metrics[f"lmms_eval/{name}"] for name in ("precision", "recall", "f1")}
+    assert theirs == pytest.approx(dict.fromkeys(theirs, 2 / 3))
+    assert (metrics["lmms_eval/accuracy"], metrics["lmms_eval/yes_ratio"]) == (4 / 8, 3 / 8)
 
 
-def test_who_always_says_yes_scores_half_and_who_never_does_has_no_precision():
-    truth = [True, False] * 10
-    always, never = (means(pope([word] * 20, truth, range(20))) for word in ("yes", "no"))
-    assert (always["accuracy"], always["recall"], always["yes_ratio"]) == (0.5, 1, 1)
-    assert always["f1"] == pytest.approx(2 / 3)
+def test_who_never_says_yes_has_no_precision():
+    never = means(pope(["no"] * 20, [True, False] * 10, range(20)))
     assert (never["accuracy"], never["f1"], never["yes_ratio"]) == (0.5, 0, 0)
     assert math.isnan(never["precision"])
 
