@@ -74,10 +74,7 @@ def test_openclips_towers_are_seen_and_can_be_changed():
             torch.testing.assert_close(model.encode_image(image), expected[0], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(model.encode_text(tokens), expected[1], atol=1e-5, rtol=1e-4)
     in_image, in_text = (list(open_layers(model, batch)) for batch in ({"image": image}, {"text": tokens}))
-    assert [layer.name for layer in in_image] == [
-        "visual.transformer.resblocks.0.attn",
-        "visual.transformer.resblocks.1.attn",
-    ]
+    assert [layer.name for layer in in_image] == [f"visual.transformer.resblocks.{depth}.attn" for depth in range(2)]
     assert [(len(layers), layers[0].maps.shape, layers[0].causal) for layers in (in_image, in_text)] == [
         (2, (2, 1, 17, 17), False), (2, (2, 1, 12, 12), True)
     ]  # fmt: skip

@@ -9,14 +9,8 @@ import diffvision  # noqa: F401  (registers the models)
 from diffvision.analysis import layer_maps, patch_maps
 
 
-@pytest.fixture
-def image():
-    return torch.randn(3, 32, 32)
-
-
-def test_towers_of_open_clip(image):
-    model = open_clip.create_model("DiffCLIP-V2-debug")
-    model.train()
+def test_towers_of_open_clip():
+    model, image = open_clip.create_model("DiffCLIP-V2-debug").train(), torch.randn(3, 32, 32)
     text = open_clip.get_tokenizer("DiffCLIP-V2-debug")(["a red seven"])
     image_maps = layer_maps(model, image=image)
     depth = len(model.visual.trunk.blocks)

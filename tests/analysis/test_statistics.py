@@ -64,13 +64,10 @@ def test_redundancy_is_one_for_heads_that_are_alike():
     assert math.isnan(statistics.head_redundancy(ONE[None]).item())
 
 
-def test_mass_counts_both_signs():
+def test_mass_counts_both_signs_and_rms_all_rows_of_a_head():
+    assert statistics.rms(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist() == pytest.approx([math.sqrt(12.5), 0])
     maps = torch.tensor([[0.5, -0.3, 0.2], [0.0, 0.0, 1.0]])
     assert statistics.share_on_keys(maps, torch.tensor([1.0, 0.0, 0.0])).tolist() == pytest.approx([0.5, 0])
     assert statistics.share_on_keys(maps, torch.tensor([0.0, 1.0, 0.5])).tolist() == pytest.approx([0.4, 0.5])
     assert statistics.largest_column(maps).item() == pytest.approx(0.6)  # the last column: (0.2 + 1) / 2
     assert statistics.largest_column(EVEN).item() == 0.25
-
-
-def test_rms_is_over_rows_of_each_head():
-    assert statistics.rms(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist() == pytest.approx([math.sqrt(12.5), 0])

@@ -33,11 +33,8 @@ def test_flops_by_hand():
 def test_a_plain_model_with_a_wider_mlp_has_the_flops_of_dna_and_coda(rival):
     """The recipe of docs/reference/models.md: N more units than DnA's baseline, or (N + H) / 2 more than CoDA's."""
     its, plain = open_model(f"{rival}_vit_debug"), open_model("plain_vit_debug")
-    tokens, width, heads = (
-        plain.module.pos_embed.shape[1],
-        plain.module.embed_dim,
-        plain.module.blocks[0].attn.num_heads,
-    )
+    _, tokens, width = plain.module.pos_embed.shape
+    heads = plain.module.blocks[0].attn.num_heads
     added = tokens if rival == "dna" else (tokens + heads) / 2
     wider = timm.create_model("plain_vit_debug", mlp_ratio=4 + added / width + 1e-6)
     control = count_flops(replace(plain, module=wider), one_sample(plain, 0))

@@ -13,22 +13,16 @@ def run(folder, *, model="DiffCLIP-debug", seed=0, lr=1e-3, best=None, average=0
     """A run's directory: a last checkpoint that names the best one, and a configuration."""
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
-    state = {
-        "monitor": "zero_shot/digits/acc1",
-        "best_model_path": f"/elsewhere/{best}",
-        "best_model_score": torch.tensor(0.5),
-    }
+    state = {"monitor": "zero_shot/digits/acc1", "best_model_path": f"/elsewhere/{best}"}
+    state["best_model_score"] = torch.tensor(0.5)
     content = {"global_step": 1234, "callbacks": {"ModelCheckpoint{'monitor': ...}": state} if best else {}}
     if best:
         torch.save({}, checkpoints / best)
     torch.save(content, checkpoints / "last.ckpt")
+    callbacks = [{"init_args": {"dirpath": str(folder)}}, {"init_args": {"decay": average}}]
     config = {
         "seed_everything": seed,
-        "trainer": {
-            "max_epochs": 2,
-            "logger": {"save_dir": str(folder)},
-            "callbacks": [{"init_args": {"dirpath": str(folder)}}, {"init_args": {"decay": average}}],
-        },
+        "trainer": {"max_epochs": 2, "logger": {"save_dir": str(folder)}, "callbacks": callbacks},
         "model": {"init_args": {"model": model, "optimizer": {"lr": lr}}},
         "data": {"init_args": {"seed": seed, "train": "x"}},
     }
