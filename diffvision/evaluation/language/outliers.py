@@ -28,7 +28,7 @@ class Magnitudes:
         keep: how many of the largest to store.
     """
 
-    def __init__(self, keep: int = max(TOP)) -> None:
+    def __init__(self, keep: int) -> None:
         self.keep = keep
         self._largest = torch.empty(0)
         self._counts = torch.zeros(1 << (31 - _DROPPED), dtype=torch.int64)
@@ -36,8 +36,6 @@ class Magnitudes:
     def add(self, values: Tensor) -> None:
         """Add values of any shape."""
         magnitudes = values.detach().float().abs().flatten()
-        if not magnitudes.numel():
-            return
         largest = magnitudes.topk(min(self.keep, magnitudes.numel())).values.cpu()
         self._largest = torch.cat([self._largest, largest]).sort(descending=True).values[: self.keep]
         bins = magnitudes.view(torch.int32).long() >> _DROPPED  # positive floats are in the order of their bits
@@ -48,10 +46,8 @@ class Magnitudes:
         return self._largest[rank - 1].item() if rank <= len(self._largest) else float("nan")
 
     def median(self) -> float:
-        """Return the lower median, within 1/4096 of its value; NaN of no values."""
+        """Return the lower median, within 1/4096 of its value."""
         total = int(self._counts.sum())
-        if not total:
-            return float("nan")
         index = int(torch.searchsorted(self._counts.cumsum(0), (total + 1) // 2))
         edges = torch.tensor([index << _DROPPED, (index + 1) << _DROPPED], dtype=torch.int32)
         return edges.view(torch.float32).double().mean().item() if index else 0.0
