@@ -29,6 +29,11 @@ def test_shuffled_order_has_every_sample_once_and_any_part_alone_is_the_same(win
     assert fresh.samples(3, 41) == full[3:41]
 
 
+def test_the_order_within_a_shard_is_a_function_of_seed_and_epoch():
+    orders = [ShuffledOrder(np.array([50]), seed, epoch).samples(0, 50) for seed in range(3) for epoch in range(3)]
+    assert len(set(map(tuple, orders))) == 9
+
+
 def test_shards_are_mixed_within_a_window_and_only_there():
     order = ShuffledOrder(np.full(12, 50), seed=0, epoch=0, window=4)
     windows = [{shard for shard, _ in order.samples(n * 200, (n + 1) * 200)} for n in range(3)]

@@ -21,17 +21,11 @@ def names(source):
     return [shard.name for shard in find_shards(source)]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expanded"),
-    [
-        ("a-{008..011}.tar", ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]),
-        ("{b,a}/{0..1}.tar", ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]),
-        ("x{a,b{1..2}}", ["xa", "xb1", "xb2"]),
-        ("plain.tar", ["plain.tar"]),
-    ],
-)
-def test_braces_stand_for_several_locations(pattern, expanded):
-    assert expand_braces(pattern) == expanded
+def test_braces_stand_for_several_locations():
+    assert expand_braces("a-{008..011}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar", "a-011.tar"]
+    assert expand_braces("{b,a}/{0..1}.tar") == ["b/0.tar", "b/1.tar", "a/0.tar", "a/1.tar"]
+    assert expand_braces("x{a,b{1..2}}") == ["xa", "xb1", "xb2"]
+    assert expand_braces("plain.tar") == ["plain.tar"]
     with pytest.raises(ValueError, match="balanced"):
         expand_braces("a-{008..011.tar")
 
@@ -104,6 +98,8 @@ def manifest(*shards):
 
 def test_counts_are_those_of_the_manifest_or_of_openclips_sizes(tmp_path):
     touch(tmp_path, "0.tar", "1.tar")
+    (tmp_path / "sizes.json").write_text("{}")  # which counts nothing
+    assert names(tmp_path) == ["0.tar", "1.tar"]
     (tmp_path / "sizes.json").write_bytes(b'\xef\xbb\xbf{"1.tar": 5, "0.tar": 4}')  # with the mark of an editor
     assert [shard.samples for shard in find_shards(tmp_path)] == [4, 5]
     (tmp_path / "manifest.json").write_text(manifest({"name": "1.tar"}, {"name": "0.tar", "samples": 0, "sha256": "X"}))
@@ -122,16 +118,13 @@ def test_counts_are_those_of_the_manifest_or_of_openclips_sizes(tmp_path):
         *(("sizes.json", text) for text in ("[1]", "[" * 100_000)),
         *(("sizes.json", json.dumps({name: 1})) for name in ("../0.tar", "/etc/0.tar", "-0.tar", "..")),
         *(("sizes.json", json.dumps({"0.tar": count})) for count in (-1, 2.5, "3", None, True, [1], 1 << 62)),
-        *(("sizes.json", json.dumps(dict.fromkeys(listed, 1))) for listed in (["1.tar"], ["0.tar", "1.tar"], [])),
+        *(("sizes.json", json.dumps(dict.fromkeys(listed, 1))) for listed in (["1.tar"], ["0.tar", "1.tar"])),
         *(("nshards.txt", text) for text in ("2", "many")),
     ],
 )
 def test_listings_that_are_wrong_are_named_with_their_remedy(tmp_path, name, text):
     touch(tmp_path, "0.tar")
     (tmp_path / name).write_text(text)
-    if text == "{}":  # which counts nothing
-        assert names(tmp_path) == ["0.tar"]
-        return
     with pytest.raises(ValueError, match=rf"{name}|the manifest of .*write_manifest"):
         find_shards(tmp_path)
 

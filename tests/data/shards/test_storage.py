@@ -106,20 +106,6 @@ def test_a_shard_with_the_same_content_is_read_on(corpus, tmp_path, known):
     assert loader.report.bad == 0
 
 
-def test_samples_of_overwritten_shards_are_counted(corpus, tmp_path):
-    source = corpus.write(tmp_path / "s", 60)
-    loader = corpus.loader(source, limits=LENIENT)
-    batches = iter(loader)
-    next(batches)
-    for number, path in enumerate(sorted(source.glob("*.tar"))[:3]):
-        overwrite(path, crossed(path.read_bytes())[: -12000 if number else None])
-    corpus.read(batches)
-    report = loader.report
-    assert set(report.skipped) == {OTHER}
-    assert 0 < report.bad <= 30
-    assert report.seen + report.bad == report.total == 60
-
-
 def test_a_remote_shard_is_fetched_again_unless_it_is_another_one(corpus, tmp_path, serve):
     path = corpus.write(tmp_path / "s", 10, manifest=False) / "000000.tar"
     url = serve(path.parent).url
