@@ -30,22 +30,15 @@ def _small(monkeypatch):
     monkeypatch.setattr(bench_attention, "matrix_product", lambda *_: (way, 1024.0))
 
 
-def written(folder: Path, name: str, printed: str) -> dict:
-    """Return the report of a benchmark that has printed its tables and drawn its picture."""
-    report = json.loads((folder / f"{name}.json").read_text())
-    assert report["left_out"] == []
-    assert {"date", "command", "hardware", "versions"} <= set(report)
-    assert "\n|---" in printed
-    assert not list(folder.glob("*.md"))
-    assert (folder / f"{name}.png").stat().st_size > 10_000
-    return report
-
-
 def test_the_benchmark_of_attention_writes_a_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(bench_attention.SHAPES, "cpu", [Shape(1, 5, causal=True)])
     monkeypatch.setattr(attention_modules.importlib.util, "find_spec", lambda name: None)
     assert bench_attention.main([*SMALL, "--output", str(tmp_path)]) == 0
-    report = written(tmp_path, "attention-cpu-float32-module", capsys.readouterr().out)
+    assert "\n|---" in capsys.readouterr().out
+    assert (tmp_path / "attention-cpu-float32-module.png").stat().st_size > 10_000
+    report = json.loads((tmp_path / "attention-cpu-float32-module.json").read_text())
+    assert report["left_out"] == []
+    assert {"date", "command", "hardware", "versions"} <= set(report)
     timed = report["shapes"][0]["passes"]["forward and backward"]
     assert timed["ways"][timed["baseline"]]["ratio"] == 1.0
     assert timed["floor"] > 0
@@ -83,12 +76,8 @@ def test_ratios_are_medians_over_rounds_and_a_failing_way_disturbs_no_other():
     def fail() -> None:
         raise ValueError("no such kernel\nmore")
 
-    ways = [
-        benchmark.Way("plain", "plain", int),
-        benchmark.Way("fails", "peer", fail),
-        benchmark.Way("ours", "ours", int),
-    ]
-    results = benchmark.in_turns(ways, "cpu", 4, least=0.0)
+    ways = (("plain", "plain", int), ("fails", "peer", fail), ("ours", "ours", int))
+    results = benchmark.in_turns([benchmark.Way(*way) for way in ways], "cpu", 4, least=0.0)
     assert results["fails"]["failed"] == "ValueError: no such kernel"
     results["plain"]["times_ms"], results["ours"]["times_ms"] = [1.0, 1.0, 2.0, 1.0], [2.0, 3.0, 2.0, 3.0]
     assert benchmark.add_ratios(results) == "plain"

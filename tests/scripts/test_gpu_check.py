@@ -16,10 +16,7 @@ CHECK = ["bash", str(ROOT / "scripts/gpu_check.sh")]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "part",
-    ["tests", "layer", "steps", "fits"],
-)
+@pytest.mark.parametrize("part", ["tests", "layer", "steps", "fits"])
 def test_each_part_passes_without_a_gpu(part, tmp_path):
     environment = os.environ | {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*CHECK, part, str(tmp_path)], capture_output=True, text=True, env=environment, check=False)

@@ -34,29 +34,22 @@ def server():
     judge = HTTPServer(("127.0.0.1", 0), Judge)
     judge.asked, judge.status = [], 200
     judge.url = f"http://127.0.0.1:{judge.server_port}/v1"
-    thread = threading.Thread(target=judge.serve_forever)
-    thread.start()
+    threading.Thread(target=judge.serve_forever, daemon=True).start()
     yield judge
     judge.shutdown()
-    thread.join()
     judge.server_close()
 
 
 @pytest.fixture
 def call(server, tmp_path, monkeypatch):
     """Two models' samples, one in each form, of which 10 and 15 of 20 are accurate; a call of the script on them."""
-    rows = {"plain": 10, "diff": 15}
-    ours = [{"id": str(n), "document": f"doc {n}", "output": f"{n < 10} output".lower()} for n in range(20)]
-    theirs = [
-        {
-            "doc_id": n,
-            "doc": {"context": f"doc {n}", "input": "which?", "answers": ["a"]},
-            "resps": [[f"{n < 15} output".lower()]],
-            "filtered_resps": [f"{n < 15} output".lower()],
-        }
-        for n in range(20)
-    ]
-    for name, samples in zip(rows, (ours, theirs), strict=True):
+    ours, theirs = [], []
+    for n in range(20):
+        ours.append({"id": str(n), "document": f"doc {n}", "output": f"{n < 10} output".lower()})
+        question = {"context": f"doc {n}", "input": "which?", "answers": ["a"]}
+        answer = f"{n < 15} output".lower()
+        theirs.append({"doc_id": n, "doc": question, "resps": [[answer]], "filtered_resps": [answer]})
+    for name, samples in (("plain", ours), ("diff", theirs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
@@ -102,7 +95,6 @@ def test_a_run_resumes_and_no_message_has_the_key(call, server, capsys, tmp_path
         ("It follows.\n**Conclusion: True**", True),
         ("conclusion : false", False),
         ("**Conclusion: True** ... **Conclusion: False**", None),
-        ("Conclusion: not true", None),
         ("Conclusion: partly true", None),
         ("True", None),
     ],

@@ -8,13 +8,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # These run in an environment of another program; notebooks.py needs the docs extra and is run by .ci/nightly.
-LEFT_OUT = {
-    "openclip_data.py",
-    "cpu_ranks.py",
-    "notebooks.py",
-    "run_kvpress.py",
-    "run_vllm_v2.py",
-}
+LEFT_OUT = {"openclip_data.py", "cpu_ranks.py", "notebooks.py", "run_kvpress.py", "run_vllm_v2.py"}
 PATHS = [path for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in LEFT_OUT]
 
 

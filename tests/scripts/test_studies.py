@@ -102,9 +102,7 @@ def emoji(tmp_path):
     for folder, split in itertools.product(clip.FOLDERS, clip.SPLITS):
         shown = f"{folder}/{split}"
         content["images"][shown] = pictures(4)
-        content[shown] = (
-            list(range(4)) if folder.startswith("zero_shot") else [f"a picture of {name}" for name in names]
-        )
+        content[shown] = [*range(4)] if folder.startswith("zero_shot") else [f"a picture of {name}" for name in names]
         content[f"{folder}/names"] = names
         content[f"{shown}/kinds"] = ["colour", "gender"]
     torch.save(content, tmp_path / "emoji.pt")
@@ -113,7 +111,6 @@ def emoji(tmp_path):
 
 @pytest.fixture
 def fashion(tmp_path):
-    """Pictures of random pixels."""
     images, labels = torch.randint(0, 256, (128, 28, 28), dtype=torch.uint8), torch.arange(128) % 10
     few = images[:20], labels[:20]
     torch.save({"train": (images, labels), "validation": few, "test": few}, tmp_path / "fashion.pt")
@@ -131,9 +128,8 @@ def test_a_study_of_images_in_its_quick_form(study, data, secondary, tmp_path, m
 
     def run(what, *arguments):
         arguments = [what, "--quick", f"--data={file}", *(["--images=."] if draw else []), *arguments]
-        grid.run_study(
-            study.GRID, None, make_data=None, trainer=study.trainer, report=study.report, draw=draw, arguments=arguments
-        )
+        settings = {"trainer": study.trainer, "report": study.report, "draw": draw}
+        grid.run_study(study.GRID, None, make_data=None, **settings, arguments=arguments)
 
     for what in ("tune", "train"):
         run(what, "--part", "1", "2")

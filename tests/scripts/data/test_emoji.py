@@ -13,7 +13,8 @@ from diffvision.data.images.decode import decode_image
 from emoji import make_emoji
 from emoji_table import Emoji, find_packages, minimal_pairs
 
-TONES = ("1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF")
+TONES = {"light": "1F3FB", "medium-light": "1F3FC", "medium": "1F3FD", "medium-dark": "1F3FE", "dark": "1F3FF"}
+CODES = {}  # of the emoji of `row`, by name
 
 
 def row(code, name, subcategory, order, category="Objects", tones=False, **changed):
@@ -22,13 +23,13 @@ def row(code, name, subcategory, order, category="Objects", tones=False, **chang
     image = f"{code.lower()}.png"
     made = {"name": name, "unified": code, "non_qualified": None, "image": image, "short_name": name.lower(), **has}
     made |= {"short_names": [name.lower().replace(" ", "_")], "category": category, "subcategory": subcategory}
+    CODES[name.lower()] = code
     first, *rest = code.split("-")
     if tones:
-        made["skin_variations"] = {
-            tone: {"unified": (both := "-".join([first, tone, *rest])), "image": f"{both.lower()}.png", **has}
-            for tone in TONES
-        }
-        made["skin_variations"]["1F3FB-1F3FC"] = {"unified": "no", "image": "no.png", **has}
+        variations = made["skin_variations"] = {"1F3FB-1F3FC": {"unified": "no", "image": "no.png", **has}}
+        for words, tone in TONES.items():
+            CODES[f"{name.lower()}: {words} skin tone"] = both = "-".join([first, tone, *rest])
+            variations[tone] = {"unified": both, "image": f"{both.lower()}.png", **has}
     return made | {"sort_order": order, **changed}
 
 
@@ -63,11 +64,8 @@ def packages(tmp_path):
         (folder / "package.json").write_text('{"version": "16.0.0"}')
         (folder / "emoji.json").write_text(json.dumps(ROWS))
         for one in ROWS:
-            for name, variant in [
-                (one["unified"], one),
-                *((v["unified"], v) for v in one.get("skin_variations", {}).values()),
-            ]:
-                shown = "1F46A" if (vendor, name) == ("twitter", "1F46B") else name
+            for variant in [one, *one.get("skin_variations", {}).values()]:
+                shown = "1F46A" if (vendor, variant["unified"]) == ("twitter", "1F46B") else variant["unified"]
                 image = Image.new("RGBA", (64, 64), (9, 9, 9, 0))
                 image.paste((*pixels(shown), 255), (16 + shift, 16, 48 + shift, 48))
                 image.save(pictures / variant["image"])
@@ -122,8 +120,7 @@ def test_pairs_differ_in_one_respect(packages, tmp_path):
             pairs.setdefault((split, json.loads(sample["json"])["kind"]), []).append(texts)
             for i in range(2):
                 colour = np.asarray(decode_image(sample[f"{i}.png"]))[32, 32]
-                (shown,) = [code for code, name in all_names().items() if name == texts[i]]
-                assert (colour == pixels(shown)).all()
+                assert (colour == pixels(CODES[texts[i]])).all()
     assert {key: len(texts) for key, texts in pairs.items()} == {
         ("test", "gender"): 1,
         ("validation", "gender"): 1,
@@ -134,17 +131,6 @@ def test_pairs_differ_in_one_respect(packages, tmp_path):
         assert first != second
         assert first.split(":")[0] == second.split(":")[0]
     assert json.loads((tmp_path / "made" / "about.json").read_text())["samples"]["pairs/test"] == {"gender": 1}
-
-
-def all_names():
-    tones = ("light", "medium-light", "medium", "medium-dark", "dark")
-    names = {}
-    for one in ROWS:
-        names[one["unified"]] = one["name"].lower()
-        for tone, words in zip(TONES, tones, strict=True):
-            if "skin_variations" in one:
-                names[one["skin_variations"][tone]["unified"]] = f"{one['name'].lower()}: {words} skin tone"
-    return names
 
 
 def test_kinds_of_pairs():
