@@ -28,12 +28,16 @@ def checkpoint(tmp_path, tokenizer):
     return str(tmp_path / "model")
 
 
+GREEDY = {"prompt": "the cat", "max_new_tokens": 9, "temperature": 0.0}
+
+
 def test_prints_what_it_returns(checkpoint, capsys):
-    text = generate_text(checkpoint, prompt="the cat", max_new_tokens=40, temperature=1.0)
+    drawn = {"prompt": "the cat", "max_new_tokens": 40, "temperature": 1.0}
+    text = generate_text(checkpoint, **drawn)
     assert capsys.readouterr().out == f"the cat{text}\n"
     assert len(text) > 10
-    assert generate_text(checkpoint, prompt="the cat", max_new_tokens=40, temperature=1.0) == text
-    assert generate_text(checkpoint, prompt="the cat", max_new_tokens=40, temperature=1.0, seed=1) != text
+    assert generate_text(checkpoint, **drawn) == text
+    assert generate_text(checkpoint, **drawn, seed=1) != text
 
 
 def test_characters_of_several_tokens_are_printed_whole(checkpoint, tokenizer, capsys, monkeypatch):
@@ -58,34 +62,33 @@ def test_a_training_run_s_checkpoint_with_a_named_tokenizer(checkpoint, tmp_path
     torch.save(content, path)
     with pytest.raises(FileNotFoundError, match=r"no tokenizer.json next"):
         generate_text(str(path), prompt="a")
-    own = generate_text(checkpoint, prompt="the cat", max_new_tokens=9, temperature=0.0)
-    assert generate_text(str(path), prompt="the cat", max_new_tokens=9, temperature=0.0, tokenizer=checkpoint) == own
+    own = generate_text(checkpoint, **GREEDY)
+    assert generate_text(str(path), **GREEDY, tokenizer=checkpoint) == own
     torch.save({**content, "diffvision": {"model": "diff-debug", "tokenizer": checkpoint}}, path)
-    assert generate_text(str(path), prompt="the cat", max_new_tokens=9, temperature=0.0) == own
+    assert generate_text(str(path), **GREEDY) == own
 
 
 def test_a_name_with_a_checkpoint_and_a_folder_of_transformers(checkpoint, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     from diffvision.export.export_commands import export
 
-    own = generate_text(checkpoint, prompt="the cat", max_new_tokens=9, temperature=0.0)
-    named = generate_text("diff-debug", prompt="the cat", checkpoint=checkpoint, max_new_tokens=9, temperature=0.0)
+    own = generate_text(checkpoint, **GREEDY)
+    named = generate_text("diff-debug", checkpoint=checkpoint, **GREEDY)
     export(checkpoint, str(tmp_path / "theirs"))
     assert named == own
-    assert generate_text(str(tmp_path / "theirs"), prompt="the cat", max_new_tokens=9, temperature=0.0) == own
-    with pytest.raises(ValueError, match="transformers"):
-        generate_text(f"hf:{tmp_path / 'theirs'}", prompt="a")
-    with pytest.raises(ValueError, match="CLIP-debug"):
-        generate_text("CLIP-debug", prompt="a")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    two = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **{**sizes, "num_hidden_layers": 2})
+    assert generate_text(str(tmp_path / "theirs"), **GREEDY) == own
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    two = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)
     transformers.LlamaForCausalLM(two).save_pretrained(tmp_path / "two")
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     (tmp_path / "two" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(ValueError, match="layers"):
-        generate_text(str(tmp_path / "two"), prompt="a")
     transformers.LlamaModel(two).save_pretrained(tmp_path / "headless")
-    with pytest.raises(ValueError, match=r"lm_head\.weight"):
-        generate_text(f"hf:{tmp_path / 'headless'}", prompt="a")
-    with pytest.raises(ValueError, match="diff-debug has new weights"):
-        generate_text("diff-debug", prompt="a", tokenizer=checkpoint)
+    for model, named in (
+        (f"hf:{tmp_path / 'theirs'}", "transformers"),
+        ("CLIP-debug", "CLIP-debug"),
+        (str(tmp_path / "two"), "layers"),
+        (f"hf:{tmp_path / 'headless'}", r"lm_head\.weight"),
+        ("diff-debug", "diff-debug has new weights"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            generate_text(model, prompt="a", tokenizer=checkpoint if model == "diff-debug" else None)

@@ -1,51 +1,35 @@
 """Bad input to a training, and a rank that dies: one error that names the file or the rank."""
 
-import io
 import os
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from diffvision.data import CaptionMember, ImageMember, ImageText, ShardLoader, ShardSet
+from diffvision.data.datasets.digits import png
 from diffvision.data.shards.report import BadDataError
 from diffvision.data.shards.writer import write_shards
 
 MOST = 160
 
 
-def png(side=8):
-    data = io.BytesIO()
-    Image.new("RGB", (side, side)).save(data, "PNG")
-    return data.getvalue()
+PNG = png(np.zeros((8, 8, 3)))
 
 
 def train(source):
     """Read all batches, as a training does."""
-    kind = ImageText(
-        ImageMember(lambda image: torch.zeros(1)), CaptionMember(), lambda texts: torch.zeros(len(texts), 1)
-    )
+    image = ImageMember(lambda image: torch.zeros(1))
+    kind = ImageText(image, CaptionMember(), lambda texts: torch.zeros(len(texts), 1))
     return list(ShardLoader(ShardSet(str(source)), kind, 2, num_workers=0))
 
 
 def cut(folder):
-    (shard,) = folder.glob("*.tar")
+    shard = folder / "000000.tar"
     shard.write_bytes(shard.read_bytes()[:2000])
-
-
-def cut_without_a_manifest(folder):
-    cut(folder)
-    for file in folder.glob("*.json"):
-        file.unlink()
-
-
-def changed(folder):
-    (shard,) = folder.glob("*.tar")
-    data = bytearray(shard.read_bytes())
-    data[600] ^= 1
-    shard.write_bytes(bytes(data))
 
 
 def emptied(folder):
@@ -58,33 +42,23 @@ def replaced_by_a_text(folder):
     (folder / "000000.tar").write_text("hello")
 
 
+def unchanged(folder):
+    pass
+
+
 def linked_to_nothing(folder):
     emptied(folder)
     os.symlink("nowhere.tar", folder / "000000.tar")
 
 
-def removed(folder):
-    emptied(folder)
-    folder.rmdir()
-
-
-def unchanged(folder):
-    pass
-
-
-# What is wrong -> (the samples, what happens to the folder, what the error names)
+# What is wrong -> (changes of the samples, what happens to the folder, what the error names)
 CASES = {
     "a tarball cut anywhere": ({}, cut, "as its manifest says: 000000.tar"),
-    "a tarball cut without a manifest": ({}, cut_without_a_manifest, "000000.tar"),
-    "a wrong hash": ({}, changed, "as its manifest says: 000000.tar"),
     "no tarball": ({}, replaced_by_a_text, "000000.tar"),
     "a broken link": ({}, linked_to_nothing, "000000.tar"),
     "an empty folder": ({}, emptied, "shards"),
-    "no folder": ({}, removed, "shards"),
-    "a truncated image": ({"png": png()[:40]}, unchanged, "image: 000000.tar"),
-    "an image of zero bytes": ({"png": b""}, unchanged, "empty image: 000000.tar"),
-    "an image too large": ({"png": png(9000)}, unchanged, "image too large: 000000.tar"),
-    "a caption that is no text": ({"txt": b"\xff\xfe\x00"}, unchanged, "UTF-8: 000000.tar"),
+    "no folder": ({}, shutil.rmtree, "shards"),
+    "a truncated image": ({"png": PNG[:40]}, unchanged, "image: 000000.tar"),
     "an empty caption": ({"txt": ""}, unchanged, "empty caption: 000000.tar"),
 }
 
@@ -93,7 +67,7 @@ CASES = {
 def test_bad_input_is_one_error_with_file_fault_and_remedy(name, tmp_path):
     change, happens, names = CASES[name]
     folder = tmp_path / "shards"
-    write_shards(folder, [{"__key__": str(n), "png": png(), "txt": "a cat", **change} for n in range(4)])
+    write_shards(folder, [{"__key__": str(n), "png": PNG, "txt": "a cat", **change} for n in range(4)])
     happens(folder)
     with pytest.raises((ValueError, OSError, BadDataError)) as caught:
         train(folder)
@@ -126,7 +100,7 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 def test_a_killed_rank_ends_the_others_and_leaves_a_whole_checkpoint(tmp_path):
-    write_shards(tmp_path / "shards", [{"__key__": str(n), "png": png(), "txt": "a cat"} for n in range(64)])
+    write_shards(tmp_path / "shards", [{"__key__": str(n), "png": PNG, "txt": "a cat"} for n in range(64)])
     (tmp_path / "run.py").write_text(KILLED)
     options = ["accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=9", "callbacks+=LastCheckpoint"]
     options += ["callbacks.every_n_train_steps=1", "enable_progress_bar=false", f"logger.save_dir={tmp_path}"]

@@ -71,14 +71,6 @@ def installed(tmp_path, monkeypatch):
     return lambda *args: install(tmp_path, *args)
 
 
-def run(root: Path, program: str) -> str:
-    command = [sys.executable, "-c", program]
-    environment = {"PYTHONPATH": f"{root}:{Path.cwd()}", "PATH": "/usr/bin:/bin", "HOME": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_a_plugin_works_where_it_is_named(tmp_path):
     """Its variant in timm, its dataset in `data make` and its tasks in both evaluations, with few imports before."""
@@ -115,8 +107,11 @@ language.save(language.create("diff-debug", vocab_size=tokenizer.vocab_size), "m
 common = ["evaluate-language", "model", "--tasks", "length", "--data", "a.txt", "--output", "texts", "--device", "cpu"]
 assert main(common) == 0
 """
-    printed = run(tmp_path, program.replace("FOLDER", repr(str(tmp_path))))
-    assert "squares         Write nothing but a note." in printed
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program.replace("FOLDER", repr(str(tmp_path)))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "squares         Write nothing but a note." in done.stdout
     assert (tmp_path / "out/squares.txt").read_text() == "3"
     named, default = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("named", "default"))
     assert {record["task"]: list(record["metrics"]) for record in named}["image_count"] == ["images"]
@@ -124,7 +119,7 @@ assert main(common) == 0
     assert json.loads((tmp_path / "texts/length.json").read_text())["models"]["model"]["tokens"] > 2
 
 
-def test_table_has_the_rows_of_the_library_and_of_plugins(installed):
+def test_table_has_the_rows_of_the_library_and_of_plugins_of_unlike_names(installed):
     installed("[diffvision]\nsome.third = json:dumps\n")
     table = PluginTable("some", {"first": str.upper, "second": str.lower}, object)
     assert list(table) == ["first", "second", "third"]
@@ -135,6 +130,9 @@ def test_table_has_the_rows_of_the_library_and_of_plugins(installed):
     assert "fourth" not in table
     with pytest.raises(KeyError):
         table["fourth"]
+    installed("[diffvision]\nsome.third = json:loads\n", "other-plugin")
+    with pytest.raises(ValueError, match="'third'"):
+        plugins.entry_points("some")  # of two packages
 
 
 @pytest.mark.parametrize(
@@ -150,10 +148,3 @@ def test_table_says_which_package_is_at_fault(installed, entries, message):
     installed(entries)
     with pytest.raises(ValueError, match=message):
         PluginTable("some", {"first": 1}, int)["third"]
-
-
-def test_two_packages_with_one_name_are_refused(installed):
-    installed("[diffvision]\nsome.third = json:dumps\n")
-    installed("[diffvision]\nsome.third = json:loads\n", "other-plugin")
-    with pytest.raises(ValueError, match="'third'"):
-        plugins.entry_points("some")

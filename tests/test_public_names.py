@@ -23,9 +23,7 @@ from diffvision.ops.attention import BACKENDS
 PACKAGE = Path(diffvision.__file__).parent
 NAMES = Path(__file__).parent / "assets" / "public_names.txt"
 LISTS = {
-    "attention": [
-        name for name, layer in ATTENTION.items() if layer.__module__.startswith("diffvision.")
-    ],  # not studies'
+    "attention": [name for name, layer in ATTENTION.items() if layer.__module__.startswith("diffvision.")],
     "backend": BACKENDS,
     "dataset": datasets(),
     "evaluation": EVALUATIONS,

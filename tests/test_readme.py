@@ -29,13 +29,6 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "documentation" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def executed(code: str, folder: Path) -> None:
     (folder / "blocks.py").write_text(code)
     done = subprocess.run(
@@ -90,8 +83,10 @@ def commands(page: Path) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def parsers():
     """The parser of each command but the trainer's, made once."""
-    made = script("commands")
-    return {name: made.command_parser(name) for name in command_names()}
+    spec = importlib.util.spec_from_file_location("commands", ROOT / "scripts" / "documentation" / "commands.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name: module.command_parser(name) for name in command_names()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

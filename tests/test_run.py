@@ -9,26 +9,10 @@ import pytest
 from diffvision import cli
 from diffvision.models import language
 
-PROGRAM = """
-import sys, timm, open_clip
-print(__name__, sys.argv[1:], timm.is_model("diff_vit_debug"), "DiffCLIP-debug" in open_clip.list_models())
-import neighbour
-"""
-
 
 def run(*arguments, cwd):
     command = [sys.executable, "-m", "diffvision.run", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_a_file_runs_as_main_with_our_models(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/program.py").write_text(PROGRAM)
-    (tmp_path / "folder/neighbour.py").write_text("print('its neighbours are importable')")
-    expected = "__main__ ['--flag', '3'] True True\nits neighbours are importable\n"
-    done = run("folder/program.py", "--flag", "3", cwd=tmp_path)
-    assert done.stdout == expected, done.stderr
 
 
 CHILDREN = """
@@ -62,10 +46,17 @@ def test_a_module_and_its_child_processes_know_our_models_and_open_our_folders(t
     assert done.stdout.splitlines() == [ours, "True True", ours, "False True"], done.stderr
 
 
-def test_a_package_that_a_program_needs_is_named(tmp_path):
-    (tmp_path / "program.py").write_text("import no_such_package.inner\n")
-    done = run("program.py", cwd=tmp_path)
+def test_a_file_runs_as_main_with_our_models_and_a_package_that_it_needs_is_named(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/neighbour.py").write_text("import no_such_package.inner\n")
+    (tmp_path / "folder/program.py").write_text(
+        "import sys, timm, open_clip\n"
+        'print(__name__, sys.argv[1:], timm.is_model("diff_vit_debug"), "DiffCLIP-debug" in open_clip.list_models())\n'
+        "import neighbour\n"
+    )
+    done = run("folder/program.py", "--flag", "3", cwd=tmp_path)
     assert done.returncode != 0
+    assert done.stdout == "__main__ ['--flag', '3'] True True\n"
     (line,) = done.stderr.splitlines()
     assert "needs no_such_package" in line
     assert "docs/guides/programs.md" in line
