@@ -284,6 +284,9 @@ def test_a_file_of_rows_needs_a_template(tmp_path, capsys):
     words = [str(tmp_path / name) for name in ("rows.jsonl", "made", "tokenizer.json")]
     assert main(["data", "tokenize", *words]) == 1
     assert "is a file of rows: give --chat" in capsys.readouterr().err
+    (tmp_path / "rows.json").write_text("[]")
+    assert main(["data", "tokenize", str(tmp_path / "rows.json"), *words[1:], "--chat", "plain"]) == 1
+    assert "shards must be .tar files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("are_shards", [False, True])
