@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from diffvision.training.optim import param_groups
+from diffvision.training.optim import OptimizerSettings, param_groups
 
 BATCH = 64
 
@@ -151,7 +151,7 @@ class SmallClip:
         """
         parameters = list(self.model.parameters())
         optimizer = torch.optim.AdamW(
-            param_groups(self.model, settings["weight_decay"]),
+            param_groups(self.model, OptimizerSettings(weight_decay=settings["weight_decay"])),
             lr=settings["lr"],
             betas=settings["betas"],
             eps=settings["eps"],

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffvision.models.language import LanguageModel
-from diffvision.training.optim import param_groups
+from diffvision.training.optim import OptimizerSettings, param_groups
 
 COOLDOWN = 0.2  # of a length
 SETTINGS = {"weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "clip_norm": 1.0}
@@ -65,7 +65,7 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
 def adamw(model: nn.Module, rate: float) -> torch.optim.AdamW:
     """Return the optimizer of a model's training."""
     return torch.optim.AdamW(
-        param_groups(model, SETTINGS["weight_decay"]),
+        param_groups(model, OptimizerSettings(weight_decay=SETTINGS["weight_decay"])),
         lr=rate,
         betas=SETTINGS["betas"],
         eps=SETTINGS["eps"],

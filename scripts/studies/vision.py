@@ -34,7 +34,7 @@ from torchvision.transforms.functional import gaussian_blur
 
 from diffvision.analysis.figures.style import colours_of, legend_below, panels, styled
 from diffvision.data.datasets.fashion import load_splits
-from diffvision.training.optim import param_groups
+from diffvision.training.optim import OptimizerSettings, param_groups
 from grid import Grid, Run, differences, run_study
 
 SIZE, BATCH = 28, 128
@@ -189,7 +189,7 @@ def create(family: str) -> nn.Module:
 def fit(model: nn.Module, data: Data, run: Run, epochs: int) -> float:
     """Train with AdamW, warm-up and a cosine to zero, and return the seconds of the training steps."""
     images, labels = data.images("train"), data.splits["train"][1]
-    groups = param_groups(model, SETTINGS["weight_decay"])
+    groups = param_groups(model, OptimizerSettings(weight_decay=SETTINGS["weight_decay"]))
     optimizer = torch.optim.AdamW(groups, lr=run.rate, betas=(0.9, 0.98), fused=True)
     steps = len(images) // BATCH
     total, warmup, step = epochs * steps, round(SETTINGS["warmup_epochs"] * steps), 0

@@ -39,7 +39,7 @@ def test_families_have_equal_parameters(name):
     assert max(sizes) < 1.005 * min(sizes)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_dry_run_trains_each_run_once(name, text, tmp_path, capsys):
     experiment, report = EXPERIMENTS[name]

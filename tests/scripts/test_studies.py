@@ -117,7 +117,7 @@ def fashion(tmp_path):
     return tmp_path / "fashion.pt"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("study", "data", "secondary"), [(clip, "emoji", "text score, colour"), (vision, "fashion", "noise 0.5")]
 )
