@@ -220,6 +220,20 @@ def test_a_scale_that_changes_compiles_whole():
         torch.testing.assert_close(compiled(scale), diff_attention(*inputs, scale=scale))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", NAMES)
+def test_exports_for_any_batch(backend):
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v, mask):
+            return diff_attention(q, k, v, 0.5, causal=True, mask=mask, backend=backend)
+
+    inputs, mask = small(), torch.rand(17, 17) > 0.3
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(Call(), (*inputs, mask), dynamic_shapes=(batch, batch, batch, None)).module()
+    given = [torch.cat([t, t.flip(0)]) for t in inputs]
+    torch.testing.assert_close(program(*given, mask), Call()(*given, mask))
+
+
 def small(length=17):
     return [torch.randn(shape) for shape in ((2, 2, 2, length, 8), (2, 2, 2, length, 8), (2, 2, length, 16))]
 

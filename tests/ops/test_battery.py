@@ -167,6 +167,18 @@ def test_views_copies_and_expanded_tensors_give_the_same(backend, device, dtype)
     torch.testing.assert_close(attend(backend, *one, lam.expand(2, 2, 33, 1))[1], expected[0], **close)
 
 
+@pytest.mark.quick("blocked-cpu-float32")
+@pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
+def test_the_same_call_twice_is_bit_equal(backend, device, dtype):
+    inputs, results = tensors(device, dtype, m=65, h=4, hk=2), []
+    for _ in range(2):
+        out = attend(backend, *inputs, causal=True)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    exempt = backend == "sdpa" and device == "cuda"  # torch's backward adds in any order there
+    for once, again in list(zip(*results, strict=True))[: 1 if exempt else None]:
+        assert torch.equal(once, again)
+
+
 @pytest.mark.parametrize(("backend", "device", "dtype"), BACKEND)
 @pytest.mark.parametrize("wanted", [(0, 2), (1,), (3,)])
 def test_gradients_of_some_inputs_only(backend, device, dtype, wanted):

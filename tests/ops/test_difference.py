@@ -42,6 +42,17 @@ def test_it_rounds_once_and_so_do_its_gradients(dtype, lam):
     torch.testing.assert_close(subtract(*inputs, torch.float32).double(), true, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("lam", LAMBDAS)
+def test_second_derivatives(lam):
+    inputs, second = outputs(torch.bfloat16, lam), []
+    for tensors in (inputs, [t.detach().double().requires_grad_() for t in inputs]):
+        loss = difference(*tensors).double().square().sum()
+        squares = [g.double().square().sum() for g in torch.autograd.grad(loss, tensors, create_graph=True)]
+        second.append([g.double() for one in squares for g in torch.autograd.grad(one, tensors, retain_graph=True)])
+    for got, expected in zip(*second, strict=True):
+        assert (got - expected).norm() < 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize("in_dims", [(0, 0, None), (None, None, 0), (1, None, 0), (0, 0, 0)])
 def test_vmap_and_its_gradients(in_dims):
     one, two, _ = (t.detach() for t in outputs(torch.bfloat16))

@@ -35,6 +35,14 @@ def test_reading_changes_nothing(tiny):
 
 
 @torch.no_grad()
+def test_a_mask_is_obeyed(tiny):
+    layer, x, mask = tiny.blocks[0].attn, tiny.embed(ROWS), torch.rand(3, 1, 20, 20) > 0.5
+    whole = layer(x, attn_mask=mask, is_causal=True)
+    with captured(layer, lambda call: call.scores()):
+        torch.testing.assert_close(layer(x, attn_mask=mask, is_causal=True), whole, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_reading_keeps_what_dex_has_learned():
     model = language.create("transformer-debug", variant="dex", vocab_size=512).double()
     for block in model.blocks:

@@ -31,8 +31,15 @@ def test_the_models_of_a_size_match(size):
     assert standard.num_heads * standard.head_dim == standard.dim
 
 
-# arXiv 2410.05258 tables 9 and 10; "3B" is its name in the paper.
-PAPER = {"830m": 8.3e8, "1.4b": 1.4e9, "2.8b": 2.8e9, "6.8b": 6.8e9, "13.1b": 1.31e10, "3b": 3.5e9}
+# arXiv 2410.05258 tables 9 and 10: width, layers, differential heads, size of a head, parameters.
+PAPER = {
+    "830m": (1536, 24, 8, 96, 8.3e8),
+    "1.4b": (2048, 24, 8, 128, 1.4e9),
+    "2.8b": (2560, 32, 10, 128, 2.8e9),
+    "6.8b": (4096, 32, 16, 128, 6.8e9),
+    "13.1b": (5120, 40, 20, 128, 1.31e10),
+    "3b": (3072, 28, 12, 128, 3.5e9),  # "3B" is its name in the paper
+}
 
 
 @pytest.mark.quick("3b")
@@ -40,8 +47,10 @@ PAPER = {"830m": 8.3e8, "1.4b": 1.4e9, "2.8b": 2.8e9, "6.8b": 6.8e9, "13.1b": 1.
 def test_the_paper_s_sizes(size):
     with torch.device("meta"):
         model = language.create(f"diff-{size}")
-    assert (model.config.vocab_size, model.config.tied) == (100_288, True)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(PAPER[size], rel=0.015)
+    own, (*sizes, parameters) = model.config, PAPER[size]
+    assert [own.dim, own.depth, own.num_heads, own.head_dim] == sizes
+    assert (own.vocab_size, own.tied) == (100_288, True)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.015)
 
 
 @pytest.mark.parametrize(
