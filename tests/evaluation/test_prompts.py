@@ -28,6 +28,8 @@ def test_variants_have_a_part_of_the_classes_in_both_numberings(name, first, syn
     within = torch.tensor([0, 5, 199])
     assert torch.equal(local_labels(within, prompts, name), within)
     assert torch.equal(local_labels(torch.tensor(prompts.indices)[within], prompts, name), within)
+    first = next(i for i, number in enumerate(prompts.indices) if number >= 200)
+    assert local_labels(torch.tensor([prompts.indices[first]]), prompts, name).tolist() == [first]
     outside = next(i for i in range(300, 1000) if i not in prompts.indices)
     with pytest.raises(ValueError, match="sample 1"):
         local_labels(torch.tensor([prompts.indices[0], outside]), prompts, name)
