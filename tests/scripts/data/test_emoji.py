@@ -11,7 +11,7 @@ from PIL import Image
 from cutouts import BACKGROUND
 from diffvision.data.images.decode import decode_image
 from emoji import make_emoji
-from emoji_table import Emoji, find_packages, minimal_pairs
+from emoji_table import Emoji, minimal_pairs
 
 TONES = {"light": "1F3FB", "medium-light": "1F3FC", "medium": "1F3FD", "medium-dark": "1F3FE", "dark": "1F3FF"}
 CODES = {}  # of the emoji of `row`, by name
@@ -149,13 +149,3 @@ def test_kinds_of_pairs():
         ("direction", "left arrow", "up arrow"),
         ("direction", "woman walking", "woman walking: facing right"),
     }
-
-
-def test_vendors_whose_pictures_are_not_free_are_refused_by_name(packages):
-    folder = packages / "node_modules" / "emoji-datasource-google"
-    folder.rename(folder.with_name("emoji-datasource-apple"))
-    message = "no package emoji-datasource-google; emoji-datasource-apple is not read, .*npm install"
-    with pytest.raises(ValueError, match=message):
-        find_packages(packages)
-    with pytest.raises(ValueError, match="emoji-datasource-facebook is not"):
-        find_packages(packages / "emoji-datasource-facebook")
