@@ -1,9 +1,7 @@
-"""Bad input to a training, and a rank that dies: one error that names the file or the rank."""
+"""Bad input to a training: one error that names the file."""
 
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from diffvision.data.shards.report import BadDataError
 from diffvision.data.shards.writer import write_shards
 
 MOST = 160
-
-
 PNG = png(np.zeros((8, 8, 3)))
 
 
@@ -71,48 +67,5 @@ def test_bad_input_is_one_error_with_file_fault_and_remedy(name, tmp_path):
     happens(folder)
     with pytest.raises((ValueError, OSError, BadDataError)) as caught:
         train(folder)
-    check_form(str(caught.value), names, tmp_path)
-
-
-def check_form(message, names, folder):
-    assert names in message
-    assert len(message.splitlines()[0].replace(str(folder), "").partition(". ")[0]) <= MOST
-
-
-KILLED = """
-import os, signal, sys
-import lightning.pytorch as pl
-from diffvision import cli
-from diffvision.training import fit
-
-run = fit.fit
-
-class Kill(pl.Callback):
-    def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-if __name__ == "__main__":
-    fit.fit = lambda arguments: run(arguments, callbacks=[Kill()])
-    sys.exit(cli.main(["fit", *sys.argv[1:]]))
-"""
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_ends_the_others_and_leaves_a_whole_checkpoint(tmp_path):
-    write_shards(tmp_path / "shards", [{"__key__": str(n), "png": PNG, "txt": "a cat"} for n in range(64)])
-    (tmp_path / "run.py").write_text(KILLED)
-    options = ["accelerator=cpu", "devices=2", "strategy=ddp", "max_steps=9", "callbacks+=LastCheckpoint"]
-    options += ["callbacks.every_n_train_steps=1", "enable_progress_bar=false", f"logger.save_dir={tmp_path}"]
-    words = ["--model=ContrastiveModule", "--model.model=CLIP-debug", "--data=ImageTextData"]
-    words += [f"--data.train={tmp_path / 'shards'}", "--data.batch_size=4", "--data.num_workers=0"]
-    run = subprocess.run(
-        [sys.executable, "run.py", *words, *(f"--trainer.{option}" for option in options)],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 1, run.stderr
-    (message,) = [line for line in run.stderr.splitlines() if line.startswith("diffvision: error: ")]
-    check_form(message, "another rank", tmp_path)
-    assert "Traceback" not in run.stderr
-    (last,) = tmp_path.glob("*/*/checkpoints/last.ckpt")
-    assert torch.load(last, weights_only=True)["global_step"] == 2
+    assert names in str(caught.value)
+    assert len(str(caught.value).splitlines()[0].replace(str(tmp_path), "").partition(". ")[0]) <= MOST

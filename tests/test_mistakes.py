@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from diffvision import cli
-from diffvision.errors import did_you_mean, nearest
 
 CLIP = (
     "--model ContrastiveModule --model.model CLIP-debug --data ImageTextData --data.train . --data.batch_size 2 "
@@ -137,12 +136,3 @@ def exit_status(words):
         return cli.main(words), ""
     except SystemExit as stopped:  # sys.exit of a text prints it, and is 1
         return (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
-
-
-def test_nearest_names_are_of_likely_letters():
-    known = ["diff_vit_base", "diff_vit_small", "CLIP-debug"]
-    assert nearest("diff_vit_bse", known) == ["diff_vit_base"]
-    assert nearest("clip-DEBUG", known, 2)[0] == "CLIP-debug"
-    assert nearest("zzz", known, min_ratio=0.6) == []
-    assert did_you_mean("CLIP-debgu", known) == "; did you mean CLIP-debug?"
-    assert did_you_mean("zzz", known) == ""

@@ -11,7 +11,6 @@ from diffvision.data.check import check_shards
 from diffvision.data.make import check
 from diffvision.data.shards.writer import write_evaluation_split, write_shards
 from tests.data.conftest import flip, png, write_members
-from tests.img2dataset_files import NOT_FOUND, write_img2dataset
 
 
 @pytest.fixture
@@ -135,12 +134,15 @@ def test_check_and_training_count_the_same(odd, tmp_path):
 
 
 def test_shards_of_img2dataset_are_read_in_place(tmp_path):
-    """A shard of which every URL failed is empty, and in order."""
-    failed = {3: NOT_FOUND, 4: "Image decoding error", **dict.fromkeys(range(20, 30), NOT_FOUND)}
-    folder = write_img2dataset(tmp_path / "cc", [f"picture {n}" for n in range(35)], failed=failed)
-    results = check_shards(folder, 0)
-    assert [result.samples for result in results if result.ok] == [8, 10, 0, 5]
-    assert account(folder) == (23, {})
+    """With its notes beside them; a shard of which every URL failed is empty, and in order."""
+    record = {"caption": "a", "url": "http://127.0.0.1/0.jpg", "status": "success", "exif": "{}"}
+    sample = {"jpg": IMAGE, "txt": b"a", "json": json.dumps(record).encode()}
+    for shard, rows in enumerate((2, 0, 1)):
+        tar(tmp_path / f"{shard:05d}.tar", *((f"{shard:05d}{row:04d}", sample) for row in range(rows)))
+        (tmp_path / f"{shard:05d}.parquet").write_bytes(b"PAR1")
+        (tmp_path / f"{shard:05d}_stats.json").write_text('{"count": 2}')
+    assert [result.samples for result in check_shards(tmp_path, 0) if result.ok] == [2, 0, 1]
+    assert account(tmp_path) == (3, {})
 
 
 def test_check_takes_the_keys_of_training(tmp_path):

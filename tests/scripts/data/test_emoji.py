@@ -11,7 +11,6 @@ from PIL import Image
 from cutouts import BACKGROUND
 from diffvision.data.images.decode import decode_image
 from emoji import make_emoji
-from emoji_table import Emoji, minimal_pairs
 
 TONES = {"light": "1F3FB", "medium-light": "1F3FC", "medium": "1F3FD", "medium-dark": "1F3FE", "dark": "1F3FF"}
 CODES = {}  # of the emoji of `row`, by name
@@ -131,21 +130,3 @@ def test_pairs_differ_in_one_respect(packages, tmp_path):
         assert first != second
         assert first.split(":")[0] == second.split(":")[0]
     assert json.loads((tmp_path / "made" / "about.json").read_text())["samples"]["pairs/test"] == {"gender": 1}
-
-
-def test_kinds_of_pairs():
-    names = {
-        "man pilot": "person role", "man cook": "person role", "woman surfing": "person sport",
-        "woman walking": "person activity", "red heart": "heart", "blue heart": "heart", "left arrow": "arrow",
-        "up arrow": "arrow", "blue book": "book", "person pilot": "person role",
-        "woman walking: facing right": "person activity",
-    }  # fmt: skip
-    emoji = [Emoji(str(i), "", name, kind) for i, (name, kind) in enumerate(names.items())]
-    pairs = minimal_pairs(emoji, np.random.default_rng(0))
-    assert {(kind, *sorted((a.name, b.name))) for kind, a, b in pairs} == {
-        ("role", "man cook", "man pilot"),
-        ("activity", "woman surfing", "woman walking"),
-        ("colour", "blue heart", "red heart"),
-        ("direction", "left arrow", "up arrow"),
-        ("direction", "woman walking", "woman walking: facing right"),
-    }
