@@ -185,7 +185,7 @@ def main() -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         varlen.varlen_attn = lambda q, k, v, *lengths, **settings: q + k.mean() + v.mean()
-    progress.REDRAWN = 0.0  # at every step, as in a run whose steps are longer
+    progress.BAR_INTERVAL = 0.0  # at every step, as in a run whose steps are longer
     os.environ["TERM"] = "xterm"
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     report: dict[str, Any] = {
