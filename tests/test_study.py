@@ -125,7 +125,6 @@ CLIPS = "--config clip/debug.yaml --models CLIP-debug DiffCLIP-debug --seeds 1"
         ("--data.evaluation photos --data.split validation", "photos/validation/cat", True),
         ("--data.evaluation photos --data.split validation", "photos/test", False),
         ("--data.evaluation photos/validation", "photos", False),
-        ("--data.evaluation photos/test", "photos", True),
         (f"{CLIPS} --data.evaluations [a=photos]", "photos", True),
         (f"{CLIPS} --data.evaluations+=photos", "b=photos", True),
     ],

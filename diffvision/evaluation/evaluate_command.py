@@ -157,10 +157,11 @@ def _as_texts(given: Any) -> str | list[str] | None:
 def _describe(model: Any, spec: str, checkpoint: str | None) -> tuple[str, str, str]:
     """Return the names of a model and its weights for records, and both in words.
 
-    A file of weights is recorded as the checkpoint of its model's name.
+    A file of weights, or a tag, is recorded as the checkpoint of its model's name.
     """
     name, weights = spec, checkpoint or ""
-    if checkpoint is None and model.path is not None and model.path.is_file():
+    is_file = model.path is not None and model.path.is_file()
+    if checkpoint is None and (is_file or spec == f"{model.name}.{model.weights}"):
         name, weights = model.name, model.weights
     words = weights or ("untrained weights" if model.weights is None else "the model's weights")
     return name, weights, f"{name}, {words}{model.average_note}"
