@@ -179,7 +179,7 @@ def test_a_folder_with_other_settings_is_refused_and_more_seeds_and_models_are_n
     study_command.main([*TWO, *output, "--print", "--trainer.max_epochs=2"])
     checkpoints.mkdir(parents=True)
     (checkpoints / "last.ckpt").write_text("weights")
-    with pytest.raises(ValueError, match=r"other settings .*max_epochs=2.*max_epochs=3"):
+    with pytest.raises(ValueError, match=r"max_epochs=2.*max_epochs=3"):
         study_command.main([*TWO, *output, "--print", "--trainer.max_epochs=3"])
     (tmp_path / "out" / SETTINGS).write_text('{"half')
     with pytest.raises(ValueError, match=r"study\.json is damaged"):

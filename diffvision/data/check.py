@@ -271,7 +271,7 @@ def _check_shard(shard: Shard, reading: _Reading, problems: list[str]) -> ShardC
 def _find_links(path: Path) -> list[str]:
     """Return what is wrong with a whole tar that has links or other members without content of their own."""
     with tarfile.open(path, "r:") as tar:
-        links = [member.name for member in tar if not (member.isreg() or member.isdir())]
+        links = [m.name for m in tar if m.issparse() or not (m.isreg() or m.isdir())]
     return [f"{len(links)} members are links or no files, which are not read, first {links[0]!r}"] if links else []
 
 

@@ -125,7 +125,7 @@ def _create_open_clip(
                 **bias,
             )
         except RuntimeError as error:
-            if not isinstance(checkpoint, str):
+            if not isinstance(checkpoint, str) or is_unreadable(error):
                 raise
             raise FileNotFoundError(str(error)) from error  # of a tag whose weights cannot be downloaded
     return module, transform

@@ -198,7 +198,7 @@ def _location(path: str) -> Path:
 
 
 def _is_shared(chosen_on: Path, split: str, test: Path) -> bool:
-    """Return whether a split of a source may have samples of the test split of another, or of its own."""
+    """Return whether a split of one source may share samples with the test split of another, or of itself."""
     from diffvision.data.images.folders import find_folders
 
     if chosen_on == test and split != "test":

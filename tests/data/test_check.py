@@ -134,7 +134,7 @@ def test_check_and_training_count_the_same(odd, tmp_path):
 
 
 def test_shards_of_img2dataset_are_read_in_place(tmp_path):
-    """With its notes beside them; a shard of which every URL failed is empty, and in order."""
+    """With its notes next to them; a shard of which every URL failed is empty, and in order."""
     record = {"caption": "a", "url": "http://127.0.0.1/0.jpg", "status": "success", "exif": "{}"}
     sample = {"jpg": IMAGE, "txt": b"a", "json": json.dumps(record).encode()}
     for shard, rows in enumerate((2, 0, 1)):

@@ -122,7 +122,8 @@ def answer_questions(
     """
     if QUESTION not in prompt:
         raise ValueError(f"prompt must contain {QUESTION}, got {prompt!r}")
-    digests, texts = questions.compute_digests(), []
+    digests = [] if file is None else questions.compute_digests()
+    texts: list[str] = []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
