@@ -192,7 +192,10 @@ def train(experiment: Experiment, run: Run, *, file: Path | None, device: torch.
     model = experiment.create(run.family).to(device)
     step = torch.compile(loss_of, dynamic=False, fullgraph=True) if device.type == "cuda" else loss_of
     numbers: Numbers = {**asdict(run), "parameters": sum(p.numel() for p in model.parameters())}
-    numbers |= {"torch": torch.__version__, "device": device_name(device)}
+    if device.type == "cuda":
+        step(model, next(data.batches(run.seed))).backward()  # compiles both passes; `fit` drops the gradients
+    setup = time.perf_counter() - start
+    numbers |= {"torch": torch.__version__, "device": device_name(device), "setup seconds": round(setup, 1)}
     try:
         steps = experiment.steps_of(run)
         trained = fit(model, data, rate=run.rate, warmup=experiment.warmup, lengths=steps, seed=run.seed, loss_of=step)
@@ -245,10 +248,12 @@ def work(experiment: Experiment, folder: Path, file: Path | None, deadline: floa
 
 
 def expected_seconds(experiment: Experiment, run: Run, folder: Path) -> float:
-    """Return what a run will take, by the slowest step of those that are done; 0 before any is."""
+    """Return what a run will take, by the slowest setup and step of those that are done; 0 before any is."""
     done = [(one, n) for one in experiment.tuning() + experiment.confirming(folder) if (n := numbers_of(one, folder))]
-    speeds = [n["seconds"] / sum(experiment.steps_of(one)) for one, n in done if not n["diverged"]]
-    return max(speeds, default=0) * sum(experiment.steps_of(run))
+    done = [(one, n) for one, n in done if not n["diverged"]]
+    setup = max((n["setup seconds"] for _, n in done), default=0)
+    speeds = [(n["seconds"] - n["setup seconds"]) / sum(experiment.steps_of(one)) for one, n in done]
+    return setup + max(speeds, default=0) * sum(experiment.steps_of(run))
 
 
 def plan(experiment: Experiment, file: Path | None) -> str:
