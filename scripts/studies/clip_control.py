@@ -145,14 +145,14 @@ def report(grid: Grid) -> None:
     print("|---|---:|---|---|")
     words = {}
     for arm, runs in right.items():
-        found = {}
-        for first in PLAIN if arm != "plain" else ():
-            low, high = crossed_interval(right[first], runs)
+        cells, intervals = ["", ""], []
+        for column, first in enumerate(PLAIN[: 2 if arm not in PLAIN else PLAIN.index(arm)]):
+            low, high = (100 * end for end in crossed_interval(right[first], runs))
             mean = sum(shares[arm]) / len(runs) - sum(shares[first]) / len(runs)
-            found[first] = (mean, 100 * low, 100 * high)
-        cells = [f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" for mean, low, high in found.values()] or ["", ""]
+            cells[column] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+            intervals.append((low, high))
         print(f"| {arm} | {spread(shares[arm], 2)} | {' | '.join(cells)} |")
-        words[arm] = verdict([(low, high) for _, low, high in found.values()]) if found else ""
+        words[arm] = verdict(intervals)
     print(f"\nV2: {words['V2']}. Gate (secondary): {words['gate']}.")
 
 
