@@ -1,7 +1,9 @@
 """Numbers that pages print are those of the committed files which they name."""
 
+import contextlib
 import csv
 import functools
+import io
 import itertools
 import json
 import re
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import clip
+import clip_control
 import vision
 from grid import differences, spread
 
@@ -126,6 +129,9 @@ def emoji():
         difference = signed(str(differences[family]).partition("]")[0] + "]")
         yield "results/clip.md", f"| {name} | {mean} | {difference}"
         yield README, difference
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        clip_control.report(clip_control.GRID)
+    yield from (("results/clip.md", signed(row)) for row in report.getvalue().splitlines() if "±" in row)
 
 
 def fashion():
