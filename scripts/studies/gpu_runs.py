@@ -248,7 +248,7 @@ def work(experiment: Experiment, folder: Path, file: Path | None, deadline: floa
 
 
 def expected_seconds(experiment: Experiment, run: Run, folder: Path) -> float:
-    """Return what a run will take, by the slowest setup and step of those that are done; 0 before any is."""
+    """Return the seconds of a run, estimated from the slowest setup and step so far; 0 before any run is done."""
     done = [(one, n) for one in experiment.tuning() + experiment.confirming(folder) if (n := numbers_of(one, folder))]
     done = [(one, n) for one, n in done if not n["diverged"]]
     setup = max((n["setup seconds"] for _, n in done), default=0)
