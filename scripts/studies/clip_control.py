@@ -68,6 +68,15 @@ class Arms(Grid):
         """Return each arm's run with a seed."""
         return {arm: Run(family, self.chosen(rate_of) or 0, seed) for arm, (family, rate_of) in ARMS.items()}
 
+    def done(self) -> dict[str, list[Numbers]]:
+        """Return the runs that are done by arm, none before learning rates are chosen."""
+        done: dict[str, list[Numbers]] = {arm: [] for arm in ARMS}
+        if all(self.chosen(family) for family in self.families):
+            for seed in self.seeds:
+                for arm, run in self.runs_of(seed).items():
+                    done[arm] += [numbers] if (numbers := self.numbers(run)) else []
+        return done
+
     def train(self, runs: Iterable[Run], train: Callable[[Run], Numbers], part: tuple[int, int] = (0, 1)) -> None:
         """Train the runs that are not done; refuse another kind of processor than theirs."""
         if others := self.processors() - {processor()}:
@@ -126,34 +135,40 @@ def verdict(intervals: Sequence[tuple[float, float]]) -> str:
     return "level" if all(low >= -MARGIN and high <= MARGIN for low, high in intervals) else "not shown"
 
 
+def differences(right: dict[str, list[PerSample]], arm: str) -> dict[str, tuple[float, float, float]]:
+    """Return an arm's differences from the plain arms above it, each as mean, low and high in points."""
+    found = {}
+    for plain in PLAIN[: PLAIN.index(arm)] if arm in PLAIN else PLAIN:
+        mean = sum(run.mean() for run in right[arm]) - sum(run.mean() for run in right[plain])
+        low, high = crossed_interval(right[plain], right[arm])
+        found[plain] = (100 * mean / len(right[arm]), 100 * low, 100 * high)
+    return found
+
+
+def table(right: dict[str, list[PerSample]]) -> list[str]:
+    """Return the table of the arms and the verdicts, as lines of Markdown."""
+    lines = [f"| {len(right['plain'][0].values):,} pictures | image R@1 ↑ | from plain | from plain at V2's rate |"]
+    lines.append("|---|---:|---|---|")
+    verdicts = {}
+    for arm, runs in right.items():
+        found = differences(right, arm)
+        cells = [f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" for mean, low, high in found.values()]
+        cells += [""] * (len(PLAIN) - len(cells))
+        lines.append(f"| {arm} | {spread([100 * run.mean() for run in runs], 2)} | {' | '.join(cells)} |")
+        verdicts[arm] = verdict([(low, high) for _, low, high in found.values()])
+    return [*lines, "", f"V2: {verdicts['V2']}. Gate (secondary): {verdicts['gate']}."]
+
+
 def report(grid: Grid) -> None:
     """Print the table and the verdicts, in Markdown; before all runs are done, how many are."""
     assert isinstance(grid, Arms)
     print(grid.describe(), end="\n\n")
-    done: dict[str, list[Numbers]] = {arm: [] for arm in ARMS}
-    if all(grid.chosen(family) for family in grid.families):
-        for seed in grid.seeds:
-            for arm, run in grid.runs_of(seed).items():
-                done[arm] += [numbers] if (numbers := grid.numbers(run)) else []
+    done = grid.done()
     if any(len(runs) < len(grid.seeds) for runs in done.values()):
         print("unfinished: no statement yet")
         return
     print(f"processor: {', '.join(grid.processors())}", end="\n\n")
-    right = {arm: by_picture(runs) for arm, runs in done.items()}
-    shares = {arm: [100 * run.mean() for run in runs] for arm, runs in right.items()}
-    print(f"| {len(right['plain'][0].values):,} pictures | image R@1 ↑ | from plain | from plain at V2's rate |")
-    print("|---|---:|---|---|")
-    words = {}
-    for arm, runs in right.items():
-        cells, intervals = ["", ""], []
-        for column, first in enumerate(PLAIN[: 2 if arm not in PLAIN else PLAIN.index(arm)]):
-            low, high = (100 * end for end in crossed_interval(right[first], runs))
-            mean = sum(shares[arm]) / len(runs) - sum(shares[first]) / len(runs)
-            cells[column] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
-            intervals.append((low, high))
-        print(f"| {arm} | {spread(shares[arm], 2)} | {' | '.join(cells)} |")
-        words[arm] = verdict(intervals)
-    print(f"\nV2: {words['V2']}. Gate (secondary): {words['gate']}.")
+    print(*table({arm: by_picture(runs) for arm, runs in done.items()}), sep="\n")
 
 
 if __name__ == "__main__":
