@@ -119,13 +119,16 @@ def trainer(file: Path, epochs: int) -> Callable[[Run], Numbers]:
     return lambda run: clip.train(run, data, epochs, FAMILIES, also=hits)
 
 
-def by_picture(runs: Sequence[Numbers]) -> list[PerSample]:
-    """Return image R@1 of runs picture by picture."""
-    pictures = max(run.get("pictures", 0) for run in runs)
-    right = torch.zeros(len(runs), pictures, dtype=torch.bool)
-    for row, run in zip(right, runs, strict=True):
-        row[run.get("hits", [])] = True
-    return [count_each(row) for row in right]
+def by_picture(done: dict[str, list[Numbers]]) -> dict[str, list[PerSample]]:
+    """Return image R@1 of each arm's runs picture by picture."""
+    pictures = max(run.get("pictures", 0) for runs in done.values() for run in runs)
+    right = {}
+    for arm, runs in done.items():
+        rows = torch.zeros(len(runs), pictures, dtype=torch.bool)
+        for row, run in zip(rows, runs, strict=True):
+            row[run.get("hits", [])] = True
+        right[arm] = [count_each(row) for row in rows]
+    return right
 
 
 def verdict(intervals: Sequence[tuple[float, float]]) -> str:
@@ -164,11 +167,11 @@ def report(grid: Grid) -> None:
     assert isinstance(grid, Arms)
     print(grid.describe(), end="\n\n")
     done = grid.done()
-    if any(len(runs) < len(grid.seeds) for runs in done.values()):
-        print("unfinished: no statement yet")
+    if any(len(runs) < len(grid.seeds) for runs in done.values()) or len(grid.processors()) != 1:
+        print("unfinished, or of several kinds of processor: no statement yet")
         return
     print(f"processor: {', '.join(grid.processors())}", end="\n\n")
-    print(*table({arm: by_picture(runs) for arm, runs in done.items()}), sep="\n")
+    print(*table(by_picture(done)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Experiments with language models in the minutes of a lease of a GPU: runs, each one JSON, several at once.
+"""Experiments with language models that take minutes of a GPU: runs, each one JSON, several at once.
 
     python scripts/studies/gpu_tokens.py plan --data runs/gpu/text.xz
     python scripts/studies/gpu_tokens.py run --data runs/gpu/text.xz --output OUT --seconds 540 --at_once 3
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffvision.models.language import LanguageConfig, LanguageModel
 from diffvision.ops.attention.choice import attention_backend
 from grid import Numbers, Run, best_rate, train_runs
-from small_language import fit
+from small_language import fit, steps_trained
 
 TUNING_SEED = 100
 LIKELY = 150e12  # FLOPs a second of small models on an H200: a guess, for the plan alone
@@ -68,6 +68,7 @@ class Experiment:
         tuning_steps: of a run that tries a learning rate.
         warmup: steps.
         data: its batches and loss.
+        tested: tokens at most of a text's loss.
         measure: what else is measured of a trained model.
     """
 
@@ -82,6 +83,7 @@ class Experiment:
     tuning_steps: int
     warmup: int
     data: type[Data]
+    tested: int = 1 << 20
     rate_of: Mapping[str, str] = field(default_factory=dict)
     measure: Callable[[nn.Module, Any], Numbers] = lambda model, data: {}
 
@@ -89,9 +91,8 @@ class Experiment:
         """Return an experiment of the same kind that takes a CPU a minute."""
         shape = replace(self.shape, dim=32, depth=2, num_heads=2, head_dim=16, mlp_dim=96)
         steps = tuple(4 * (number + 1) for number in range(len(self.steps)))
-        return replace(
-            self, shape=shape, batch=2, length=64, steps=steps, tuning_steps=4, warmup=1, seeds=self.seeds[:2]
-        )
+        small = replace(self, shape=shape, batch=2, length=64, steps=steps, tuning_steps=4, warmup=1, tested=1024)
+        return replace(small, seeds=self.seeds[:2])
 
     def create(self, family: str) -> LanguageModel:
         """Return a model with new weights."""
@@ -123,9 +124,16 @@ class Experiment:
             raise SystemExit(f"{family} diverged at every learning rate of {self.rates}")
         return best_rate(scores)
 
+    def describe(self, folder: Path) -> str:
+        """Return how many runs are done, and which diverged."""
+        runs = self.tuning() + self.confirming(folder)
+        done = {run.name: numbers["diverged"] for run in runs if (numbers := numbers_of(run, folder))}
+        total = len(self.tuning()) + len(self.families) * len(self.seeds)
+        return f"{len(done)} of {total} runs are done; diverged: {', '.join(filter(done.get, done)) or 'none'}"
+
     def done(self, folder: Path) -> dict[str, list[Numbers]]:
         """Return what the runs with fresh seeds measured, by family, seed by seed."""
-        found = {family: [] for family in self.families}
+        found: dict[str, list[Numbers]] = {family: [] for family in self.families}
         for run in self.confirming(folder):
             if numbers := numbers_of(run, folder):
                 found[run.family].append(numbers)
@@ -138,6 +146,16 @@ def numbers_of(run: Run, folder: Path) -> Numbers | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
+@cache
+def read_text(file: Path) -> dict[str, Tensor]:
+    """Return the ids of the parts of a text."""
+    try:
+        content = np.load(io.BytesIO(lzma.decompress(file.read_bytes())))
+    except lzma.LZMAError as error:
+        raise SystemExit(f"--data must be the file that data/gpu_text.py wrote, got {file}: {error}") from None
+    return {part: torch.from_numpy(content[part].astype(np.int16)) for part in content}
+
+
 class Text:
     """Windows of the text of `data/gpu_text.py`.
 
@@ -146,17 +164,18 @@ class Text:
     """
 
     def __init__(self, file: Path | None, experiment: Experiment, part: str, device: torch.device) -> None:
-        if file is None:
-            raise SystemExit("--data must be the file that data/gpu_text.py wrote")
-        content = np.load(io.BytesIO(lzma.decompress(file.read_bytes())))
-        self.train, self.part = (torch.from_numpy(content[p].astype(np.int16)).to(device) for p in ("train", part))
+        assert file is not None
+        parts = read_text(file)
+        self.train, self.part = parts["train"].to(device), parts[part][: experiment.tested].to(device)
         self.batch, self.length = experiment.batch, experiment.length
 
     def batches(self, seed: int) -> Iterator[Tensor]:
         """Yield batches [2, B, N] of windows in random order, again and again."""
-        generator = torch.Generator().manual_seed(seed)
+        generator, count = torch.Generator().manual_seed(seed), (len(self.train) - 1) // self.length
+        if count < self.batch:
+            raise SystemExit(f"the text must have {self.batch} windows of {self.length} tokens, got {count}")
         while True:
-            starts = torch.randperm((len(self.train) - 1) // self.length, generator=generator) * self.length
+            starts = torch.randperm(count, generator=generator) * self.length
             for chosen in starts[: len(starts) // self.batch * self.batch].view(-1, self.batch):
                 yield self.windows(self.train, chosen, self.length)
 
@@ -168,7 +187,7 @@ class Text:
     def loss(self, model: nn.Module, length: int | None = None) -> float:
         """Return the loss on the part in windows of a length, by default that of training."""
         length = length or self.length
-        starts = torch.arange(0, min(len(self.part), 1 << 20) - length, length)
+        starts = torch.arange(0, len(self.part) - length, length)
         total = 0.0
         with torch.no_grad():
             for chosen in starts.split(max(1, 8192 // length)):
@@ -252,12 +271,12 @@ def expected_seconds(experiment: Experiment, run: Run, folder: Path) -> float:
     done = [(one, n) for one in experiment.tuning() + experiment.confirming(folder) if (n := numbers_of(one, folder))]
     done = [(one, n) for one, n in done if not n["diverged"]]
     setup = max((n["setup seconds"] for _, n in done), default=0)
-    speeds = [(n["seconds"] - n["setup seconds"]) / sum(experiment.steps_of(one)) for one, n in done]
-    return setup + max(speeds, default=0) * sum(experiment.steps_of(run))
+    speeds = [(n["seconds"] - n["setup seconds"]) / steps_trained(experiment.steps_of(one)) for one, n in done]
+    return setup + max(speeds, default=0) * steps_trained(experiment.steps_of(run))
 
 
 def plan(experiment: Experiment, file: Path | None) -> str:
-    """Return a table of the runs, FLOPs, likely seconds and memory, and the bytes to carry."""
+    """Return a table of the runs, FLOPs, likely seconds of training and memory, and the bytes to carry."""
     lines = [f"{experiment.name}: {len(experiment.tuning())} runs of {experiment.tuning_steps:,} steps choose rates"]
     lines += ["| family | parameters | runs | steps | PFLOP a run | seconds, likely | GiB, likely |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
@@ -266,7 +285,7 @@ def plan(experiment: Experiment, file: Path | None) -> str:
         model = experiment.create(family)
         with attention_backend("eager"), FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.zeros(1, experiment.length, dtype=torch.long))
-        steps = sum(experiment.steps_of(Run(family, 0, experiment.seeds[0])))
+        steps = steps_trained(experiment.steps)
         tuned = 0 if family in experiment.rate_of else len(experiment.rates) * experiment.tuning_steps
         flops = 3 * experiment.batch * counter.get_total_flops()
         seconds = flops * steps / LIKELY
@@ -295,11 +314,13 @@ def run_experiment(experiment: Experiment, description: str | None, report: Call
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of results")
     parser.add_argument("--seconds", type=float, default=540, help="when to end, counted from now")
     parser.add_argument("--at_once", type=int, default=1, help="processes on the GPU")
-    parser.add_argument("--dry", action="store_true", help="tiny models and a few steps, on a CPU")
+    parser.add_argument("--dry", action="store_true", help="tiny models and a few steps")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.at_once < 1:
         parser.error(f"--at_once must be at least 1, got {options.at_once}")
+    if experiment.data is Text and options.what != "report" and not (options.data and options.data.is_file()):
+        parser.error(f"--data must be the file that data/gpu_text.py wrote, got {options.data}")
     experiment = experiment.dry() if options.dry else experiment
     folder = options.output / (experiment.name + ("-dry" if options.dry else ""))
     folder.mkdir(parents=True, exist_ok=True)
@@ -309,10 +330,12 @@ def run_experiment(experiment: Experiment, description: str | None, report: Call
     elif options.what == "work":
         work(experiment, folder, options.data, until)
     elif options.what == "run":
-        words = [sys.executable, sys.argv[0], "work", *sys.argv[sys.argv.index("run") + 1 :], "--until", str(until)]
+        words = [sys.executable, sys.argv[0], "work", "--output", str(options.output), "--until", str(until)]
+        words += ["--data", str(options.data)] if options.data else []
+        words += ["--dry"] if options.dry else []
         processes = [subprocess.Popen(words) for _ in range(options.at_once)]
         failed = [process.returncode for process in processes if process.wait()]
         if failed:
             raise SystemExit(f"{len(failed)} of {len(processes)} processes ended with an error; run again to continue")
     if options.what in ("run", "report"):
-        print(report(experiment, folder))
+        print(experiment.describe(folder), report(experiment, folder), sep="\n\n")

@@ -1,10 +1,11 @@
 """Does V1 catch up with tokens per parameter? Losses of plain attention and V1 at 2, 15 and 100 tokens a parameter.
 
-3.2 million parameters, context 512, 65,536 tokens a step, a constant learning rate with a decay at each length; three
-rates by the text's part `rates`, seeds 1 to 3 on its part `test`. How to run it is in `gpu_runs.py`.
+3.2 million parameters with embeddings, context 512, 65,536 tokens a step, up to 3.6 passes over the text, a constant
+learning rate with a decay at each length; three rates by part `rates`, seeds 1 to 3 on `test`; run as in `gpu_runs.py`.
 
 Primary: V1's test loss at 100 tokens a parameter minus plain's, paired by seed, 95% t interval. Declared: an upper
-bound below 0 says "V1 pays when trained long", a lower bound above +0.02 "behind at 3M at any length"; else no claim.
+bound below 0 says "V1 pays when trained long", a lower bound above +0.02 "behind at 3M at any length"; else, or if a
+run diverged, no claim.
 """
 
 from pathlib import Path
@@ -40,7 +41,7 @@ def report(experiment: Experiment, folder: Path) -> str:
     }
     seeds = sorted(found["plain"].keys() & found["V1"].keys())
     if len(seeds) < 2:
-        return f"{len(seeds)} seeds of both families are done"
+        return f"{len(seeds)} seeds of both families: no claim"
     lines = ["| tokens a parameter | plain | V1 | V1 - plain |", "|---:|---:|---:|---|"]
     for index, tokens in enumerate(TOKENS):
         losses = {family: [found[family][seed]["losses"][index] for seed in seeds] for family in found}
@@ -51,7 +52,7 @@ def report(experiment: Experiment, folder: Path) -> str:
         )
     rule = "V1 pays when trained long" if mean + width < 0 else "behind at 3M at any length"
     claim = rule if mean + width < 0 or mean - width > 0.02 else "no claim"
-    return "\n".join([*lines, claim if len(seeds) == len(experiment.seeds) else f"{len(seeds)} seeds: no claim yet"])
+    return "\n".join([*lines, claim if len(seeds) == len(experiment.seeds) else f"{len(seeds)} seeds: no claim"])
 
 
 if __name__ == "__main__":

@@ -88,6 +88,16 @@ def training_step(
     return loss.item(), norm.item()
 
 
+def cooldown_of(length: int) -> int:
+    """Return the steps of the cooldown of a branch of a length in steps."""
+    return max(1, round(COOLDOWN * length))
+
+
+def steps_trained(lengths: Sequence[int]) -> int:
+    """Return the steps that `fit` takes: the longest branch, and the cooldowns of the others."""
+    return lengths[-1] + sum(map(cooldown_of, lengths[:-1]))
+
+
 def fit(
     model: LanguageModel,
     data: Batches,
@@ -135,7 +145,7 @@ def fit(
 
     branches, done = [], 0
     for index, length in enumerate(lengths):
-        cooldown = max(1, round(COOLDOWN * length))
+        cooldown = cooldown_of(length)
         train(done, done := length - cooldown)
         trunk = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         train(done, length, cooldown)

@@ -2,20 +2,14 @@
 
 import json
 import signal
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import attention_modules
 import bench_attention
-import bench_data
 import benchmark
 from attention_modules import Shape
-from diffvision.data.datasets.digits import png
-from diffvision.data.shards.writer import write_shards
 from diffvision.nn import DiffAttention
 
 SMALL = ["--device", "cpu", "--threads", "1", "--rounds", "2"]
@@ -43,21 +37,6 @@ def test_the_benchmark_of_attention_writes_a_report(monkeypatch, tmp_path, capsy
     assert timed["ways"][timed["baseline"]]["ratio"] == 1.0
     assert timed["floor"] > 0
     assert not [way for way in timed["ways"].values() if "failed" in way]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("shards") / "train"
-    images = ({"png": png(rng.integers(0, 256, (32, 32, 3))), "txt": "a digit"} for _ in range(128))
-    write_shards(folder, ({"__key__": f"{n:03d}", **image} for n, image in enumerate(images)), per_shard=64)
-    return folder
-
-
-def test_the_benchmark_of_data_prints_a_row_a_loader(shards, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_data.py", str(shards), "--rounds", "1"])
-    bench_data.main()
-    rows = [line for line in capsys.readouterr().out.splitlines() if "ShardLoader" in line]
-    assert len(rows) == 3
 
 
 def test_the_maps_module_computes_our_layer():

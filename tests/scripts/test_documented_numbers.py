@@ -127,8 +127,8 @@ def emoji():
         difference = signed(str(differences[family]).partition("]")[0] + "]")
         yield "results/clip.md", f"| {name} | {mean} | {difference}"
         yield README, difference
-    arms = {arm: clip_control.by_picture(runs) for arm, runs in clip_control.GRID.done().items()}
-    yield from (("results/clip.md", signed(row)) for row in clip_control.table(arms) if "±" in row)
+    right = clip_control.by_picture(clip_control.GRID.done())
+    yield from (("results/clip.md", signed(row)) for row in clip_control.table(right) if "±" in row)
 
 
 def fashion():

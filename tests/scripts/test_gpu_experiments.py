@@ -3,6 +3,7 @@
 import io
 import json
 import lzma
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,16 +68,54 @@ def test_an_answer_follows_its_key_in_noise():
     assert (targets >= 0).sum(dim=1).tolist() == [4, 4, 4]
 
 
+def fill(experiment, folder, measured):
+    """Write the JSON of every run; those with fresh seeds have what `measured` returns of them."""
+    for run in experiment.tuning():
+        (folder / f"{run.name}.json").write_text(json.dumps({"diverged": "", "losses": [run.rate]}))
+    for run in experiment.confirming(folder):
+        numbers = {"seed": run.seed, "diverged": "", **measured(run)}
+        (folder / f"{run.name}.json").write_text(json.dumps(numbers))
+
+
 @pytest.mark.parametrize(
     ("difference", "claim"),
     [(-0.05, "V1 pays when trained long"), (0.05, "behind at 3M at any length"), (0.01, "no claim")],
 )
 def test_the_rule_of_tokens(tmp_path, difference, claim):
-    experiment = gpu_tokens.TOKENS_A_PARAMETER
-    for run in experiment.tuning():
-        (tmp_path / f"{run.name}.json").write_text(json.dumps({"diverged": "", "losses": [run.rate]}))
-    for run in experiment.confirming(tmp_path):
-        loss = 3 + 0.001 * run.seed + (difference + 0.002 * run.seed % 3) * (run.family == "V1")
-        numbers = {"seed": run.seed, "diverged": "", "losses": 3 * [loss]}
-        (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
-    assert gpu_tokens.report(experiment, tmp_path).splitlines()[-1] == claim
+    def measured(run):
+        return {"losses": 3 * [3 + 0.001 * run.seed + (difference + 0.002 * run.seed % 3) * (run.family == "V1")]}
+
+    fill(gpu_tokens.TOKENS_A_PARAMETER, tmp_path, measured)
+    assert gpu_tokens.report(gpu_tokens.TOKENS_A_PARAMETER, tmp_path).splitlines()[-1] == claim
+
+
+def test_the_rule_of_sinks(tmp_path):
+    def measured(run):
+        sinks, loss = {"plain": (0.4, 3), "V2": (0.1, 3.02), "gate": (0.2, 3.0), "sink": (0.0, 2.9)}[run.family]
+        failed = {"diverged": "the loss is nan"} if run == experiment.confirming(tmp_path)[-1] else {}
+        return {"sinks": sinks, "losses": [loss], "largest activation": 1, "long loss": 3} | failed
+
+    experiment = gpu_sinks.CURES
+    fill(experiment, tmp_path, measured)
+    verdicts = ["V2 works and is not free", "gate does not work and is free", "sink does not work and is not free"]
+    assert gpu_sinks.report(experiment, tmp_path).splitlines()[-3:] == verdicts
+    fill(experiment, tmp_path, lambda run: measured(run) | {"sinks": 0.09})
+    assert gpu_sinks.report(experiment, tmp_path).endswith("no claim")
+
+
+def test_the_rule_of_noise(tmp_path):
+    def measured(run):
+        right = {"plain": 0.6, "V1": 0.66, "V2": 0.62, "gate": 0.9}[run.family]
+        found = {kind: {"2048": 1, "4096": right, "8192": 0.4, "16384": 0} for kind in ("needles", "recall")}
+        return {"diverged": "the loss is nan"} if run == gpu_noise.NOISE.confirming(tmp_path)[-1] else found
+
+    fill(gpu_noise.NOISE, tmp_path, measured)
+    assert gpu_noise.report(gpu_noise.NOISE, tmp_path).endswith("longer than plain at 4096: V1")
+
+
+def test_options_before_the_word_reach_the_processes(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("subprocess.Popen", lambda words: started.append(words) or SimpleNamespace(wait=lambda: 0))
+    monkeypatch.setattr("sys.argv", ["gpu_noise.py", "--dry", "--output", str(tmp_path), "run"])
+    gpu_runs.run_experiment(gpu_noise.NOISE, None, lambda *_: "")
+    assert {"work", "--dry", str(tmp_path)} <= {*started[0]}

@@ -220,7 +220,7 @@ def test_the_control_on_emoji_states_what_its_rule_says(shares, word, tmp_path, 
         numbers = {"diverged": "", "validation": {"image R@1": 0.1 + 0.01 * (run.rate == 1e-3)}}
         (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
     clip_control.report(study)
-    assert "unfinished: no statement yet" in capsys.readouterr().out
+    assert "no statement yet" in capsys.readouterr().out
     generator = np.random.default_rng(0)
     for run in study.confirming():
         share = dict(zip(("plain", "gate", "V2"), shares, strict=True))[run.family]
@@ -229,3 +229,6 @@ def test_the_control_on_emoji_states_what_its_rule_says(shares, word, tmp_path, 
         (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers))
     clip_control.report(study)
     assert f"V2: {word}." in capsys.readouterr().out
+    (tmp_path / f"{run.name}.json").write_text(json.dumps(numbers | {"processor": "another"}))
+    clip_control.report(study)
+    assert "no statement yet" in capsys.readouterr().out
