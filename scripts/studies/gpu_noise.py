@@ -1,7 +1,7 @@
 """Retrieval in long noise: plain attention, V1, V2 and a gate, trained at 2,048 tokens and tested up to 16,384.
 
 Tokens are drawn on the device. A window is noise with pairs of a key and its value in it, each behind a mark. At its
-end the keys come again, and the value after a key is to be predicted: 256 questions in training, in a test one a pair.
+end the keys come again, and the value after a key is to be predicted: 512 questions in training, in a test one a pair.
 Half of the windows have 4 pairs (needles), half 64 (associative recall). Other keys with values, without a mark,
 distract. 27 million parameters, two seeds; three learning rates for each family on a shorter run.
 
@@ -38,7 +38,7 @@ class Noise:
         generator = torch.Generator(self.device).manual_seed(seed)
         half = self.batch // 2
         while True:
-            parts = [self.draw(half, self.length, pairs, generator, self.length // 8) for pairs in self.pairs()]
+            parts = [self.draw(half, self.length, pairs, generator, self.length // 4) for pairs in self.pairs()]
             yield torch.cat(parts, dim=1)
 
     def pairs(self) -> list[int]:
@@ -55,7 +55,7 @@ class Noise:
             return torch.randint(high, size, generator=generator, device=self.device)
 
         turns = max(1, questions // pairs)
-        context = length + 1 - 3 * turns * pairs
+        context = length + 1 - 2 * turns * pairs
         tokens = 1 + KEYS + VALUES + below(VOCABULARY - 1 - KEYS - VALUES, count, length + 1)
         keys = 1 + distinct(KEYS, 2 * pairs)
         values = 1 + KEYS + below(VALUES, count, 2 * pairs)
@@ -65,9 +65,9 @@ class Noise:
         tokens.scatter_(1, starts + 2, values)
         asked = torch.cat([distinct(pairs, pairs) for _ in range(turns)], dim=1)
         keys, values = keys[:, :pairs].gather(1, asked), values[:, :pairs].gather(1, asked)
-        tokens[:, context:] = torch.stack([torch.full_like(keys, MARK), keys, values], dim=2).flatten(1)
+        tokens[:, context:] = torch.stack([keys, values], dim=2).flatten(1)
         targets = torch.full_like(tokens[:, 1:], -100)
-        targets[:, context + 1 :: 3] = values
+        targets[:, context::2] = values
         return torch.stack([tokens[:, :-1], targets]).to(torch.int16)
 
     def loss(self, model: nn.Module) -> float:
@@ -122,8 +122,8 @@ NOISE = Experiment(
     seeds=(1, 2),
     batch=16,
     length=LENGTHS[0],
-    steps=[1500],
-    tuning_steps=200,
+    steps=[1200],
+    tuning_steps=400,
     warmup=100,
     data=Noise,
     measure=measure,
