@@ -334,8 +334,7 @@ def run_experiment(experiment: Experiment, description: str | None, report: Call
         words += ["--data", str(options.data)] if options.data else []
         words += ["--dry"] if options.dry else []
         processes = [subprocess.Popen(words) for _ in range(options.at_once)]
-        failed = [process.returncode for process in processes if process.wait()]
-        if failed:
+        if failed := [process for process in processes if process.wait()]:
             raise SystemExit(f"{len(failed)} of {len(processes)} processes ended with an error; run again to continue")
     if options.what in ("run", "report"):
         print(experiment.describe(folder), report(experiment, folder), sep="\n\n")
