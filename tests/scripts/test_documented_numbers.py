@@ -55,7 +55,7 @@ def by_seed(runs, first: str, value, family: str = "family") -> dict:
 
 
 def fresh_runs(folder: str) -> list:
-    """Return the runs in a folder without those that tune learning rates."""
+    """Return the runs in a folder except those that chose learning rates."""
     return [read(str(file.relative_to(DOCS))) for file in sorted((DOCS / "results" / folder).rglob("*-?.json"))]
 
 

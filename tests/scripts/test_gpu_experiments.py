@@ -69,12 +69,10 @@ def test_an_answer_follows_its_key_in_noise():
 
 
 def fill(experiment, folder, measured):
-    """Write the JSON of every run; those with fresh seeds have what `measured` returns of them."""
     for run in experiment.tuning():
         (folder / f"{run.name}.json").write_text(json.dumps({"diverged": "", "losses": [run.rate]}))
     for run in experiment.confirming(folder):
-        numbers = {"seed": run.seed, "diverged": "", **measured(run)}
-        (folder / f"{run.name}.json").write_text(json.dumps(numbers))
+        (folder / f"{run.name}.json").write_text(json.dumps({"seed": run.seed, "diverged": "", **measured(run)}))
 
 
 @pytest.mark.parametrize(
@@ -92,15 +90,14 @@ def test_the_rule_of_tokens(tmp_path, difference, claim):
 def test_the_rule_of_sinks(tmp_path):
     def measured(run):
         sinks, loss = {"plain": (0.4, 3), "V2": (0.1, 3.02), "gate": (0.2, 3.0), "sink": (0.0, 2.9)}[run.family]
-        failed = {"diverged": "the loss is nan"} if run == experiment.confirming(tmp_path)[-1] else {}
+        failed = {"diverged": "the loss is nan"} if run == gpu_sinks.CURES.confirming(tmp_path)[-1] else {}
         return {"sinks": sinks, "losses": [loss], "largest activation": 1, "long loss": 3} | failed
 
-    experiment = gpu_sinks.CURES
-    fill(experiment, tmp_path, measured)
+    fill(gpu_sinks.CURES, tmp_path, measured)
     verdicts = ["V2 works and is not free", "gate does not work and is free", "sink does not work and is not free"]
-    assert gpu_sinks.report(experiment, tmp_path).splitlines()[-3:] == verdicts
-    fill(experiment, tmp_path, lambda run: measured(run) | {"sinks": 0.09})
-    assert gpu_sinks.report(experiment, tmp_path).endswith("no claim")
+    assert gpu_sinks.report(gpu_sinks.CURES, tmp_path).splitlines()[-3:] == verdicts
+    fill(gpu_sinks.CURES, tmp_path, lambda run: measured(run) | {"sinks": 0.09})
+    assert gpu_sinks.report(gpu_sinks.CURES, tmp_path).endswith("no claim")
 
 
 def test_the_rule_of_noise(tmp_path):
